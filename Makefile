@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Both make .venv on first use and are quick to repeat, offline too.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types imports unit format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/vitrail train demo
+
+test: lint types imports unit
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev
+	$(BIN)/lint-imports
+
+# Two test processes with one thread each: small tensors gain nothing from more.
+unit: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# An installed torch >= 2.10 is used as it is; otherwise pip brings one.
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV) $$($(PYTHON) -c "import torch, torchvision; ok = tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10); print('--system-site-packages' if ok else '')" 2>/dev/null || true)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,44 @@
+"""Shared by all tests: determinism, where real data are, and small things to train on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets that VITRAIL_DATA names; the test skips without it."""
+    place = os.environ.get("VITRAIL_DATA")
+    if not place or not Path(place).is_dir():
+        pytest.skip("VITRAIL_DATA names no folder of real data sets")
+    return Path(place)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree of 3 classes x 20 small JPEGs that differ in colour: learnable, and quick to read."""
+    root = tmp_path_factory.mktemp("photos")
+    noise = np.random.default_rng(0)
+    for c, name in enumerate(("blue", "green", "red")):
+        (root / name).mkdir()
+        for i in range(20):
+            pixels = noise.integers(0, 120, (40, 48, 3), dtype=np.uint8)
+            pixels[..., 2 - c] += 100
+            Image.fromarray(pixels).save(root / name / f"{i:02d}.jpg", quality=90)
+    return root

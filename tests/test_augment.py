@@ -1,0 +1,163 @@
+"""Augmentation is a pure function of the image and its key."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.data.augment import Augment, reflected
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.seed import seed_of
+
+SMALL = PreprocessConfig(size=16, crop_ratio=1.0)
+EVERYTHING = AugmentConfig(rand_ops=2, jitter=0.3, erasing=0.5)
+KEYS = [(7, epoch, index, view, 0) for epoch in range(2) for index in range(3) for view in range(2)]
+
+
+def picture(width: int = 16, height: int = 16) -> Image.Image:
+    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def channels_first(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def pixels_of_keys(keys: list[tuple[int, ...]]) -> list[np.ndarray]:
+    augment = Augment(EVERYTHING, SMALL)
+    return [augment(picture(30, 20), key).numpy() for key in keys]
+
+
+def test_the_same_key_gives_the_same_pixels_in_a_spawned_process_and_in_another_order():
+    here = pixels_of_keys(KEYS)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply(pixels_of_keys, (KEYS[::-1],))
+    for mine, other in zip(here, there[::-1], strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_every_part_of_the_key_changes_the_draws(part):
+    key = [3, 1, 4, 1, 5]
+    other = list(key)
+    other[part] += 1
+    first, second = pixels_of_keys([tuple(key), tuple(other)])
+    assert not np.array_equal(first, second)
+
+
+def fail_after_drawing(image: Image.Image) -> Image.Image:
+    raise OSError(float(torch.rand(())))
+
+
+def test_the_random_state_of_the_process_is_untouched_even_by_a_failure():
+    before = torch.default_generator.get_state()
+    pixels_of_keys(KEYS[:2])
+    assert torch.equal(torch.default_generator.get_state(), before)
+    augment = Augment(EVERYTHING, SMALL)
+    augment._resized_crop = fail_after_drawing
+    with pytest.raises(OSError, match="0"):
+        augment(picture(), KEYS[0])
+    assert torch.equal(torch.default_generator.get_state(), before)
+
+
+def test_every_crop_gives_bytes_of_the_wanted_size():
+    for crop in ("resized", "pad", "evaluation"):
+        for shape in ((16, 16), (30, 20), (9, 40)):
+            made = Augment(AugmentConfig(crop=crop, rand_ops=1), SMALL)(picture(*shape), (0,))
+            assert (made.shape, made.dtype) == ((3, 16, 16), torch.uint8)
+
+
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_the_evaluation_crop_alone_is_the_evaluation_preprocessing_mirrored_or_not(flip):
+    made = Augment(AugmentConfig(crop="evaluation", flip=flip), SMALL)(picture(30, 20), (0,))
+    expected = Preprocess(SMALL)(picture(30, 20))
+    assert torch.equal(made, expected.flip(-1) if flip else expected)
+
+
+def test_flips_come_with_their_probability():
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.3), SMALL)
+    plain = Preprocess(SMALL)(picture())
+    flipped = sum(not torch.equal(augment(picture(), (0, 0, i)), plain) for i in range(1000))
+    assert abs(flipped - 300) < 4 * (1000 * 0.3 * 0.7) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (22, 16), (16, 22)])
+def test_a_padded_crop_is_a_window_of_the_reflected_image_and_all_windows_occur(shape):
+    augment = Augment(AugmentConfig(crop="pad", padding=2, flip=0.0), SMALL)
+    image = picture(*shape)
+    padded = torch.nn.functional.pad(channels_first(image).float()[None], (2, 2, 2, 2), mode="reflect")[0].byte()
+    windows = {
+        padded[:, i : i + 16, j : j + 16].contiguous().numpy().tobytes(): (i, j)
+        for i in range(padded.shape[1] - 15)
+        for j in range(padded.shape[2] - 15)
+    }
+    seen = {windows[augment(image, (0, 0, k)).numpy().tobytes()] for k in range(12 * len(windows))}
+    assert seen == set(windows.values())
+
+
+def test_a_padded_crop_first_resizes_the_shorter_side():
+    augment = Augment(AugmentConfig(crop="pad", padding=0, flip=0.0), SMALL)
+    assert torch.equal(augment(picture(40, 40), (0,)), channels_first(picture(40, 40).resize((16, 16), 3)))
+
+
+@pytest.mark.parametrize("length", [2, 5, 16])
+def test_reflection_equals_that_of_numpy(length):
+    padding = length - 1
+    expected = np.pad(np.arange(length), padding, mode="reflect")
+    np.testing.assert_array_equal(reflected(-padding, length + 2 * padding, length), expected)
+
+
+def test_a_border_wider_than_the_image_is_refused():
+    with pytest.raises(ValueError, match="at most 15"):
+        Augment(AugmentConfig(crop="pad", padding=16), SMALL)
+
+
+def test_erasing_fills_one_rectangle_with_standard_normal_noise():
+    # A mean of 0.5 and a small deviation keep the noise inside the byte range, so that its moments can be read back.
+    config = PreprocessConfig(size=64, crop_ratio=1.0, mean=(0.5, 0.5, 0.5), std=(0.1, 0.1, 0.1))
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, erasing=1.0), config)
+    blank = Image.new("RGB", (64, 64), (0, 0, 0))
+    values = []
+    for index in range(20):
+        image = augment(blank, (0, 0, index))
+        erased = (image != 0).all(0)
+        rows, columns = erased.any(1).nonzero().flatten(), erased.any(0).nonzero().flatten()
+        box = image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        assert bool((box != 0).all())
+        assert int(erased.sum()) == box[0].numel()
+        assert 0.015 < box[0].numel() / 64**2 < 0.35
+        values.append(Preprocess(config).normalize(box).flatten())
+    noise = torch.cat(values)
+    assert abs(float(noise.mean())) < 4 / len(noise) ** 0.5
+    assert abs(float(noise.std()) - 1) < 4 / (2 * len(noise)) ** 0.5
+
+
+def test_erasing_comes_with_its_probability():
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, erasing=0.25), SMALL)
+    plain = Preprocess(SMALL)(picture())
+    erased = sum(not torch.equal(augment(picture(), (0, 0, i)), plain) for i in range(1000))
+    assert abs(erased - 250) < 4 * (1000 * 0.25 * 0.75) ** 0.5
+
+
+def test_an_image_that_is_not_rgb_is_refused():
+    with pytest.raises(ValueError, match="mode L"):
+        Augment(AugmentConfig(), SMALL)(Image.new("L", (8, 8)), (0,))
+
+
+def test_a_chain_from_zero_gives_the_published_outputs_of_splitmix64():
+    # First outputs of the reference implementation for seed 0: state += golden, then the finaliser.
+    golden = 0x9E3779B97F4A7C15
+    outputs = [seed_of("", i * golden) for i in range(3)]
+    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_seeds_of_neighbouring_keys_differ_in_about_half_of_their_bits():
+    keys = [(s, e, i) for s in range(4) for e in range(4) for i in range(50)]
+    changed = [bin(seed_of("augment", s, e, i) ^ seed_of("augment", s, e, i + 1)).count("1") for s, e, i in keys]
+    assert abs(np.mean(changed) - 32) < 4 * 4 / len(changed) ** 0.5
+    assert len({seed_of("augment", *key) for key in keys}) == len(keys)

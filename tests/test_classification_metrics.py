@@ -1,0 +1,229 @@
+"""Figures against scikit-learn, torchmetrics, scipy and closed forms."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+import torch.nn.functional as F
+import torchmetrics.functional.classification as tm
+from scipy.stats import binomtest
+
+from vitrail.measure.classification import (
+    MultiLabelFigures,
+    SingleLabelFigures,
+    average_precision,
+    classification,
+    read_figures,
+    wilson_interval,
+)
+
+# classes, images, labels drawn from: plain, missing classes, one class only, two classes, one image
+CASES = {
+    "plain": (7, 300, range(7)),
+    "missing classes": (12, 60, (0, 3, 4, 11)),
+    "one class only": (5, 40, (2,)),
+    "two classes": (2, 101, range(2)),
+    "one image": (6, 1, range(6)),
+    "fewer classes than five": (3, 50, range(3)),
+}
+
+
+def drawn(case: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, SingleLabelFigures]:
+    classes, count, labels = CASES[case]
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.tensor(list(labels))[torch.randint(len(labels), (count,), generator=generator)]
+    logits = 2 * torch.randn(count, classes, generator=generator) + 1.5 * F.one_hot(target, classes)
+    figures = classification(logits, target, [f"c{i}" for i in range(classes)])
+    assert isinstance(figures, SingleLabelFigures)
+    return logits, target, figures
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_per_class_figures_equal_scikit_learn(case: str) -> None:
+    logits, target, figures = drawn(case)
+    guess, classes = logits.argmax(1), logits.shape[1]
+    p, r, f, support = sk.precision_recall_fscore_support(target, guess, labels=range(classes), zero_division=0)
+    occurs = np.isin(np.arange(classes), torch.cat([target, guess]))
+    np.testing.assert_allclose(figures.precision[occurs], p[occurs])
+    np.testing.assert_allclose(figures.recall[occurs], r[occurs])
+    np.testing.assert_allclose(figures.f1[occurs], f[occurs])
+    assert np.isnan(figures.f1[~occurs]).all()
+    np.testing.assert_array_equal(figures.support, support)
+    np.testing.assert_array_equal(figures.confusion, sk.confusion_matrix(target, guess, labels=range(classes)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_summary_figures_equal_scikit_learn_and_torch(case: str) -> None:
+    logits, target, figures = drawn(case)
+    guess, classes = logits.argmax(1), logits.shape[1]
+    scalars = figures.scalars()
+    assert scalars["top1"] == pytest.approx(sk.accuracy_score(target, guess))
+    assert scalars["loss"] == pytest.approx(F.cross_entropy(logits.double(), target).item())
+    assert scalars["macro_f1"] == pytest.approx(sk.f1_score(target, guess, average="macro", zero_division=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "y_pred contains classes not in y_true"
+        assert scalars["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(target, guess))
+    top5 = sum(int(t in row.topk(min(5, classes)).indices) for row, t in zip(logits, target, strict=True)) / len(target)
+    assert scalars["top5"] == pytest.approx(top5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calibration_error_equals_torchmetrics(case: str) -> None:
+    logits, target, figures = drawn(case)
+    probabilities = logits.double().softmax(1)
+    expected = tm.multiclass_calibration_error(probabilities, target, logits.shape[1], n_bins=15, norm="l1")
+    assert figures.ece == pytest.approx(expected.item(), abs=1e-6)
+    assert figures.bin_count.sum() == len(target)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probabilities_and_logits_give_the_same_figures(case: str) -> None:
+    logits, target, figures = drawn(case)
+    again = classification(logits.double().softmax(1), target, figures.classes, probabilities=True)
+    assert again.scalars() == pytest.approx(figures.scalars(), rel=1e-9)
+
+
+def test_calibration_bins_of_known_confidences() -> None:
+    confidence = torch.tensor([0.9, 0.9, 0.9, 0.6], dtype=torch.float64)
+    figures = classification(
+        torch.stack([confidence, 1 - confidence], 1), torch.tensor([0, 0, 1, 0]), ["a", "b"], probabilities=True
+    )
+    assert isinstance(figures, SingleLabelFigures)
+    assert figures.bin_count[13] == 3  # (13/15, 14/15]
+    assert figures.bin_count[8] == 1  # (8/15, 9/15]: the upper edge belongs to its bin
+    assert figures.bin_accuracy[13] == pytest.approx(2 / 3)
+    assert figures.ece == pytest.approx((3 * (0.9 - 2 / 3) + 1 * 0.4) / 4)
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 40), (40, 40), (7, 23), (893, 1000)])
+def test_interval_equals_scipys_wilson_interval(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(right, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("label", "top1", "top5"), [(0, 1, 1), (1, 0, 1), (4, 0, 1), (5, 0, 0), (7, 0, 0)])
+def test_of_equal_scores_the_lower_class_comes_first(label: int, top1: float, top5: float) -> None:
+    figures = classification(torch.zeros(1, 8), torch.tensor([label]))
+    assert isinstance(figures, SingleLabelFigures)
+    assert (figures.top1, figures.top5) == (top1, top5)
+    assert figures.confusion[label, 0] == 1
+
+
+def test_confused_pairs_are_the_largest_errors_in_order() -> None:
+    guess = torch.tensor([1, 1, 1, 2, 2, 0, 1, 2])
+    target = torch.tensor([0, 0, 0, 1, 1, 0, 1, 2])
+    figures = classification(F.one_hot(guess, 3).float(), target, ["a", "b", "c"])
+    assert isinstance(figures, SingleLabelFigures)
+    assert figures.confused_pairs() == [(0, 1, 3), (1, 2, 2)]
+
+
+def test_figures_survive_many_rows() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9001, 4, generator=generator)  # more than two pieces
+    target = torch.randint(4, (9001,), generator=generator)
+    figures = classification(logits, target)
+    assert figures.loss == pytest.approx(F.cross_entropy(logits.double(), target).item())
+    assert figures.scalars()["top1"] == pytest.approx((logits.argmax(1) == target).double().mean().item())
+
+
+def labelled(classes: int = 6, count: int = 80, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, MultiLabelFigures]:
+    generator = torch.Generator().manual_seed(seed)
+    target = (torch.rand(count, classes, generator=generator) < 0.3).long()
+    logits = torch.randn(count, classes, generator=generator) + 1.5 * target - 0.5
+    logits[:, 0] = logits[:, 0].round()  # many ties
+    figures = classification(logits, target, [f"c{i}" for i in range(classes)])
+    assert isinstance(figures, MultiLabelFigures)
+    return logits, target, figures
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("classes", "count"), [(6, 80), (1, 30), (2, 9)])
+def test_multi_label_figures_equal_scikit_learn(classes: int, count: int, seed: int) -> None:
+    logits, target, figures = labelled(classes, count, seed)
+    guess = (logits.sigmoid() > 0.5).long()
+    expected = [sk.average_precision_score(target[:, c], logits[:, c]) for c in range(classes)]
+    np.testing.assert_allclose(figures.average_precision, expected)
+    assert figures.loss == pytest.approx(F.binary_cross_entropy_with_logits(logits.double(), target.double()).item())
+    scalars = figures.scalars()
+    assert scalars["map"] == pytest.approx(np.mean(expected))
+    averaged = {"labels": list(range(classes)), "zero_division": 0} if classes > 1 else {"zero_division": 0}
+    flat = (target.flatten(), guess.flatten())
+    assert scalars["micro_f1"] == pytest.approx(sk.f1_score(*flat))
+    if classes > 1:
+        assert scalars["macro_f1"] == pytest.approx(sk.f1_score(target, guess, average="macro", **averaged))
+        assert scalars["subset_accuracy"] == pytest.approx(sk.accuracy_score(target, guess))
+
+
+def test_classes_without_positives_are_listed_and_left_out_of_map() -> None:
+    logits, target, _ = labelled()
+    target[:, 2] = 0
+    figures = classification(logits, target, [f"c{i}" for i in range(6)])
+    assert isinstance(figures, MultiLabelFigures)
+    assert figures.without_positives == ("c2",)
+    others = [c for c in range(6) if c != 2]
+    expected = np.mean([sk.average_precision_score(target[:, c], logits[:, c]) for c in others])
+    assert figures.scalars()["map"] == pytest.approx(expected)
+
+
+def test_average_precision_of_constant_scores_is_the_share_of_positives() -> None:
+    assert average_precision(np.zeros(8), np.arange(8) < 3) == pytest.approx(3 / 8)
+
+
+def test_a_tie_of_positive_and_negative_counts_as_one_step() -> None:
+    assert average_precision(np.array([1.0, 1.0, 0.0]), np.array([True, False, True])) == pytest.approx(
+        0.5 * 1 / 2 + 0.5 * 2 / 3
+    )
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_figures_come_back_from_strict_json(multilabel: bool) -> None:
+    figures = labelled()[2] if multilabel else drawn("missing classes")[2]
+    text = json.dumps(figures.to_json(), allow_nan=False)
+    again = read_figures(json.loads(text))
+    assert type(again) is type(figures)
+    assert again.scalars() == figures.scalars()
+    np.testing.assert_array_equal(again.f1, figures.f1)
+    assert json.dumps(again.to_json()) == text
+
+
+def test_an_impossible_true_class_is_an_infinite_loss_and_null_in_json() -> None:
+    figures = classification(torch.tensor([[0.0, -math.inf]]), torch.tensor([1]))
+    assert figures.loss == math.inf
+    assert figures.to_json()["loss"] is None
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_scores_are_refused_with_their_row(broken: float) -> None:
+    logits = torch.zeros(5, 3)
+    logits[3, 1] = broken
+    with pytest.raises(ValueError, match=r"1 of 5 images .*row 3"):
+        classification(logits, torch.zeros(5, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("scores", "target", "classes", "message"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), None, "not empty"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), None, "label 3 is outside the 3 classes"),
+        (torch.zeros(2, 3), torch.tensor([0, -1]), None, "label -1"),
+        (torch.zeros(2, 3), torch.tensor([0]), None, "2 rows of scores, but 1 labels"),
+        (torch.zeros(2, 3), torch.tensor([0, 1]), ["a", "b"], "3 columns, but there are 2 classes"),
+        (torch.zeros(2, 3), torch.tensor([0.5, 1.0]), None, "class numbers"),
+        (torch.zeros(2, 3), torch.full((2, 3), 0.5), None, "0 or 1"),
+        (torch.zeros(2, 3), torch.zeros(2, 2), None, "0 or 1"),
+    ],
+)
+def test_wrong_input_is_refused_in_words(scores, target, classes, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        classification(scores, target, classes)
+
+
+def test_logits_passed_as_probabilities_are_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        classification(torch.tensor([[3.0, -1.0]]), torch.tensor([0]), probabilities=True)

@@ -1,0 +1,124 @@
+"""The training stream: every image once an epoch, batches always full, any step from nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from vitrail.data.order import Draw, Order
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(10, 5), (10, 3), (7, 1), (5, 12), (1, 4)])
+def test_every_row_comes_once_an_epoch_and_every_batch_is_full(rows, batch):
+    order = Order(rows, batch, seed=3)
+    steps = [order.draws(step) for step in range(5 * rows)]
+    assert {len(step) for step in steps} == {batch}
+    stream = [draw for step in steps for draw in step]
+    for epoch in range(len(stream) // rows):
+        part = stream[epoch * rows : (epoch + 1) * rows]
+        assert sorted(part) == [Draw(row, epoch, 0) for row in range(rows)]
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "balanced"])
+def test_a_step_needs_no_steps_before_it(sampling):
+    labels = np.array([0, 0, 0, 1, 1, 2])
+    walked = Order(6, 4, seed=1, sampling=sampling, labels=labels)
+    steps = [walked.draws(step) for step in range(20)]
+    for step in (19, 0, 7, 13):
+        assert Order(6, 4, seed=1, sampling=sampling, labels=labels).draws(step) == steps[step]
+        assert walked.draws(step) == steps[step]
+
+
+def test_parts_of_a_step_are_slices_of_it():
+    order = Order(5, 12, seed=0)
+    assert order.draws(2, 3, 6) == order.draws(2)[3:9]
+    assert order.draws(2, 8) == order.draws(2)[8:]
+
+
+def test_seeds_and_epochs_are_shuffled_differently():
+    orders = {tuple(d.row for d in Order(50, 50, seed=seed).draws(step)) for seed in range(3) for step in range(3)}
+    assert len(orders) == 9
+
+
+def test_the_first_row_of_an_epoch_is_uniform():
+    order = Order(8, 8, seed=0)
+    counts = Counter(order.draws(step)[0].row for step in range(4000))
+    deviation = (4000 / 8 * 7 / 8) ** 0.5
+    assert all(abs(counts[row] - 500) < 4.5 * deviation for row in range(8))
+
+
+def test_balanced_sampling_draws_classes_equally_often():
+    labels = np.array([0] * 90 + [1] * 9 + [4] * 1)  # classes 2 and 3 have no images
+    order = Order(100, 100, seed=0, sampling="balanced", labels=labels)
+    counts = Counter(int(labels[draw.row]) for step in range(60) for draw in order.draws(step))
+    deviation = (6000 / 3 * 2 / 3) ** 0.5
+    assert set(counts) == {0, 1, 4}
+    assert all(abs(count - 2000) < 4 * deviation for count in counts.values())
+
+
+def test_balanced_sampling_cycles_through_the_rows_of_a_class():
+    labels = np.array([0] * 20 + [1] * 3)
+    order = Order(23, 23, seed=5, sampling="balanced", labels=labels)
+    for epoch in range(10):
+        rows = [draw.row for draw in order.draws(epoch)]
+        for members in (range(20), range(20, 23)):
+            times = [rows.count(row) for row in members]
+            assert max(times) - min(times) <= 1
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_repeat_counts_earlier_occurrences_in_the_epoch(multilabel):
+    labels = np.array([0] * 9 + [1])
+    held = np.eye(2, dtype=np.int64)[labels]
+    order = Order(10, 7, seed=2, sampling="balanced", labels=held if multilabel else labels)
+    seen: Counter[tuple[int, int]] = Counter()
+    for draw in (d for step in range(40) for d in order.draws(step)):
+        assert draw.repeat == seen[draw.row, draw.epoch]
+        seen[draw.row, draw.epoch] += 1
+    assert max(seen.values()) > 1
+
+
+def test_rows_with_several_labels_are_weighed_by_the_mean_inverse_frequency_of_their_labels():
+    labels = np.array([[1, 0], [1, 0], [1, 0], [1, 1], [0, 0], [0, 0]])
+    # frequencies: label 0 four times, label 1 once, no label twice
+    weights = np.array([1 / 4, 1 / 4, 1 / 4, (1 / 4 + 1) / 2, 1 / 2, 1 / 2])
+    order = Order(6, 6, seed=0, sampling="balanced", labels=labels)
+    counts = Counter(draw.row for step in range(2000) for draw in order.draws(step))
+    for row, share in enumerate(weights / weights.sum()):
+        assert abs(counts[row] - 12000 * share) < 4 * (12000 * share * (1 - share)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps"),
+    [(10, 5, 1, 2), (10, 3, 1, 4), (10, 3, 3, 10), (5, 12, 1, 1), (30, 3, 0.1, 1), (3, 1, 0.7, 3), (1000, 7, 1.1, 158)],
+)
+def test_steps_for_covers_the_epochs(rows, batch, epochs, steps):
+    assert Order(rows, batch, seed=0).steps_for(epochs) == steps
+
+
+def test_at_most_two_epochs_are_kept():
+    order = Order(4, 4, seed=0)
+    for step in range(9):
+        order.draws(step)
+    assert len(order._epochs) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 0, "batch": 4}, "no images"),
+        ({"rows": 4, "batch": 0}, "at least 1"),
+        ({"rows": 4, "batch": 4, "sampling": "random"}, "shuffle, balanced"),
+        ({"rows": 4, "batch": 4, "sampling": "balanced"}, "needs one label"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Order(seed=0, **settings)
+
+
+def test_places_outside_the_batch_are_refused():
+    with pytest.raises(ValueError, match="a batch has 4"):
+        Order(9, 4, seed=0).draws(0, 2, 3)

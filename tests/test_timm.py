@@ -1,0 +1,148 @@
+"""timm: equal logits with the same weights, both ways, at any size."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+from vitrail.model.build import create_model
+from vitrail.model.heads.config import Mean
+from vitrail.model.timm import load_weights, to_timm
+from vitrail.model.zoo import ZOO
+
+FAMILIES = ["vit_tiny", "vit_small", "deit_tiny", "deit_small", "deit3_small"]
+
+
+def random_timm(name: str, **options: object) -> torch.nn.Module:
+    """A timm model whose every weight is random: starts such as LayerScale 1e-6 would hide differences."""
+    model = timm.create_model(name, **options).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.05, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_timm(name: str) -> None:
+    theirs = random_timm(ZOO[name].timm)
+    ours = create_model(name).eval()
+    assert load_weights(ours, theirs.state_dict()) == []
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert (ours(images) - theirs(images)).abs().max() < 1e-4
+        ours, theirs, images = ours.double(), theirs.double(), images.double()
+        assert (ours(images) - theirs(images)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "deit3_small"])
+@pytest.mark.parametrize("size", [160, 256])
+def test_logits_equal_timm_at_another_size(name: str, size: int) -> None:
+    theirs = random_timm(ZOO[name].timm, dynamic_img_size=True).double()
+    ours = create_model(name).eval()
+    load_weights(ours, theirs.state_dict())
+    ours.double()
+    images = torch.randn(1, 3, size, size, dtype=torch.float64)
+    with torch.no_grad():
+        assert (ours(images) - theirs(images)).abs().max() < 1e-6
+
+
+def test_weights_move_to_another_grid_as_timm_moves_them() -> None:
+    theirs = random_timm("deit_tiny_patch16_224")
+    moved = timm.create_model("deit_tiny_patch16_224", img_size=160).eval()
+    state = timm.models.vision_transformer.checkpoint_filter_fn(theirs.state_dict(), moved)
+    moved.load_state_dict(state)
+    ours = create_model("deit_tiny", image_size=160).eval()
+    assert load_weights(ours, theirs.state_dict()) == ["positions resized from 197 to 101"]
+    images = torch.randn(1, 3, 160, 160)
+    with torch.no_grad():
+        assert (ours(images) - moved(images)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("name", "head"), [("deit_tiny", None), ("deit3_tiny", None), ("vit_tiny", Mean(norm_after=True))])
+def test_to_timm_and_back(name: str, head: Mean | None) -> None:
+    ours = create_model(name, classes=7, depth=2, width=64, heads=2, image_size=64, head=head).eval()
+    theirs = to_timm(ours)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(theirs(images), ours(images))
+    back = create_model(name, classes=7, depth=2, width=64, heads=2, image_size=64, head=head).eval()
+    load_weights(back, theirs.state_dict())
+    with torch.no_grad():
+        assert torch.equal(back(images), ours(images))
+
+
+def test_a_classifier_of_another_size_starts_anew_and_says_so() -> None:
+    theirs = random_timm("deit_tiny_patch16_224")
+    ours = create_model("deit_tiny", classes=5)
+    fresh = ours.head.fc.weight.detach().clone()
+    notes = load_weights(ours, theirs.state_dict())
+    assert len(notes) == 2
+    assert all("starts anew" in note for note in notes)
+    assert torch.equal(ours.head.fc.weight, fresh)
+    assert torch.equal(ours.trunk.norm.weight, theirs.norm.weight)
+
+
+def test_weights_of_another_architecture_are_refused_with_a_list() -> None:
+    with pytest.raises(ValueError, match=r"do not fit the model: .*expected"):
+        load_weights(create_model("deit_tiny"), random_timm("deit_small_patch16_224").state_dict())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "convnext_atto", "vit_tiny_patch16_224"])
+def test_any_timm_model_keeps_its_own_classifier(name: str) -> None:
+    theirs = random_timm(name, num_classes=5)
+    ours = create_model(f"timm:{name}", classes=5).eval()
+    ours.trunk.backbone.load_state_dict(theirs.state_dict())
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+        features = theirs.forward_head(theirs.forward_features(images), pre_logits=True)
+        torch.testing.assert_close(ours.outputs(images).embedding, features)
+    assert ours.head_parameters() == {
+        f"trunk.backbone.{n}" for n, _ in theirs.named_parameters() if n.startswith(("head.fc", "fc.", "head."))
+    } - {f"trunk.backbone.{n}" for n, _ in theirs.named_parameters() if n.startswith("head.norm")}
+
+
+def test_a_timm_model_takes_a_head_of_ours() -> None:
+    model = create_model("timm:resnet18", classes=5, head="mean").eval()
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = model.head.fc(model.trunk.backbone.forward_features(images).mean((2, 3)))
+        torch.testing.assert_close(model(images), expected)
+
+
+def test_a_head_that_needs_a_token_is_refused_on_a_convolutional_trunk() -> None:
+    with pytest.raises(ValueError, match="needs 1; use --model.head mean"):
+        create_model("timm:resnet18", classes=5, head="class_token")
+
+
+def test_unknown_timm_names_have_near_matches() -> None:
+    with pytest.raises(ValueError, match="did you mean 'resnet18"):
+        create_model("timm:resnet18x")
+
+
+def test_a_timm_trunk_says_that_it_has_no_intermediates() -> None:
+    model = create_model("timm:resnet18", classes=5)
+    with pytest.raises(ValueError, match="gives no intermediates"):
+        model.outputs(torch.randn(1, 3, 64, 64), want={"attention.0"})
+
+
+def test_missing_published_weights_are_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("cannot reach the hub")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(ValueError, match=r"could not be fetched .*cannot reach the hub.*model.weights=none"):
+        create_model("deit_tiny", weights="timm")
+    with pytest.raises(ValueError, match="no published weights for vit_micro_28; models that have them: .*deit_tiny"):
+        create_model("vit_micro_28", weights="timm")
+
+
+def test_published_weights_bring_their_own_preprocessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = random_timm("deit3_small_patch16_224")
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: published)
+    ours = create_model("deit3_small", weights="timm", image_size=192)
+    assert ours.preprocess.crop_ratio == published.pretrained_cfg["crop_pct"]
+    assert ours.preprocess.mean == published.pretrained_cfg["mean"]
+    assert ours.preprocess.size == 192
+    assert torch.equal(ours.head.fc.weight, published.head.weight)

@@ -1,0 +1,31 @@
+"""Write vitrail/model/counts.json: parameters and multiply-accumulates of every model of the zoo.
+
+    python tools/count_models.py
+
+`vitrail list models` reads this table so that it answers at once; a test recomputes every row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vitrail.model.build import create_model
+from vitrail.model.cost import cost
+from vitrail.model.zoo import ZOO
+
+
+def count() -> dict[str, dict[str, int]]:
+    """Counts of every model at its native size, on the meta device."""
+    table = {}
+    for name in ZOO:
+        counted = cost(create_model(name, device="meta"))
+        table[name] = {"parameters": counted.parameters, "macs": counted.macs}
+    return table
+
+
+if __name__ == "__main__":
+    rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in count().items()]
+    place = Path(__file__).parents[1] / "vitrail" / "model" / "counts.json"
+    place.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    print(f"{len(rows)} models -> {place.name}")

@@ -1,0 +1,42 @@
+"""vitrail: image classifiers that are accurate for their cost.
+
+>>> import vitrail
+>>> model = vitrail.create_model("vit_micro_28", classes=10)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vitrail.version import __version__
+
+if TYPE_CHECKING:
+    from vitrail.api import Run, cost, create_model, evaluate, list_models, load, open_data, recipe, train
+
+__all__ = [
+    "Run",
+    "__version__",
+    "cost",
+    "create_model",
+    "evaluate",
+    "list_models",
+    "load",
+    "open_data",
+    "recipe",
+    "train",
+]
+
+_QUICK = {"list_models": "vitrail.model.zoo", "recipe": "vitrail.recipes"}  # need no torch
+
+
+def __getattr__(name: str) -> Any:
+    """Parts are imported when they are first asked for: `import vitrail` costs nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_QUICK.get(name, "vitrail.api")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

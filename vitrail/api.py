@@ -1,0 +1,435 @@
+"""The composition root: data, model, objective and engine from a `RunConfig`, and what `import vitrail` offers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
+from vitrail.data.augment import Augment
+from vitrail.data.loader import EvalLoader, TrainLoader, auto_workers
+from vitrail.data.open import open_data
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
+from vitrail.data.source import DataSet
+from vitrail.engine import checkpoint
+from vitrail.engine.device import choose_device, choose_precision, prepare
+from vitrail.engine.distributed import Group, join
+from vitrail.engine.fit import Fit
+from vitrail.engine.optimizer import choose_tuned
+from vitrail.engine.progress import Progress
+from vitrail.engine.run import RunFolder, free_name
+from vitrail.engine.schedule import make_schedule
+from vitrail.learn.supervised import Supervised
+from vitrail.measure.classification import Figures, classification
+from vitrail.measure.evaluate import EVALUATORS, Loaders, Predictions, predict_all
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.config import ModelConfig
+from vitrail.model.cost import cost
+from vitrail.model.store import load_model
+from vitrail.model.zoo import list_models
+from vitrail.recipes import recipe
+from vitrail.schema import ConfigError, near
+from vitrail.show.run_report import report_run
+
+__all__ = [
+    "Run",
+    "cost",
+    "create_model",
+    "evaluate",
+    "list_models",
+    "load",
+    "open_data",
+    "recipe",
+    "train",
+]
+
+FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: where it is, how good it is, and its model."""
+
+    path: Path
+    figures: Figures
+    split: str  # which images the figures speak of
+    model: Classifier
+    notes: tuple[str, ...] = ()
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+
+def load(path: str | Path, device: str | torch.device | None = None) -> Classifier:
+    """The classifier of a run folder or a model folder; it preprocesses its own input."""
+    return load_model(path, device)
+
+
+def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
+    """Train from a configuration or a recipe's name; returns the finished run.
+
+    Every problem of the configuration is raised at once, as `ConfigError`, before any data is read. Raises
+    `vitrail.engine.fit.Stopped` when interrupted, after saving.
+    """
+    if isinstance(config, str):
+        config = recipe(config)
+    problems = validate(config)
+    if not config.data.uri:
+        problems.append("data: say where the images are (--data FOLDER; `vitrail list data` names the forms)")
+    if problems:
+        raise ConfigError(problems)
+    group = join()
+    _refuse_existing(config)
+    data, bad = _read_data(config, group, quiet)
+    _say(group, quiet, *data.notes)
+    path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
+    path = Path(group.gather(str(path))[0])
+    folder = RunFolder(path)
+    trainer = _Trainer(config, data, bad, group, quiet, folder)  # refuses what does not fit, before a folder is made
+    if group.main:
+        trainer.folder = RunFolder.create(path, dump(config))
+    return trainer.run(None)
+
+
+def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
+    """Continue a run from its newest whole checkpoint. `changes` may only move it to another machine."""
+    group = join()
+    folder = RunFolder.open(Path(path)) if group.main else RunFolder(Path(path))
+    config = from_mapping(load_yaml(folder.config))
+    allowed = {"engine": {"device"}, "data": {"workers"}}
+    for section, values in (changes or {}).items():
+        for name in values if isinstance(values, Mapping) else [section]:
+            if name not in allowed.get(section, ()):
+                raise ConfigError(
+                    [f"--{section}.{name}: a resumed run keeps its configuration; begin a new one with --config {path}"]
+                )
+    config = from_mapping(changes or {}, config)
+    data, bad = _read_data(config, group, quiet)
+    trainer = _Trainer(config, data, bad, group, quiet, folder)
+    state, damaged = checkpoint.newest(folder.checkpoints)
+    _say(group, quiet, *damaged)
+    if state is None and damaged:
+        raise ValueError(f"every checkpoint of {path} is damaged; begin again with: vitrail train --config {path}")
+    step = 0 if state is None else state.step
+    _say(group, quiet, f"resuming {path} after step {step}")
+    return trainer.run(state)
+
+
+class _Trainer:
+    """The parts of one run, put together."""
+
+    def __init__(
+        self, config: RunConfig, data: DataSet, bad: Sequence[Bad], group: Group, quiet: bool, folder: RunFolder
+    ) -> None:
+        self.config, self.data, self.bad = config, data, bad
+        self.group, self.quiet, self.folder = group, quiet, folder
+        self.device = choose_device(config.engine.device, group)
+        self.precision = choose_precision(config.engine.precision, self.device)
+        self.compile = prepare(config.engine, config.seed, self.device, group)
+        with torch.random.fork_rng(devices=[]):  # all processes begin with the same weights
+            torch.default_generator.manual_seed(config.seed)
+            self.model = build_model(config.model, config, data)
+        self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
+        train = data["train"]
+        self.objective = Supervised(self.model, config.objective, train.labels)
+        self.order = Order(len(train), config.data.batch, config.seed, config.data.sampling, train.labels)
+        self.augment = Augment(config.data.augment, self.model.preprocess)
+        self.preprocess = Preprocess(self.model.preprocess)
+        wanted = config.data.workers
+        self.workers = auto_workers(train) if wanted is None else wanted
+        self.schedule = make_schedule(config.optim, config.data.batch, len(train))
+        self._loader(0, 0).close()  # refuses batches that cannot be cut, before anything is written
+        _say(group, quiet, *_warnings(config, data, self.parameters))
+
+    def _loader(self, start: int, stop: int) -> TrainLoader:
+        return TrainLoader(
+            self.data["train"],
+            self.order,
+            self.augment,
+            self.preprocess,
+            classes=len(self.data.classes),
+            multilabel=self.data.multilabel,
+            seed=self.config.seed,
+            device=self.device,
+            workers=self.workers,
+            start=start,
+            stop=stop,
+            accumulate=self.config.engine.accumulate,
+            rank=self.group.rank,
+            world=self.group.world,
+            views=self.objective.views.views,
+        )
+
+    def _eval_loader(self, split: str) -> EvalLoader:
+        return EvalLoader(
+            self.data[split],
+            self.preprocess,
+            batch=min(256, max(1, len(self.data[split]))),
+            device=self.device,
+            workers=self.workers,
+            rank=self.group.rank,
+            world=self.group.world,
+        )
+
+    def run(self, state: checkpoint.State | None) -> Run:
+        config, group = self.config, self.group
+        val = self._eval_loader("val")
+        judges = {name: EVALUATORS[name] for name in config.evaluators}
+
+        def look(model: Classifier) -> dict[str, float]:
+            found: dict[str, float] = {}
+            for judge in judges.values():
+                seen = Loaders(self.data.classes, {"val": val}, "val")
+                found |= judge(model, seen, device=self.device, autocast=self.precision)["numbers"]
+            return found
+
+        loaders: list[TrainLoader] = []
+
+        def batches(start: int, stop: int) -> TrainLoader:
+            loaders.append(self._loader(start, stop))
+            return loaders[-1]
+
+        train = self.data["train"]
+        fit = Fit(
+            objective=self.objective,
+            batches=batches,
+            schedule=self.schedule,
+            optim=config.optim,
+            engine=config.engine,
+            batch=config.data.batch,
+            images=len(train),
+            folder=self.folder,
+            device=self.device,
+            autocast=self.precision,
+            compile=self.compile,
+            group=group,
+            evaluate=look,
+            indices=lambda step: [int(train.index[d.row]) for d in self.order.draws(step)],
+            facts={"data": _fingerprint(self.data), "world": group.world},
+            quiet=self.quiet,
+        )
+        try:
+            if state is not None:
+                fit.restore(state)
+            if group.main:
+                self.folder.cut_metrics(fit.step)
+                self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
+            result = fit.run()
+        finally:
+            val.close()
+            for loader in loaders:
+                loader.close()
+        skipped = [*self.bad, *(row for loader in loaders for row in loader.skipped)]
+        return self._finish(fit, result.seconds, skipped)
+
+    def _finish(self, fit: Fit, seconds: float, skipped: Sequence[Bad]) -> Run:
+        """The one look at test, the model, the report."""
+        split = "test" if "test" in self.data.splits else "val"
+        with self._eval_loader(split) as loader:
+            predictions = predict_all(fit.kept, loader, device=self.device, autocast=self.precision)
+            skipped = [*skipped, *loader.skipped]
+        figures = classification(predictions.logits, predictions.target, self.data.classes)
+        model = fit.kept
+        model.stated |= {
+            "recipe": self.config.recipe,
+            "data": self.data.uri,
+            "split": split,
+            "figures": figures.scalars(),
+            "seed": self.config.seed,
+        }
+        if self.group.main:
+            line = {"step": fit.step, "epoch": round(fit.step * fit.batch / fit.images, 6), "split": split}
+            self.folder.write_metrics({**line, "final": True, **figures.scalars()})
+            model.save(self.folder.model)
+            report_run(
+                self.folder,
+                model,
+                self.data,
+                predictions,
+                figures,
+                split=split,
+                skipped=list(dict.fromkeys(skipped)),
+                seconds=seconds,
+                device=self.device,
+                autocast=self.precision,
+                title=f"{self.config.model.name} on {self.data.uri}",
+                config=dump(self.config),
+            )
+        self.group.barrier()
+        self.folder.unlock()
+        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes))
+
+
+def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classifier:
+    """The model of a run, with the classes of its data and the preprocessing it will be evaluated with."""
+    overrides = dict(chosen.trunk)
+    if chosen.drop_path is not None:
+        overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
+    model = create_model(
+        chosen.name,
+        classes=data.classes,
+        image_size=chosen.image_size,
+        head=chosen.head,
+        weights=chosen.weights,
+        multilabel=data.multilabel,
+        **overrides,
+    )
+    changes: dict[str, Any] = {}
+    if config.data.crop_ratio is not None:
+        changes["crop_ratio"] = config.data.crop_ratio
+    if config.data.resize is not None:
+        changes["resize"] = config.data.resize
+    model.preprocess = replace(model.preprocess, **changes)
+    return model
+
+
+def evaluate(
+    run: str | Path | Classifier,
+    data: str | Path,
+    *,
+    split: str | None = None,
+    batch: int = 256,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    quiet: bool = True,
+) -> tuple[Figures, Predictions, str]:
+    """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
+
+    Returns the figures, every prediction, and the split. Classes are matched by name; an unknown class is an error.
+    """
+    place = choose_device(device)
+    model = run if isinstance(run, Classifier) else load(run)
+    model.to(place)
+    opened = _with_classes_of(model, open_data(data))
+    split = split or ("test" if "test" in opened.splits else "val")
+    if split not in opened.splits:
+        raise ValueError(
+            f"{data} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
+        )
+    rows = opened[split]
+    count = auto_workers(rows) if workers is None else workers
+    with (
+        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=place, workers=count) as loader,
+        Progress("evaluate", len(rows), quiet=quiet) as bar,
+    ):
+        autocast = choose_precision(precision, place)
+        predictions = predict_all(model, loader, device=place, autocast=autocast, progress=bar.advance)
+        for key, reason in loader.skipped:
+            bar.say(f"skipped {key}: {reason}")
+    return classification(predictions.logits, predictions.target, model.classes), predictions, split
+
+
+def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
+    """`data` with its labels counted as the model counts them."""
+    if data.multilabel != model.multilabel:
+        kinds = ("several labels an image", "one label an image")
+        raise ValueError(
+            f"{data.uri} has {kinds[not data.multilabel]}, the model was trained with {kinds[not model.multilabel]}"
+        )
+    if data.classes == model.classes:
+        return data
+    unknown = [name for name in data.classes if name not in model.classes]
+    if unknown:
+        raise ValueError(
+            f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
+            f"{', ...' if len(unknown) > 5 else ''}; it knows {', '.join(model.classes[:5])}"
+            f"{', ...' if len(model.classes) > 5 else ''}"
+        )
+    import numpy as np
+
+    place = np.array([model.classes.index(name) for name in data.classes])
+    splits = {}
+    for name, split in data.splits.items():
+        if data.multilabel:
+            labels = np.zeros((len(split), len(model.classes)), dtype=split.labels.dtype)
+            labels[:, place] = split.labels
+        else:
+            labels = place[split.labels]
+        splits[name] = replace(split, labels=labels)
+    return replace(data, classes=model.classes, splits=splits)
+
+
+def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
+    chosen = config.data
+    data = open_data(
+        chosen.uri,
+        val_fraction=chosen.val_fraction,
+        test_fraction=chosen.test_fraction,
+        split_seed=chosen.split_seed,
+        limit=chosen.limit,
+    )
+    for split in data.splits.values():
+        if not len(split):
+            raise ValueError(f"{chosen.uri}: split {split.name} has no images")
+    bad: list[Bad] = []
+    if chosen.check == "full" and group.main:
+        total = sum(len(s) for s in data.splits.values())
+        with Progress("check images", total, quiet=quiet) as bar:
+
+            def seen(done: int, _: int) -> None:
+                bar.advance(done - bar.done, f"{done} read")
+
+            bad = scan(data, progress=seen)
+    bad = group.gather(bad)[0]
+    refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
+    for key, reason in bad:
+        _say(group, quiet, f"skipped {key}: {reason}")
+    return drop_bad(data, bad), bad
+
+
+def _warnings(config: RunConfig, data: DataSet, parameters: int) -> list[str]:
+    """What a person should hear before a run, though nothing is wrong."""
+    said = []
+    count = len(data["train"])
+    if config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
+        said.append(
+            f"warning: {count} training images are few for {parameters / 1e6:.1f} M parameters from scratch; "
+            "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
+        )
+    if config.optim.name in ("adam", "adamw") and config.optim.lr > 0.01:
+        said.append(f"warning: a learning rate of {config.optim.lr:g} is high for {config.optim.name}; 1e-3 is usual")
+    return said
+
+
+def _fingerprint(data: DataSet) -> str:
+    """Changes with the training images, their order or their labels."""
+    digest = hashlib.sha256()
+    train = data["train"]
+    digest.update(repr((data.classes, len(train))).encode())
+    digest.update(train.index.tobytes())
+    digest.update(train.labels.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _run_name(config: RunConfig) -> str:
+    source = re.sub(r"[^A-Za-z0-9]+", "-", Path(config.data.uri.split("?")[0]).stem or "data").strip("-")
+    model = re.sub(r"[^A-Za-z0-9_]+", "-", config.model.name)
+    return f"{config.recipe}-{model}-{source}"
+
+
+def _refuse_existing(config: RunConfig) -> None:
+    if config.out is None:
+        return
+    path = Path(config.out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        how = f"continue it with: vitrail train --resume {path}, or " if (path / "config.yaml").exists() else ""
+        raise FileExistsError(f"{path} already exists; {how}choose another --out")
+
+
+def _say(group: Group, quiet: bool, *lines: str) -> None:
+    import sys
+
+    if group.main and not quiet:
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,166 @@
+"""The configuration of a run: what it nests, how it is read, and what must hold before any data is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitrail.data.config import AugmentConfig, DataConfig
+from vitrail.engine.config import EngineConfig, OptimConfig
+from vitrail.learn.config import ObjectiveConfig, SupervisedConfig
+from vitrail.model.config import ModelConfig
+from vitrail.schema import ConfigError, Whole, build, check, near, plain
+
+__all__ = [
+    "AugmentConfig",
+    "ConfigError",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "SupervisedConfig",
+    "dump",
+    "from_mapping",
+    "load_yaml",
+    "validate",
+]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run depends on."""
+
+    recipe: str = "vit"
+    """Name of the recipe it began from."""
+    out: str | None = None
+    """Run folder (none: runs/RECIPE-MODEL-DATA, numbered)."""
+    seed: Whole = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=SupervisedConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluators: tuple[str, ...] = ("classification",)
+    """What is measured on val while training and on test at the end."""
+
+
+def from_mapping(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
+    """A validated configuration from nested values over `base`; raises `ConfigError` with every problem at once."""
+    problems: list[str] = []
+    values = dict(values)
+    if isinstance(values.get("data"), str):  # `--data photos/` is short for `--data.uri photos/`
+        values["data"] = {"uri": values["data"]}
+    elif isinstance(values.get("data"), Mapping) and "kind" in values["data"]:
+        data = dict(values["data"])
+        values["data"] = {**data, "uri": data.pop("kind")} | {k: v for k, v in data.items() if k != "kind"}
+        values["data"].pop("kind", None)
+    base = base or RunConfig()
+    config = base
+    try:
+        config = build(RunConfig, values, base)
+    except ConfigError as error:
+        problems += error.problems
+        config = _salvage(values, base)
+    problems += validate(config)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config
+
+
+def _salvage(values: Mapping[str, Any], base: RunConfig) -> RunConfig:
+    """The configuration with those top-level groups that can be read, so that their names are still checked."""
+    for key, value in values.items():
+        group = value if isinstance(value, Mapping) else {None: value}
+        for name, inner in group.items():
+            try:
+                base = build(RunConfig, {key: inner if name is None else {name: inner}}, base)
+            except ConfigError:
+                continue
+    return base
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The nested values of a YAML file."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"no configuration at {path}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path} must hold settings, one `name: value` a line"])
+    return values
+
+
+def dump(config: RunConfig) -> str:
+    """The YAML text from which `load_yaml` and `from_mapping` make the same configuration again."""
+    return str(yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+
+
+def validate(config: RunConfig) -> list[str]:
+    """Every problem that can be seen without reading data or building a model."""
+    from vitrail.model.zoo import ZOO
+    from vitrail.recipes import RECIPES
+
+    problems = check(config)
+    name = config.model.name
+    if not name.startswith("timm:") and name not in ZOO:
+        problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
+    if config.recipe not in RECIPES:
+        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
+    if not re.fullmatch(r"full|head|norm|attention|last:\d+", config.optim.tune):
+        problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm or attention")
+    if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:
+        problems.append(
+            f"engine.accumulate: a batch of {config.data.batch} cannot be cut into "
+            f"{config.engine.accumulate} equal pieces"
+        )
+    if (config.data.augment.mixup or config.data.augment.cutmix) and (
+        config.data.batch // config.engine.accumulate
+    ) % 2:
+        problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
+    if config.data.augment.scale[0] > config.data.augment.scale[1]:
+        problems.append("data.augment.scale: the first value must not exceed the second")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", config.engine.device):
+        problems.append(f"engine.device: {config.engine.device!r} is not auto, cpu, cuda, cuda:N or mps")
+    weights = config.model.weights
+    if weights not in ("none", "timm") and not Path(weights).exists():
+        problems.append(f"model.weights: {weights!r} is neither none, timm nor an existing run folder or file")
+    if config.optim.tune != "full" and weights == "none":
+        problems.append(
+            f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
+            "or tune full"
+        )
+    problems += _sizes(config)
+    return problems
+
+
+def _sizes(config: RunConfig) -> list[str]:
+    from vitrail.model.zoo import ZOO
+
+    if config.model.name not in ZOO:
+        return []
+    trunk = replace(ZOO[config.model.name].trunk, **config.model.trunk)
+    size = config.model.image_size or trunk.image_size
+    if size % trunk.patch:
+        low = size // trunk.patch * trunk.patch
+        near_sizes = f"{low} or {low + trunk.patch}" if low else str(trunk.patch)
+        return [f"model.image_size: {size} is not a multiple of the patch size {trunk.patch}; use {near_sizes}"]
+    if (size // trunk.patch) ** 2 < 9:
+        better = max(1, size // 8)
+        return [
+            f"model.image_size: {size} pixels with patches of {trunk.patch} leave {(size // trunk.patch) ** 2} tokens, "
+            f"too few to learn from; use --model.trunk.patch {better} or a larger image_size"
+        ]
+    if trunk.width % trunk.heads:
+        return [f"model.trunk.heads: width {trunk.width} cannot be cut into {trunk.heads} heads"]
+    return []

@@ -1,0 +1,116 @@
+"""How one training image is changed, as a pure function of the image and a key.
+
+Pixels stay in Pillow until the end: RandAugment and colour jitter of torchvision take about half the time there that
+they take on tensors. Padding, cropping and mirroring are plain indexing, because for images of 28 pixels the transform
+objects cost more than the work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.preprocess import Preprocess, as_tensor, resized, shorter_side
+from vitrail.data.seed import seed_of
+
+RAND_MAGNITUDES = 31  # 0 to 30
+
+
+class Augment:
+    """RGB image and key -> uint8 tensor [3, size, size]: crop, RandAugment, colour jitter, mirror, erase.
+
+    The key is (seed, epoch, index, view, repeat). The same key gives the same pixels in any process, in any order, and
+    the caller's random state is as before. Mirroring comes after the colour and geometry operations, since those are
+    symmetric in distribution and a mirrored view of an array costs nothing.
+
+    RandAugment is torchvision's with its defaults: 14 operations, nearest neighbour, black where the image has left.
+    Erasing covers 2 to 33 % of the image with what is N(0, 1) after normalisation, as far as bytes can show it.
+    """
+
+    def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
+        self.config = config
+        self.preprocess = preprocess
+        if config.crop == "pad" and config.padding >= preprocess.size:
+            raise ValueError(
+                f"data.augment.padding: a border of {config.padding} pixels cannot be reflected from an image of "
+                f"{preprocess.size}; use at most {preprocess.size - 1}"
+            )
+        self._evaluation = Preprocess(preprocess)
+        self._resized_crop = v2.RandomResizedCrop(
+            preprocess.size,
+            scale=config.scale,
+            ratio=config.ratio,
+            interpolation=v2.InterpolationMode(preprocess.interpolation),
+        )
+        self._image_operations: list[v2.Transform] = []
+        if config.rand_ops:
+            self._image_operations.append(v2.RandAugment(config.rand_ops, config.rand_magnitude, RAND_MAGNITUDES))
+        if config.jitter:
+            self._image_operations.append(v2.ColorJitter(config.jitter, config.jitter, config.jitter))
+        self._erasing = v2.RandomErasing(p=1.0, value="random")
+        self._mean = torch.tensor(preprocess.mean).view(3, 1, 1)
+        self._std = torch.tensor(preprocess.std).view(3, 1, 1)
+
+    def __call__(self, image: Image.Image, key: tuple[int, ...]) -> Tensor:
+        """Augment one image; raises `ValueError` unless it is RGB."""
+        if image.mode != "RGB":
+            raise ValueError(f"an image of mode {image.mode} cannot be augmented; convert it to RGB first")
+        # torchvision draws from the process's generator. It is lent and given back; torch.manual_seed would also
+        # seed (and in a worker initialise) the accelerator.
+        generator = torch.default_generator
+        state = generator.get_state()
+        try:
+            generator.manual_seed(seed_of("augment", *key))
+            return self._augment(image)
+        finally:
+            generator.set_state(state)
+
+    def _augment(self, image: Image.Image) -> Tensor:
+        flip, top, left, erase = torch.rand(4).tolist()
+        if self.config.crop == "pad":
+            pixels = self._padded_crop(image, top, left)
+        elif self.config.crop == "resized":
+            pixels = np.asarray(self._changed(self._resized_crop(image)))
+        else:
+            pixels = np.asarray(self._changed(self._evaluation.square(image)))
+        tensor = as_tensor(pixels[:, ::-1] if flip < self.config.flip else pixels)
+        return self._erased(tensor) if erase < self.config.erasing else tensor
+
+    def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[np.uint8]:
+        """A window at the given shares of the room that a reflected border leaves it."""
+        size, padding = self.preprocess.size, self.config.padding
+        image = resized(image, shorter_side(*image.size, size), self.preprocess)
+        width, height = image.size
+        rows = reflected(int(top * (height + 2 * padding - size + 1)) - padding, size, height)
+        columns = reflected(int(left * (width + 2 * padding - size + 1)) - padding, size, width)
+        pixels: NDArray[np.uint8] = np.asarray(image)[rows][:, columns]
+        return np.asarray(self._changed(Image.fromarray(pixels))) if self._image_operations else pixels
+
+    def _changed(self, image: Image.Image) -> Image.Image:
+        for operation in self._image_operations:
+            image = operation(image)
+        return image
+
+    def _erased(self, image: Tensor) -> Tensor:
+        drawn = self._erasing.make_params([image])
+        if drawn["v"] is not None:  # none where ten tries found no rectangle that fits
+            i, j, h, w = drawn["i"], drawn["j"], drawn["h"], drawn["w"]
+            noise = (drawn["v"] * self._std + self._mean) * 255
+            image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, 255).to(torch.uint8)
+        return image
+
+
+def reflected(start: int, count: int, length: int) -> NDArray[np.int64]:
+    """Positions start .. start + count - 1 of a line of `length` pixels that is mirrored at both of its ends.
+
+    >>> reflected(-2, 6, 3).tolist()
+    [2, 1, 0, 1, 2, 1]
+    """
+    positions = np.abs(np.arange(start, start + count))
+    folded: NDArray[np.int64] = (length - 1) - np.abs((length - 1) - positions)
+    return folded

@@ -1,0 +1,85 @@
+"""What a run reads and how it changes what it reads. No torch here: `vitrail --help` must be quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How a training image is changed. Every random draw is a function of (seed, epoch, image index, view)."""
+
+    crop: Literal["resized", "pad", "evaluation"] = "resized"
+    """`resized`: random resized crop; `pad`: pad by `padding` and crop; `evaluation`: as for evaluation."""
+    scale: tuple[Fraction, Fraction] = (0.08, 1.0)
+    """Share of the image's area that a random resized crop covers."""
+    ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
+    """Aspect ratios of a random resized crop."""
+    padding: Whole = 4
+    """Pixels of reflected border before a `pad` crop."""
+    flip: Fraction = 0.5
+    """Probability of a horizontal flip."""
+    jitter: NotNegative = 0.0
+    """Strength of brightness, contrast and saturation jitter."""
+    rand_ops: Whole = 0
+    """RandAugment: operations an image (0: off). torchvision's set of operations."""
+    rand_magnitude: Annotated[int, Range(0, 30)] = 9
+    """RandAugment: magnitude, of 30."""
+    erasing: Fraction = 0.0
+    """Probability of erasing one rectangle with noise."""
+    mixup: NotNegative = 0.0
+    """Beta parameter of mixup (0: off)."""
+    cutmix: NotNegative = 0.0
+    """Beta parameter of CutMix (0: off). With both, one of the two is drawn for each batch."""
+    mix_switch: Fraction = 0.5
+    """Probability of CutMix where both are on."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """How an image becomes the model's input at evaluation and prediction. Travels with the model."""
+
+    size: Count = 224
+    """Side of the square input."""
+    crop_ratio: Annotated[float, Range(0.1, 1)] = 0.875
+    """Side of the centre crop over the shorter side after resizing."""
+    resize: Literal["crop", "squash", "pad"] = "crop"
+    """`crop`: resize the shorter side, then crop the centre; `squash`: ignore the aspect ratio; `pad`: letterbox."""
+    interpolation: Interpolation = "bicubic"
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where images come from and how they are batched."""
+
+    uri: str = "embedded:fashion"
+    """Folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=..&seed=..]."""
+    batch: Count = 128
+    """Images an optimiser step, over all processes and accumulation steps."""
+    workers: Whole | None = None
+    """Processes that decode and augment (none: chosen from the machine)."""
+    sampling: Literal["shuffle", "balanced"] = "shuffle"
+    """`balanced` draws every class equally often."""
+    val_fraction: Fraction = 0.1
+    """Share of train carved off as val where the source has none."""
+    test_fraction: Fraction = 0.1
+    """Share carved off as test where the source is one undivided tree."""
+    split_seed: Whole = 0
+    limit: Count | None = None
+    """Use at most this many training images, a stratified draw by `split_seed`."""
+    check: Literal["full", "off"] = "full"
+    """Decode every image once before training (remembered between runs), or trust them."""
+    bad_limit: Fraction = 0.01
+    """Largest share of unreadable images that a run accepts."""
+    crop_ratio: Annotated[float, Range(0.1, 1)] | None = None
+    """Test crop ratio (none: as the weights were trained, else 0.875, or 1 for images that are already small)."""
+    resize: Literal["crop", "squash", "pad"] | None = None
+    """How evaluation makes images square (none: crop)."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -1,0 +1,173 @@
+"""From a file or bytes to an upright RGB image, or one plain reason why not.
+
+Header, pixels and conversion all happen inside one guard: most damaged files open without complaint and fail only
+when their pixels are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import warnings
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from vitrail.data.source import BadImage
+
+MAX_PIXELS = 100_000_000
+
+_ORIENTATION = 0x0112  # EXIF tag
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+
+
+def decode(
+    source: Path | bytes | BinaryIO, key: str, max_pixels: int = MAX_PIXELS, at_least: int | None = None
+) -> Image.Image:
+    """The upright RGB image in a file or in bytes; raises `BadImage(key, reason)` for anything that is not one.
+
+    Alpha is laid on white, 16-bit grey is scaled (not clipped) to 8 bits, of several frames the first is taken, and a
+    header that claims more than `max_pixels` is refused before any pixel is decoded. Where an image is larger than
+    Pillow's own limit (`PIL.Image.MAX_IMAGE_PIXELS`, doubled), Pillow refuses it whatever `max_pixels` says.
+
+    `at_least` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, as long as both sides stay at least that long. It
+    saves most of the time for large photographs. It changes pixels slightly: the reduction is a mean over blocks in the
+    frequency domain rather than the resampling filter that would follow.
+    """
+    try:
+        with _QUIET:
+            return _decode(source, key, max_pixels, at_least)
+    except BadImage:
+        raise
+    except Exception as error:  # damaged files make Pillow raise nearly every exception type there is
+        raise BadImage(key, _reason(error)) from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow image as 8-bit RGB: alpha on white, wide numbers scaled.
+
+    16-bit modes are divided by 257. A 32-bit integer image is taken as 8-bit where it fits in 0..255 and as 16-bit
+    where it fits in 0..65535; a float image as 0..1 or 0..255 where it fits; any other range is stretched from its
+    smallest to its largest value.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray(_from_16_bits(np.asarray(image).astype(np.uint32))).convert("RGB")
+    if image.mode in ("I", "F"):
+        return Image.fromarray(_from_wide(np.asarray(image))).convert("RGB")
+    if image.has_transparency_data or image.mode in ("La", "RGBa"):
+        straight = image.convert({"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), straight).convert("RGB")
+    return image.convert("RGB")
+
+
+def _decode(source: Path | bytes | BinaryIO, key: str, max_pixels: int, at_least: int | None) -> Image.Image:
+    if isinstance(source, Path):
+        if source.is_dir():
+            raise BadImage(key, "a folder, not a file")
+        with source.open("rb") as opened:
+            return _decode(opened, key, max_pixels, at_least)
+    stream: BinaryIO = io.BytesIO(source) if isinstance(source, bytes) else source
+    start = stream.tell()
+    head = stream.read(16)
+    stream.seek(start)
+    if not head:
+        raise BadImage(key, "empty file")
+    try:
+        image = Image.open(stream)
+    except UnidentifiedImageError:
+        raise BadImage(key, "damaged header" if head.startswith(_MAGIC) else "not an image") from None
+    with image:
+        width, height = image.size
+        if width * height > max_pixels:
+            raise BadImage(key, f"{width}x{height} pixels, more than the limit of {max_pixels}")
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))  # no mode: size only
+        image.load()
+        upright = _UPRIGHT.get(_orientation(image))
+        made = to_rgb(image if upright is None else image.transpose(upright))
+    made.info = {}  # profiles and thumbnails of the file would only travel along to worker processes
+    return made
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # a broken EXIF block does not make the picture unreadable
+        return 1
+
+
+def _from_16_bits(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    return ((values + 128) // 257).astype(np.uint8)
+
+
+def _from_wide(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    numbers = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(numbers.min()), float(numbers.max())
+    if values.dtype.kind == "f" and low >= 0 and high <= 1:
+        numbers = numbers * 255
+    elif low >= 0 and high <= 255:
+        pass
+    elif values.dtype.kind != "f" and low >= 0 and high <= 65535:
+        return _from_16_bits(numbers.astype(np.uint32))
+    else:
+        numbers = (numbers - low) * (255 / max(high - low, 1e-300))
+    return np.round(numbers).astype(np.uint8)
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, PermissionError):
+        return "no permission to read it"
+    if isinstance(error, Image.DecompressionBombError):
+        pixels = re.search(r"\d+", text)
+        return f"{pixels[0] if pixels else 'too many'} pixels, more than Pillow's limit"
+    if isinstance(error, EOFError) or re.search(r"truncat|incomplete|end of file", text, re.IGNORECASE):
+        return "truncated"
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is"
+    return f"damaged ({text[:80] or type(error).__name__})"
+
+
+class _Quiet:
+    """Silences warnings while any thread is inside.
+
+    `warnings.catch_warnings` alone is not safe under threads: interleaved exits may restore another thread's filters,
+    and leave the process silent for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._saved = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._saved = warnings.catch_warnings()
+                self._saved.__enter__()
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._saved.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()

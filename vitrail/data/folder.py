@@ -1,0 +1,212 @@
+"""Image folders: CLASS/*.jpg, or train, val and test folders of such."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitrail.data.decode import decode
+from vitrail.data.source import DataSet, Split
+from vitrail.data.split import UNDIVIDED
+
+SUFFIXES = frozenset(
+    ".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .ppm .pgm .pbm .pnm .jp2 .tga".split()  # noqa: SIM905
+)
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """Reads image number i from `root / names[i]`. `at_least` is that of `decode`."""
+
+    root: str
+    names: tuple[str, ...]
+    at_least: int | None = None
+
+    def path(self, index: int) -> Path:
+        return Path(self.root) / self.names[index]
+
+    def __call__(self, index: int) -> Image.Image:
+        return decode(self.path(index), self.names[index], at_least=self.at_least)
+
+
+def split_called(name: str) -> str | None:
+    """`val` for `valid` or `Validation`, and so on; none for a name that means no split."""
+    return next((split for split, names in SPLIT_NAMES.items() if name.strip().lower() in names), None)
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key in which `image2` comes before `image10`, and names that differ only in zeros or case stay apart."""
+    parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
+    return (*((0, int(n), "") if n else (1, 0, t) for n, t in parts), (2, 0, name))
+
+
+def open_folder(root: Path, uri: str) -> DataSet:
+    """The labelled images below a folder; a class is named by its folder, in natural order.
+
+    Everything below a class folder belongs to the class. Natural order differs from torchvision's plain order where
+    names hold numbers of different lengths. Raises `ValueError` for a folder that holds no classes.
+    """
+    top = _folders(root)
+    named = {name: split for name in top if (split := split_called(name))}
+    walk = _Walk(root)
+    notes: list[str] = []
+    if _is_divided(root, named):
+        found = _divided(root, named, uri, walk, notes)
+        others = [name for name in top if name not in named]
+        if others:
+            notes.append(f"ignored beside the splits: {_some(others)}")
+    else:
+        found = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
+    loose = [f for f in _files(root) if _is_image(f)]
+    populated = {split: {c: files for c, files in classes.items() if files} for split, classes in found.items()}
+    _refuse_unusable(root, populated, loose)
+    if loose:
+        notes.append(f"ignored {len(loose)} images outside class folders, e.g. {loose[0]}")
+    empty = sorted({c for split in found.values() for c, files in split.items() if not files})
+    if empty:
+        notes.append(f"ignored folders without images: {_some(empty)}")
+    return _assemble(root, uri, populated, [*notes, *walk.notes()])
+
+
+def _is_divided(root: Path, named: dict[str, str]) -> bool:
+    """Whether `train` means a split. It may be a class of its own: car, bus, train."""
+    train = [name for name, split in named.items() if split == "train"]
+    if not train:
+        return bool(named) and len(named) == len(_folders(root)) and all(_folders(root / name) for name in named)
+    if not _folders(root / train[0]):
+        return False
+    return len(named) > 1 or not any(_is_image(f) for f in _files(root / train[0]))
+
+
+def _divided(
+    root: Path, named: dict[str, str], uri: str, walk: _Walk, notes: list[str]
+) -> dict[str, dict[str, list[str]]]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for split in SPLIT_NAMES:
+        folders = [name for name, meant in named.items() if meant == split]
+        if len(folders) > 1:
+            raise ValueError(f"{uri} has several {split} folders ({', '.join(sorted(folders))}); keep one")
+        if not folders:
+            continue
+        classes = {c: list(walk.images(f"{folders[0]}/{c}")) for c in _folders(root / folders[0])}
+        loose = sum(_is_image(f) for f in _files(root / folders[0]))
+        if loose:
+            notes.append(f"ignored {loose} images in {folders[0]}/ that are in no class folder")
+        if any(classes.values()):
+            found[split] = classes
+        else:
+            notes.append(f"ignored {folders[0]}/, which has no class folders with images")
+    if "train" not in found:
+        raise ValueError(
+            f"{uri} has {' and '.join(found) or 'splits'} but no train folder of class folders; add train/CLASS/"
+        )
+    return found
+
+
+def _refuse_unusable(root: Path, found: dict[str, dict[str, list[str]]], loose: list[str]) -> None:
+    train = found.get("train", found.get(UNDIVIDED, {}))
+    if not train:
+        if loose:
+            raise ValueError(
+                f"{root} holds {len(loose)} images but no class folders; put them into {root}/CLASS/, "
+                "or name their labels in a CSV with the columns path,label"
+            )
+        raise ValueError(f"{root} holds no images in class folders; expected {root}/CLASS/*.jpg (or .png, ...)")
+    for split in ("val", "test"):
+        unknown = sorted(set(found.get(split, {})) - set(train), key=natural)
+        if unknown:
+            raise ValueError(
+                f"{root}: {len(unknown)} classes of {split} are not in train ({_some(unknown)}); "
+                "add training images, or remove or rename those folders"
+            )
+
+
+def _assemble(root: Path, uri: str, found: dict[str, dict[str, list[str]]], notes: list[str]) -> DataSet:
+    classes = sorted({c for split in found.values() for c in split}, key=natural)
+    number = {name: i for i, name in enumerate(classes)}
+    names: list[str] = []
+    labels: list[int] = []
+    bounds = {}
+    for split, members in found.items():
+        start = len(names)
+        for name in sorted(members, key=natural):
+            names += sorted(members[name])  # the order of the disk must not matter
+            labels += [number[name]] * len(members[name])
+        bounds[split] = (start, len(names))
+        missing = [c for c in classes if c not in members]
+        if missing:
+            notes.append(f"{split} has no images of {_some(missing)}")
+    reader = FileReader(str(root), tuple(names))
+    splits = {
+        split: Split(split, reader, np.arange(a, b), names[a:b], np.asarray(labels[a:b], np.int64))
+        for split, (a, b) in bounds.items()
+    }
+    return DataSet(uri, tuple(classes), splits, notes=tuple(notes))
+
+
+class _Walk:
+    """Lists images below folders of a root, as paths relative to it, and counts what it leaves out."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hidden = 0
+        self.others: Counter[str] = Counter()
+
+    def images(self, folder: str) -> Iterator[str]:
+        seen = set()
+        for here, folders, files in os.walk(self.root / folder, followlinks=True):
+            real = os.path.realpath(here)  # a link may lead back up
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = [f for f in folders if not _is_hidden(f)]
+            for name in files:
+                if _is_hidden(name):
+                    self.hidden += 1
+                elif _is_image(name):
+                    yield (Path(here) / name).relative_to(self.root).as_posix()
+                else:
+                    self.others[Path(name).suffix.lower() or name] += 1
+
+    def notes(self) -> list[str]:
+        notes = []
+        if self.hidden:
+            notes.append(f"ignored {self.hidden} hidden files")
+        if self.others:
+            kinds = _some([kind for kind, _ in self.others.most_common()])
+            notes.append(f"ignored {self.others.total()} files that are not images ({kinds})")
+        return notes
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_image(name: str) -> bool:
+    return not _is_hidden(name) and Path(name).suffix.lower() in SUFFIXES
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted((e.name for e in os.scandir(folder) if e.is_dir() and not _is_hidden(e.name)), key=natural)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(e.name for e in os.scandir(folder) if e.is_file())
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,148 @@
+"""One door for all sources: a URI in, a divided data set out.
+
+    photos/                             class folders, or train, val and test folders of class folders
+    labels.csv, .tsv, .parquet          columns path, label and perhaps split, coarse
+    arrays.npz                          x_train, y_train, x_test, y_test, classes, ...
+    torchvision:CIFAR10?root=data       a data set of torchvision
+    embedded:fashion                    comes with the package
+    synthetic:shapes?n=2000&size=64     made as it is read
+
+A relative path that does not exist is also looked for in the folder that VITRAIL_DATA names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from vitrail.data.source import DataSet
+from vitrail.data.split import carve, limit_train
+from vitrail.schema import near
+
+FORMS = (
+    "a folder of class folders, a .csv, .tsv or .parquet table, an .npz file, "
+    "torchvision:NAME, embedded:fashion or synthetic:shapes"
+)
+_SCHEMES = ("torchvision", "embedded", "synthetic")
+_EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
+_TABLES = (".csv", ".tsv", ".parquet")
+
+
+def open_data(
+    uri: str | Path,
+    *,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    split_seed: int = 0,
+    limit: int | None = None,
+) -> DataSet:
+    """The data set a URI names, with train and val splits and, where there is one, test.
+
+    `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
+    `val_fraction` of the whole are carved off. `limit` is the most training images to keep. All draws are stratified
+    and depend on `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
+
+    >>> data = open_data("embedded:fashion")
+    >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
+    (9000, 1000, 2000, 'Trouser')
+    """
+    data = _open(str(uri))
+    if len(data.classes) < 2:
+        raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
+    data = carve(data, val_fraction, test_fraction, split_seed)
+    return data if limit is None else limit_train(data, limit, split_seed)
+
+
+def _open(uri: str) -> DataSet:
+    scheme, colon, rest = uri.partition(":")
+    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9_+-]+", scheme) and not Path(uri).exists():
+        if scheme not in _SCHEMES:
+            raise ValueError(f"{uri}: unknown kind of data {scheme!r} (known: {FORMS}){near(scheme, _SCHEMES)}")
+        name, _, query = rest.partition("?")
+        return _by_name(scheme, name, uri, _options(query, uri))
+    path, options = _locate(uri)
+    if path.is_dir():
+        from vitrail.data.folder import open_folder
+
+        _refuse_unknown(options, (), uri)
+        return open_folder(path, uri)
+    suffix = path.suffix.lower()
+    if suffix in _TABLES:
+        from vitrail.data.table import COLUMNS, open_table
+
+        _refuse_unknown(options, COLUMNS, uri)
+        return open_table(path, uri, options)
+    if suffix == ".npz":
+        from vitrail.data.array import open_arrays
+
+        _refuse_unknown(options, (), uri)
+        return open_arrays(path, uri)
+    packed = "; unpack it and name the folder" if suffix in (".zip", ".tar", ".gz", ".tgz", ".7z") else ""
+    raise ValueError(f"{path} is a single file and no known kind of data set{packed}; known are {FORMS}")
+
+
+def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> DataSet:
+    if scheme == "torchvision":
+        from vitrail.data.named import open_torchvision
+
+        return open_torchvision(name, uri, options)
+    if scheme == "embedded":
+        from vitrail.data.named import open_embedded
+
+        _refuse_unknown(options, (), uri)
+        return open_embedded(name, uri)
+    from vitrail.data.shapes import OPTIONS, open_shapes
+
+    if name != "shapes":
+        raise ValueError(f"{uri}: no synthetic data set {name!r}; there is synthetic:shapes")
+    _refuse_unknown(options, OPTIONS, uri)
+    return open_shapes(uri, options)
+
+
+def _locate(uri: str) -> tuple[Path, dict[str, str]]:
+    """An existing path and the options after `?`. A name that itself holds a question mark wins over options."""
+    folder = os.environ.get("VITRAIL_DATA")
+    texts = [(uri, "")]
+    if "?" in uri:
+        texts.append((uri.rpartition("?")[0], uri.rpartition("?")[2]))
+    for text, query in texts:
+        for base in (None, folder):
+            path = Path(base, text) if base else Path(text).expanduser()
+            if text and path.exists():
+                return path, _options(query, uri)
+    wanted = Path(texts[-1][0]).expanduser()
+    neighbours = _listed(wanted.parent) + (_listed(Path(folder) / wanted.parent) if folder else [])
+    hint = near(wanted.name, neighbours) or near(uri, _EXAMPLES)
+    also = f" nor in {folder} (VITRAIL_DATA)" if folder and not wanted.is_absolute() else ""
+    raise FileNotFoundError(f"no data at {str(wanted)!r}{also} (expected {FORMS}){hint}")
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return []
+
+
+def _options(query: str, uri: str) -> dict[str, str]:
+    if not query:
+        return {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        raise ValueError(f"{uri}: options are written ?name=value&name=value, not {query!r}") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ValueError(f"{uri}: an option is given twice")
+    return options
+
+
+def _refuse_unknown(options: Mapping[str, str], known: Iterable[str], uri: str) -> None:
+    known = tuple(known)
+    for name in options:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"{uri}: no option {name!r} ({has}){near(name, known)}")

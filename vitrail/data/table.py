@@ -1,0 +1,173 @@
+"""Labels in a table: CSV, tab-separated or Parquet with the columns path and label, and perhaps split and coarse.
+
+Paths are relative to the table. `a|b` in any label makes the whole set multi-label; `|` alone then means no label at
+all. Other column names are given in the URI: `labels.csv?path=file&label=species`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.folder import SPLIT_NAMES, FileReader, natural, split_called
+from vitrail.data.source import DataSet, Split
+from vitrail.data.split import UNDIVIDED
+from vitrail.schema import near
+
+COLUMNS = ("path", "label", "split", "coarse")
+
+_BETWEEN = "|"  # labels of one image
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of text of equal length, and what names each row to a person (`line 2`)."""
+
+    columns: dict[str, list[str]]
+    places: list[str]
+
+
+def open_table(path: Path, uri: str, names: Mapping[str, str]) -> DataSet:
+    """The labelled images of a table; `names` gives the name of any column that is not called by its own.
+
+    Raises `ValueError` that counts all faulty rows and lists the first ten.
+    """
+    table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else _read_text(path, uri)
+    columns = {}
+    for column in COLUMNS:
+        name = names.get(column, column)
+        if name in table.columns:
+            columns[column] = table.columns[name]
+        elif column in ("path", "label") or column in names:
+            raise ValueError(
+                f"{uri} has no column {name!r} (it has {', '.join(table.columns) or 'none'}); "
+                f"choose it with ?{column}=NAME{near(name, table.columns)}"
+            )
+    if not table.places:
+        raise ValueError(f"{uri} has a header but no rows; add one row an image")
+    _refuse_faulty(path.parent, uri, columns, table.places)
+    return _assemble(path.parent, uri, columns)
+
+
+def _read_text(path: Path, uri: str) -> Table:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            stream.seek(0)
+            lines = csv.reader(stream, delimiter="\t" if "\t" in first else ",")
+            header = [name.strip() for name in next(lines, [])]
+            rows = [(lines.line_num, row) for row in lines if any(cell.strip() for cell in row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{uri} cannot be read as UTF-8 text in columns: {error}") from None
+    if len(set(header)) < len(header):
+        raise ValueError(f"{uri} has two columns of the same name: {', '.join(header)}")
+    uneven = [f"line {number}" for number, row in rows if len(row) != len(header)]
+    if uneven:
+        raise ValueError(
+            f"{uri}: {len(uneven)} rows do not have the header's {len(header)} columns ({_some(uneven)}); "
+            "put quotes around text that holds a separator"
+        )
+    columns = {name: [row[i].strip() for _, row in rows] for i, name in enumerate(header)}
+    return Table(columns, [f"line {number}" for number, _ in rows])
+
+
+def _read_parquet(path: Path, uri: str) -> Table:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{uri}: Parquet tables need pyarrow; install vitrail[table], or save as CSV") from None
+    try:
+        stored = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{uri} cannot be read as Parquet: {' '.join(str(error).split())}") from None
+    columns = {name: [_text(value) for value in stored[name].to_pylist()] for name in stored.column_names}
+    return Table(columns, [f"row {i + 1}" for i in range(stored.num_rows)])
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return _BETWEEN.join(map(_text, value)) + (_BETWEEN if len(value) < 2 else "")  # a list is always multi-label
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], places: Sequence[str]) -> None:
+    faults = []
+    for row, place in enumerate(places):
+        cells = {column: values[row] for column, values in columns.items()}
+        faults += [f"{place}: empty {column}" for column, text in cells.items() if not text]
+        if cells["path"] and not (root / cells["path"]).is_file():
+            faults.append(f"{place}: no file {cells['path']}")
+        if cells.get("split") and split_called(cells["split"]) is None:
+            faults.append(f"{place}: split {cells['split']!r} is not train, val or test")
+    if faults:
+        listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
+        more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ValueError(f"{uri} has {len(faults)} faults; mend or remove those rows:{listed}{more}")
+
+
+def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]]) -> DataSet:
+    paths = columns["path"]
+    classes, labels, multilabel = _labels(columns["label"])
+    coarse_classes: tuple[str, ...] = ()
+    coarse = None
+    if "coarse" in columns:
+        coarse_classes = tuple(sorted(set(columns["coarse"]), key=natural))
+        number = {name: i for i, name in enumerate(coarse_classes)}
+        coarse = np.array([number[name] for name in columns["coarse"]], np.int64)
+    whole = Split(UNDIVIDED, FileReader(str(root), tuple(paths)), np.arange(len(paths)), paths, labels, coarse)
+    splits = {UNDIVIDED: whole}
+    if "split" in columns:
+        meant = np.array([split_called(text) for text in columns["split"]])
+        splits = {name: whole.take(np.flatnonzero(meant == name), name) for name in SPLIT_NAMES if name in meant}
+        if "train" not in splits:
+            raise ValueError(f"{uri} has {' and '.join(splits)} but no rows whose split is train")
+        _refuse_unseen(uri, classes, splits)
+    repeated = len(paths) - len(set(paths))
+    notes = (f"{repeated} paths are listed more than once",) if repeated else ()
+    return DataSet(uri, classes, splits, coarse_classes, multilabel, notes)
+
+
+def _labels(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], bool]:
+    """Class names in natural order; labels [images], or 0/1 [images, classes] where any text names several."""
+    multilabel = any(_BETWEEN in text for text in texts)
+    lists = [[part.strip() for part in text.split(_BETWEEN) if part.strip()] for text in texts]
+    classes = tuple(sorted({name for names in lists for name in names}, key=natural))
+    number = {name: i for i, name in enumerate(classes)}
+    if not multilabel:
+        return classes, np.array([number[names[0]] for names in lists], np.int64), False
+    labels = np.zeros((len(texts), len(classes)), np.int64)
+    for row, names in enumerate(lists):
+        labels[row, [number[name] for name in names]] = 1
+    return classes, labels, True
+
+
+def _refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
+    seen = _present(splits["train"].labels, len(classes))
+    for name, split in splits.items():
+        unseen = [classes[c] for c in np.flatnonzero(_present(split.labels, len(classes)) & ~seen).tolist()]
+        if unseen:
+            raise ValueError(
+                f"{uri}: {len(unseen)} classes of {name} are not in train ({_some(unseen)}); add training rows"
+            )
+
+
+def _present(labels: NDArray[np.int64], classes: int) -> NDArray[np.bool_]:
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+    return np.asarray(counts > 0)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

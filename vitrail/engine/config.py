@@ -1,0 +1,72 @@
+"""How a model is trained, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimiser, schedule, and what is tuned."""
+
+    name: Literal["adamw", "adam", "sgd", "lamb", "adagrad"] = "adamw"
+    lr: Positive = 1e-3
+    """Peak learning rate; at batch `lr_batch` where that is set."""
+    lr_batch: Count | None = None
+    """Scale the learning rate linearly: lr * batch / lr_batch."""
+    epochs: Positive = 50.0
+    """Length in passes over the training images."""
+    steps: Count | None = None
+    """Length in optimiser steps, in place of epochs."""
+    schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
+    warmup: NotNegative = 5.0
+    """Epochs of linear warm-up (at most half of the run)."""
+    warmup_lr: NotNegative = 1e-6
+    floor: NotNegative = 1e-5
+    """Lowest learning rate of cosine and linear schedules, absolute."""
+    cooldown: NotNegative = 0.0
+    """Epochs at the floor after the schedule; part of `epochs`."""
+    step_every: Positive = 30.0
+    """Epochs between the drops of the step schedule."""
+    step_factor: Fraction = 0.1
+    weight_decay: NotNegative = 0.05
+    weight_decay_end: NotNegative | None = None
+    """Weight decay at the end, on a cosine from `weight_decay` (none: constant)."""
+    momentum: Fraction = 0.9
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    clip: NotNegative = 0.0
+    """Largest norm of the gradient (0: no clipping)."""
+    layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
+    """Learning rate of a block over that of the block above it."""
+    tune: str = "full"
+    """full, head, last:N (N blocks, norm and head), norm, or attention (each with the head)."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Machine, precision, and how often things happen."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """auto: bf16 where the accelerator has it, float32 on a CPU."""
+    compile: bool | None = None
+    """torch.compile (none: on an accelerator only)."""
+    accumulate: Count = 1
+    """Pieces in which a batch is computed."""
+    ema: Fraction = 0.0
+    """Decay of the moving average of the weights (0: off)."""
+    deterministic: bool = False
+    """Deterministic kernels only; slower. On a CPU runs repeat bit for bit without it."""
+    log_every: Count = 20
+    """Steps between lines of metrics.jsonl."""
+    evaluate_every: Annotated[float, Range(0)] = 1.0
+    """Epochs between looks at val (0: only at the end)."""
+    checkpoint_every: Annotated[float, Range(0)] = 1.0
+    """Epochs between checkpoints (0: only at the end or when stopped)."""
+    keep: Whole = 2
+    """Checkpoints kept."""

@@ -1,0 +1,290 @@
+"""Training, from top to bottom: steps are the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.engine import checkpoint
+from vitrail.engine.config import EngineConfig, OptimConfig
+from vitrail.engine.distributed import Group
+from vitrail.engine.ema import Ema
+from vitrail.engine.optimizer import build_optimizer, set_step
+from vitrail.engine.progress import Progress
+from vitrail.engine.run import RunFolder
+from vitrail.engine.schedule import Schedule
+from vitrail.engine.signals import StopRequest
+from vitrail.engine.update import Meter, Updater
+from vitrail.learn.objective import Objective
+from vitrail.model.classifier import Classifier
+
+
+class Stopped(Exception):
+    """Training was asked to stop; everything needed to go on is saved."""
+
+    def __init__(self, step: int, run: Path) -> None:
+        super().__init__(f"stopped after step {step}; continue with: vitrail train --resume {run}")
+        self.step, self.run = step, run
+
+
+@dataclass
+class FitResult:
+    """What training leaves: the weights to keep, and how it went."""
+
+    model: Classifier
+    steps: int
+    seconds: float  # of this process, without what an earlier one did before a resume
+    images_per_second: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Fit:
+    """A training run: `Fit(...).run()`.
+
+    `batches(start, stop)` gives the batches of those steps, `accumulate` a step; `evaluate(model)` gives figures on
+    val; `indices(step)` names the images of a step, for reports of bad updates.
+    """
+
+    objective: Objective
+    batches: Callable[[int, int], Iterable[Batch]]
+    schedule: Schedule
+    optim: OptimConfig
+    engine: EngineConfig
+    batch: int
+    images: int  # training images, for epochs
+    folder: RunFolder
+    device: torch.device
+    autocast: torch.dtype | None = None  # none: float32
+    compile: bool = False
+    group: Group = field(default_factory=Group)
+    evaluate: Callable[[Classifier], Mapping[str, float]] | None = None
+    indices: Callable[[int], Sequence[int]] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what must be the same when the run is resumed
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.objective.to(self.device).train()
+        self.optimizer = build_optimizer(self.objective, self.optim)
+        self.updater = Updater(self.optimizer, self.optim.clip)
+        self.ema = Ema(self.objective.model, self.engine.ema) if self.engine.ema else None
+        self.meter = Meter()
+        self.step = 0
+        self.saved: int | None = None  # step of the last checkpoint
+        self.notes: list[str] = []
+
+    @property
+    def kept(self) -> Classifier:
+        """The weights that are evaluated and kept: the moving average where there is one."""
+        model = self.objective.model if self.ema is None else self.ema.model
+        assert isinstance(model, Classifier)
+        return model
+
+    def run(self) -> FitResult:
+        """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
+        if self.compile:
+            self.objective.compile(dynamic=False)
+        wrapped = self.group.wrap(self.objective, self.device)
+        began, first = time.monotonic(), self.step
+        total = self.schedule.steps
+        quiet = self.quiet or not self.group.main
+        with StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
+            bar.advance(self.step)
+            self._window = (time.monotonic(), self.step)
+            pieces: list[Mapping[str, Tensor]] = []
+            for piece in self.batches(self.step, total):
+                last = len(pieces) == self.engine.accumulate - 1
+                pieces.append(self._backward(wrapped, piece, last))
+                if not last:
+                    continue
+                lr = self._update(pieces)
+                pieces = []
+                bar.advance(1)
+                finished = self.step == total
+                if finished or self.step % self.engine.log_every == 0:
+                    self._log(bar, lr)
+                if finished or self._due(self.engine.evaluate_every):
+                    self._look_at_val(bar)
+                halt = self._halt(stop, finished)
+                if finished or halt or self._due(self.engine.checkpoint_every):
+                    self.save()
+                if halt:
+                    raise Stopped(self.step, self.folder.path)
+        seconds = time.monotonic() - began
+        rate = (self.step - first) * self.batch / max(seconds, 1e-9)
+        return FitResult(self.kept, self.step, seconds, rate, self.notes)
+
+    def _backward(self, wrapped: nn.Module, piece: Batch, last: bool) -> Mapping[str, Tensor]:
+        waiting = wrapped.no_sync() if self.group.world > 1 and not last else nullcontext()  # type: ignore[operator]
+        with waiting:
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                losses: dict[str, Tensor] = wrapped(piece)
+            (losses["loss"] / self.engine.accumulate).backward()
+        return losses
+
+    def _update(self, pieces: Sequence[Mapping[str, Tensor]]) -> float:
+        lr = set_step(self.optimizer, self.schedule, self.step)
+        norm, good = self.updater.apply(self.step)
+        self.objective.after_step(self.step)
+        if self.ema is not None:
+            self.ema.update(self.objective.model, self.step)
+        means = {
+            name: sum((p[name].detach() for p in pieces), torch.zeros_like(norm)) / len(pieces) for name in pieces[0]
+        }
+        self.meter.add({**means, "gradient_norm": norm}, good)
+        self.step += 1
+        return lr
+
+    def _every(self, epochs: float) -> int:
+        return max(1, round(epochs * self.images / self.batch))
+
+    def _due(self, epochs: float) -> bool:
+        return bool(epochs) and self.step % self._every(epochs) == 0
+
+    def _epoch(self) -> float:
+        return self.step * self.batch / self.images
+
+    def _halt(self, stop: StopRequest, finished: bool) -> bool:
+        if finished:
+            return False
+        if self.group.world == 1:
+            return stop.requested
+        # Processes must agree on the step, so they ask each other, but only where they meet anyway.
+        return self.step % self.engine.log_every == 0 and self.group.any(stop.requested, self.device)
+
+    def _log(self, bar: Progress, lr: float) -> None:
+        means = self.meter.read(self.group)
+        skipped, last = self.updater.look()
+        now = time.monotonic()
+        steps = self.step - self._window[1]
+        rate = steps * self.batch / max(now - self._window[0], 1e-9)
+        if skipped:
+            self._report_skipped(bar, skipped, last, steps)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "epoch": round(self._epoch(), 6),
+            "split": "train",
+            **means,
+            "lr": lr,
+        }
+        if skipped:
+            line["skipped_updates"] = skipped
+        self._write({**line, "images_per_second": round(rate, 1), "seconds": round(now - self._window[0], 3)})
+        loss = f"loss {means['loss']:.4f}  " if means else ""
+        bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} img/s")
+        self._window = (time.monotonic(), self.step)
+
+    def _report_skipped(self, bar: Progress, skipped: int, last: int, steps: int) -> None:
+        rows = list(self.indices(last))[:8] if self.indices else []
+        where = f" (images {', '.join(map(str, rows))}, ...)" if rows else ""
+        safe = "none yet" if self.saved is None else f"step {self.saved}"
+        text = (
+            f"{skipped} of the last {steps} updates were skipped for a non-finite gradient, the last at step {last}"
+            f"{where}; last good checkpoint: {safe}"
+        )
+        self._say(bar, text)
+        self.notes.append(text)
+        if skipped == steps and steps >= 10:
+            raise ValueError(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
+
+    def _look_at_val(self, bar: Progress) -> None:
+        if self.evaluate is None:
+            return
+        began = time.monotonic()
+        figures = dict(self.evaluate(self.kept))
+        self.objective.train()
+        seconds = round(time.monotonic() - began, 3)
+        self._write(
+            {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **figures, "seconds": seconds}
+        )
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in list(figures.items())[:4])
+        self._say(bar, f"epoch {self._epoch():6.2f}  step {self.step:6d}  val  {shown}")
+        self._window = (self._window[0] + time.monotonic() - began, self._window[1])  # a look is not training time
+
+    def _say(self, bar: Progress, text: str) -> None:
+        bar.say(text)
+        if self.group.main:
+            self.folder.log(text)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self.group.main:
+            self.folder.write_metrics(line)
+
+    # State
+
+    def state(self) -> checkpoint.State:
+        """Everything a resumed run needs (all processes must call it)."""
+        frozen = tuple(f"{name}." for name in self.objective.frozen)
+        kept = {n: t for n, t in self.objective.state_dict().items() if not (frozen and n.startswith(frozen))}
+        tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
+        if self.ema is not None:
+            tensors |= {f"ema/{n}": t for n, t in self.ema.model.state_dict().items()}
+        for group in self.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                for key, value in self.optimizer.state[parameter].items():
+                    tensors[f"optimizer/{name}/{key}"] = value
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        for rank, found in enumerate(self.group.gather(random)):
+            tensors |= {f"rng/{rank}/{kind}": value for kind, value in found.items()}
+        # Sums are of this process; all processes log their mean, so each keeps its own share.
+        for rank, sums in enumerate(self.group.gather({k: v.cpu() for k, v in self.meter.sums.items()})):
+            tensors |= {f"meter/{rank}/{name or 'count'}": value for name, value in sums.items()}
+        tensors["skipped"] = self.updater.skipped
+        tensors["last_skipped"] = self.updater.last_skipped
+        return checkpoint.State(self.step, tensors, dict(self.facts))
+
+    def save(self) -> None:
+        """Write a checkpoint. A full disk ends the run with the last good one intact."""
+        state = self.state()
+        if self.group.main:
+            try:
+                checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
+            except OSError as error:
+                safe = "there is none yet" if self.saved is None else f"step {self.saved} is intact"
+                raise OSError(
+                    f"the checkpoint of step {self.step} could not be written ({error}); last good checkpoint: {safe}; "
+                    f"make room, then: vitrail train --resume {self.folder.path}"
+                ) from error
+        self.saved = self.step
+        self.group.barrier()
+
+    def restore(self, state: checkpoint.State) -> None:
+        """Go on from a checkpoint. Raises `ValueError` where it belongs to another run."""
+        for key, value in self.facts.items():
+            if state.facts.get(key) != value:
+                raise ValueError(
+                    f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
+                    "a run can only be resumed on the data it began with"
+                )
+        missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
+        frozen = tuple(f"{name}." for name in self.objective.frozen)
+        missing = [name for name in missing if not (frozen and name.startswith(frozen))]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
+        if self.ema is not None:
+            self.ema.model.load_state_dict(state.part("ema"))
+        saved = state.part("optimizer")
+        for group in self.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}
+                self.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in values.items()}
+        random = state.part(f"rng/{self.group.rank}")
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.device)
+        sums = state.part(f"meter/{self.group.rank}")
+        self.meter.sums = {"" if n == "count" else n: v.to(self.device) for n, v in sums.items()}
+        self.updater.skipped = state.tensors["skipped"].to(self.device)
+        self.updater.last_skipped = state.tensors["last_skipped"].to(self.device)
+        self.step = self.saved = state.step

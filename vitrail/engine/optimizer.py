@@ -1,0 +1,110 @@
+"""What is tuned, with which groups, by which optimiser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.lamb import Lamb
+from vitrail.engine.schedule import Schedule
+from vitrail.model.classifier import Classifier
+
+TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
+
+
+def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
+    """Freeze everything that `tune` leaves out; returns (trainable, total) parameters.
+
+    full, head, last:N (the last N blocks, final norm and head), norm, attention (each with the head). Raises
+    `ValueError` where the model has no such part.
+    """
+    head = model.head_parameters()
+    kind, _, count = tune.partition(":")
+    layers = model.layers
+
+    def tuned(name: str) -> bool:
+        if kind == "full" or name in head:
+            return True
+        if kind == "last":
+            return model.layer_of(name) > layers - 2 - int(count)
+        if kind == "norm":
+            return any(part.startswith(("norm", "bn", "ls")) for part in name.split("."))
+        return kind == "attention" and (".attn." in name or ".attention." in name)
+
+    if kind == "last" and int(count) > layers - 1:
+        raise ValueError(f"optim.tune: last:{count}, but the model has {layers - 2} blocks")
+    chosen = {name for name, _ in model.named_parameters() if tuned(name)}
+    if kind in ("norm", "attention") and chosen == head:
+        raise ValueError(f"optim.tune: {kind}, but the model has no such parameters; use head or full")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, on in sizes if on), sum(n for n, _ in sizes)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay falls on matrices and filters, not on norms, biases, gains and learned tokens."""
+    return parameter.ndim > 1 and not any(token in name for token in TOKENS)
+
+
+def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Trainable parameters of an objective by (layer, decayed or not), each with its share of the learning rate.
+
+    The share is layer_decay ** (layers below the head); parts of the objective outside its model (projectors) take the
+    full rate.
+    """
+    model = getattr(objective, "model", None)
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    deepest = model.layers if isinstance(model, Classifier) else 0
+    for name, parameter in objective.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layer = deepest
+        if isinstance(model, Classifier) and name.startswith("model.") and config.layer_decay < 1:
+            layer = model.layer_of(name.removeprefix("model."))
+        key = (layer, decays(name, parameter))
+        if key not in groups:
+            share = config.layer_decay ** (deepest - layer)
+            groups[key] = {"params": [], "names": [], "share": share, "decayed": key[1]}
+        groups[key]["params"].append(parameter)
+        groups[key]["names"].append(name)
+    if not groups:
+        raise ValueError("nothing to train: every parameter is frozen")
+    return [groups[key] for key in sorted(groups)]
+
+
+def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser of a run. Learning rates are device tensors, so that changing them never waits for the device."""
+    groups = parameter_groups(objective, config)
+    for group in groups:
+        device = group["params"][0].device
+        group["lr"] = torch.full((), config.lr, device=device)
+        group["weight_decay"] = config.weight_decay if group["decayed"] else 0.0
+    common: dict[str, Any] = {"lr": torch.full((), config.lr, device=groups[0]["params"][0].device)}
+    if config.name == "lamb":
+        return Lamb(groups, betas=config.betas, eps=config.eps, **common)
+    if config.name == "sgd":
+        made = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, fused=True, **common)
+        if (
+            config.momentum
+        ):  # as torch would, but before the first step: a first step that is skipped leaves it undefined
+            for group in made.param_groups:
+                for parameter in group["params"]:
+                    made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return made
+    if config.name == "adagrad":
+        return torch.optim.Adagrad(groups, eps=config.eps, fused=True, **common)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, betas=config.betas, eps=config.eps, fused=True, **common)
+
+
+def set_step(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+    """Give every group the learning rate and weight decay of `step`; returns the learning rate."""
+    lr, decay = schedule.lr(step), schedule.weight_decay(step)
+    for group in optimizer.param_groups:
+        group["lr"].fill_(lr * group["share"])
+        group["weight_decay"] = decay if group["decayed"] else 0.0
+    return lr

@@ -1,0 +1,104 @@
+"""Learning from labels: cross entropy and binary cross entropy, on hard, soft, mixed and multi-label targets."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.objective import Objective
+from vitrail.model.classifier import Classifier
+
+
+def dense_target(target: Tensor, classes: int) -> Tensor:
+    """Targets as float weights [batch, classes]."""
+    return F.one_hot(target, classes).float() if target.ndim == 1 else target.float()
+
+
+def smooth(target: Tensor, smoothing: float, style: str) -> Tensor:
+    """Label smoothing of dense targets [batch, classes] that sum to 1.
+
+    `all`: smoothing is shared over all classes, as in torch. `others`: over the other classes only, the true class
+    keeps exactly 1 - smoothing, as the thesis writes (architectures-and-training §2.3). For mixed targets both are linear.
+    """
+    if smoothing == 0:
+        return target
+    classes = target.shape[-1]
+    if style == "all" or classes == 1:
+        return target * (1 - smoothing) + smoothing / classes
+    return target * (1 - smoothing) + (1 - target) * (smoothing / (classes - 1))
+
+
+def cross_entropy(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean over the batch of -sum_c weights_c target_c log softmax(logits)_c; logits, target [batch, classes]."""
+    terms = target * logits.float().log_softmax(-1)
+    if weights is not None:
+        terms = terms * weights
+    return -terms.sum(-1).mean()
+
+
+def binary_cross_entropy(
+    logits: Tensor, target: Tensor, weights: Tensor | None = None, threshold: float | None = None, summed: bool = False
+) -> Tensor:
+    """One sigmoid a class against targets [batch, classes] in 0..1 (architectures-and-training §12 item 18).
+
+    `threshold` turns soft targets into 0 and 1; `summed` sums over classes before the mean over the batch.
+    """
+    if threshold is not None:
+        target = (target > threshold).float()
+    terms = F.binary_cross_entropy_with_logits(logits.float(), target, weight=weights, reduction="none")
+    return terms.sum(-1).mean() if summed else terms.mean()
+
+
+def balanced_weights(labels: NDArray[np.int64], classes: int) -> Tensor:
+    """Weights inverse to class frequency, of mean 1 over the training images; a class without images weighs 0."""
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+    present = counts > 0
+    weights = np.where(present, counts.sum() / (max(1, present.sum()) * np.maximum(counts, 1)), 0.0)
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+class Supervised(Objective):
+    """Labels (and what mixing made of them) for every classifier of the head."""
+
+    weights: Tensor | None
+
+    def __init__(self, model: Classifier, config: SupervisedConfig, labels: NDArray[np.int64] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.binary = config.loss == "bce" or model.multilabel
+        weights = None
+        if config.class_weights == "balanced":
+            if labels is None:
+                raise ValueError("class_weights=balanced needs the training labels")
+            weights = balanced_weights(labels, len(model.classes))
+        self.register_buffer("weights", weights, persistent=False)
+
+    def criterion(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of one classifier: logits [batch, classes], target [batch] or [batch, classes]."""
+        config = self.config
+        if not self.binary and target.ndim == 1 and config.smoothing == 0 and self.weights is None:
+            return F.cross_entropy(logits.float(), target)
+        dense = dense_target(target, logits.shape[-1])
+        if self.model.multilabel:  # each class is a choice of two, so smoothing moves it towards one half
+            dense = dense * (1 - config.smoothing) + config.smoothing / 2
+        else:
+            dense = smooth(dense, config.smoothing, config.smoothing_style)
+        if self.binary:
+            return binary_cross_entropy(logits, dense, self.weights, config.bce_threshold, config.bce_sum)
+        return cross_entropy(logits, dense, self.weights)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        stack = self.model.stack(batch.images)
+        each = [self.criterion(stack[:, k], batch.target) for k in range(stack.shape[1])]
+        losses = {f"loss_{k}": value.detach() for k, value in enumerate(each)} if len(each) > 1 else {}
+        total = torch.stack(each).sum() if self.config.classifier_loss == "sum" else torch.stack(each).mean()
+        for name, value in self.model.head.losses(stack, batch.target).items():
+            losses[name] = value.detach()
+            total = total + value
+        return {"loss": total, **losses}

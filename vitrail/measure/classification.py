@@ -1,0 +1,321 @@
+"""How good predictions are: pure functions of scores [images, classes] and labels, computed in float64 on the CPU.
+
+Conventions, so that a figure means one thing only:
+
+- Ties: of equal scores the lower class number comes first, in top-1, top-k and the confusion matrix alike.
+- Precision, recall and F1 that would be 0/0 count as 0 where the class occurs among labels or predictions; a class that
+  occurs in neither is NaN and left out of macro averages (as scikit-learn and torchmetrics do by default).
+- Balanced accuracy is the mean recall of the classes that have images.
+- Calibration bins are (low, high]; zero belongs to the first.
+- A label of a multi-label image is predicted where its probability is above one half.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+CALIBRATION_BINS = 15
+Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+ROWS_AT_ONCE = 4096  # float64 copies are made of this many rows only
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Figures(ABC):
+    """What was measured on one set of images. Fractions, not percent."""
+
+    classes: tuple[str, ...]
+    count: int
+    """Images."""
+    loss: float
+    precision: Floats  # [classes]
+    recall: Floats  # [classes]
+    f1: Floats  # [classes]
+    support: Counts  # [classes] images (or positive labels) of each class
+
+    @abstractmethod
+    def scalars(self) -> dict[str, float]:
+        """The figures that are one number each."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain numbers, strings, lists and dicts; a figure that is undefined is null."""
+        stored = {
+            "kind": type(self).__name__,
+            **self.scalars(),
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+        }
+        return {name: _plain(value) for name, value in stored.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class SingleLabelFigures(Figures):
+    """Every image has exactly one class."""
+
+    top1: float
+    top5: float
+    """Share of images whose class is among the min(5, classes) highest scores."""
+    top1_interval: tuple[float, float]
+    """Wilson's 95 % confidence interval of top-1."""
+    ece: float
+    """Expected calibration error of the highest probability."""
+    confusion: Counts  # [true class, predicted class] images
+    bin_count: Counts  # [bins] images whose confidence falls into each calibration bin
+    bin_confidence: Floats  # [bins] their mean confidence, NaN where empty
+    bin_accuracy: Floats  # [bins] their accuracy, NaN where empty
+
+    def scalars(self) -> dict[str, float]:
+        has_images = self.support > 0
+        return {
+            "top1": self.top1,
+            "top1_low": self.top1_interval[0],
+            "top1_high": self.top1_interval[1],
+            "top5": self.top5,
+            "loss": self.loss,
+            "ece": self.ece,
+            "macro_precision": float(np.nanmean(self.precision)),
+            "macro_recall": float(np.nanmean(self.recall)),
+            "macro_f1": float(np.nanmean(self.f1)),
+            "balanced_accuracy": float(self.recall[has_images].mean()),
+        }
+
+    def confused_pairs(self, most: int = 10) -> list[tuple[int, int, int]]:
+        """(true class, predicted class, images) of the most frequent errors, most frequent first."""
+        errors = self.confusion.copy()
+        np.fill_diagonal(errors, 0)
+        order = np.argsort(-errors, axis=None, kind="stable")[:most]
+        places = [divmod(int(place), len(self.classes)) for place in order]
+        return [(true, guess, int(errors[true, guess])) for true, guess in places if errors[true, guess] > 0]
+
+
+@dataclass(frozen=True, eq=False)
+class MultiLabelFigures(Figures):
+    """Every image has any number of classes; `loss` is the mean over images and classes."""
+
+    average_precision: Floats  # [classes], NaN for a class without positive labels
+    micro_f1: float
+    subset_accuracy: float
+    """Share of images all of whose labels are right."""
+
+    @property
+    def without_positives(self) -> tuple[str, ...]:
+        """Classes that mAP leaves out because no image has them."""
+        return tuple(name for name, n in zip(self.classes, self.support, strict=True) if n == 0)
+
+    def scalars(self) -> dict[str, float]:
+        return {
+            "map": _mean_of_defined(self.average_precision),
+            "micro_f1": self.micro_f1,
+            "macro_f1": _mean_of_defined(self.f1),
+            "subset_accuracy": self.subset_accuracy,
+            "loss": self.loss,
+        }
+
+
+def classification(
+    scores: Tensor | NDArray[Any],
+    target: Tensor | NDArray[Any],
+    classes: Sequence[str] | None = None,
+    *,
+    probabilities: bool = False,
+) -> Figures:
+    """Figures of `scores` [n, classes] against `target` [n] of class numbers, or [n, classes] of 0/1 (multi-label).
+
+    Scores are logits, or probabilities where `probabilities` is set. Raises `ValueError` for empty input, scores that
+    are not numbers, and labels outside the classes.
+
+    >>> figures = classification(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]), ["cat", "dog"])
+    >>> figures.scalars()["top1"]
+    0.5
+    """
+    scores, target = torch.as_tensor(scores).detach().cpu(), torch.as_tensor(target).detach().cpu()
+    if scores.ndim != 2 or not len(scores) or not scores.shape[1]:
+        raise ValueError(
+            f"scores have shape {list(scores.shape)}: one row an image and one column a class are needed, "
+            "with at least one of each; check that the split is not empty"
+        )
+    names = tuple(str(c) for c in range(scores.shape[1])) if classes is None else tuple(classes)
+    if len(names) != scores.shape[1]:
+        raise ValueError(f"scores have {scores.shape[1]} columns, but there are {len(names)} classes")
+    if len(target) != len(scores):
+        raise ValueError(f"there are {len(scores)} rows of scores, but {len(target)} labels")
+    _refuse_what_is_no_score(scores, probabilities)
+    if target.ndim == 2:
+        return _multi_label(scores, target, names, probabilities)
+    return _single_label(scores, target, names, probabilities)
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share of `right` out of `count`.
+
+    Unlike the normal approximation it stays inside [0, 1] and keeps a width when every image is right.
+    """
+    share = right / count
+    centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
+    half = Z95 / (1 + Z95**2 / count) * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def average_precision(score: Floats, positive: NDArray[np.bool_]) -> float:
+    """Area under the precision-recall steps of one class; equal scores are one step. NaN without a positive.
+
+    >>> average_precision(np.array([0.9, 0.8, 0.1]), np.array([True, False, True]))  # (1/1 + 2/3) / 2
+    0.8333333333333333
+    """
+    if not positive.any():
+        return math.nan
+    order = np.argsort(-score, kind="stable")
+    last_of_ties = np.append(np.diff(score[order]) != 0, True)
+    found = np.cumsum(positive[order])[last_of_ties]
+    taken = np.flatnonzero(last_of_ties) + 1
+    return float(np.sum(np.diff(found, prepend=0) / found[-1] * found / taken))
+
+
+def read_figures(stored: Mapping[str, Any]) -> Figures:
+    """The figures that `to_json` wrote."""
+    kinds: dict[str, type[Figures]] = {c.__name__: c for c in (SingleLabelFigures, MultiLabelFigures)}
+    kind = kinds.get(str(stored.get("kind")))
+    if kind is None:
+        raise ValueError(f"these are no figures of vitrail: 'kind' is {stored.get('kind')!r}, not {' or '.join(kinds)}")
+    whole = {"support", "confusion", "bin_count"}
+    values: dict[str, Any] = {}
+    for f in fields(kind):
+        value = stored[f.name]
+        if f.name in ("classes", "top1_interval"):
+            values[f.name] = tuple(value)
+        elif isinstance(value, list):  # null becomes NaN
+            values[f.name] = np.array(value, dtype=np.int64 if f.name in whole else np.float64)
+        else:
+            values[f.name] = math.nan if value is None else value
+    return kind(**values)
+
+
+def _refuse_what_is_no_score(scores: Tensor, probabilities: bool) -> None:
+    # Minus infinity is the logit of an impossible class; plus infinity and NaN come from a broken model.
+    bad = scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1)
+    if bad.any():
+        raise ValueError(
+            f"{int(bad.sum())} of {len(scores)} images have scores that are NaN or infinite (first: row "
+            f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or look "
+            "at its inputs"
+        )
+    if probabilities and ((scores < 0) | (scores > 1 + 1e-6)).any():
+        raise ValueError("probabilities must lie between 0 and 1; leave `probabilities` off to pass logits")
+
+
+def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabilities: bool) -> SingleLabelFigures:
+    classes, count = len(names), len(scores)
+    if target.ndim != 1 or target.is_floating_point():
+        raise ValueError(
+            f"labels are {target.dtype} of shape {list(target.shape)}: class numbers [images], "
+            "or 0/1 [images, classes] are needed"
+        )
+    target = target.long()
+    outside = target[(target < 0) | (target >= classes)]
+    if len(outside):
+        raise ValueError(f"label {int(outside[0])} is outside the {classes} classes (0 to {classes - 1})")
+    loss, rank, guess, confidence = [], [], [], []
+    for rows, label in zip(scores.split(ROWS_AT_ONCE), target.split(ROWS_AT_ONCE), strict=True):
+        rows, label = rows.double(), label[:, None]  # noqa: PLW2901
+        logs = rows.log() if probabilities else rows.log_softmax(1)
+        own = rows.gather(1, label)
+        before = (rows > own) | ((rows == own) & (torch.arange(classes) < label))
+        best = rows.argmax(1)  # the first of equals
+        rank.append(before.sum(1))
+        guess.append(best)
+        loss.append(-logs.gather(1, label)[:, 0])
+        confidence.append(logs.gather(1, best[:, None])[:, 0].exp())
+    ranks, guesses, sure = torch.cat(rank), torch.cat(guess).numpy(), torch.cat(confidence).numpy()
+    labels = target.numpy()
+    confusion = np.bincount(labels * classes + guesses, minlength=classes**2).reshape(classes, classes)
+    hits, support, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    precision, recall, f1 = _precision_recall_f1(hits, support, guessed)
+    right = int((ranks == 0).sum())
+    bin_count, bin_confidence, bin_accuracy = _calibration(sure, guesses == labels)
+    gaps = np.abs(bin_confidence - bin_accuracy)
+    return SingleLabelFigures(
+        classes=names,
+        count=count,
+        loss=float(torch.cat(loss).mean()),
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        support=support,
+        top1=right / count,
+        top5=int((ranks < min(5, classes)).sum()) / count,
+        top1_interval=wilson_interval(right, count),
+        ece=float(np.nansum(gaps * bin_count) / count),
+        confusion=confusion,
+        bin_count=bin_count,
+        bin_confidence=bin_confidence,
+        bin_accuracy=bin_accuracy,
+    )
+
+
+def _multi_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabilities: bool) -> MultiLabelFigures:
+    if target.shape != scores.shape or not ((target == 0) | (target == 1)).all():
+        raise ValueError(
+            f"multi-label targets have shape {list(target.shape)}: 0 or 1 for each of the "
+            f"{scores.shape[0]} images and {scores.shape[1]} classes are needed"
+        )
+    rows, wanted = scores.double(), target.double()
+    loss = F.binary_cross_entropy(rows, wanted) if probabilities else F.binary_cross_entropy_with_logits(rows, wanted)
+    said = (rows > (0.5 if probabilities else 0.0)).numpy()
+    positive = wanted.bool().numpy()
+    hits, support, guessed = (said & positive).sum(0), positive.sum(0), said.sum(0)
+    precision, recall, f1 = _precision_recall_f1(hits, support, guessed)
+    both = int(support.sum() + guessed.sum())
+    return MultiLabelFigures(
+        classes=names,
+        count=len(rows),
+        loss=float(loss),
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        support=support.astype(np.int64),
+        average_precision=np.array([average_precision(rows[:, c].numpy(), positive[:, c]) for c in range(len(names))]),
+        micro_f1=2 * int(hits.sum()) / both if both else 0.0,
+        subset_accuracy=float((said == positive).all(1).mean()),
+    )
+
+
+def _precision_recall_f1(hits: Counts, support: Counts, guessed: Counts) -> tuple[Floats, Floats, Floats]:
+    occurs = support + guessed > 0
+
+    def share(part: Counts, whole: Counts) -> Floats:
+        return np.where(occurs, part / np.maximum(whole, 1), np.nan)
+
+    return share(hits, guessed), share(hits, support), share(2 * hits, support + guessed)
+
+
+def _calibration(confidence: Floats, right: NDArray[np.bool_]) -> tuple[Counts, Floats, Floats]:
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
+    place = np.searchsorted(edges, confidence, side="left")
+    count = np.bincount(place, minlength=CALIBRATION_BINS)
+    inside = np.where(count > 0, count, np.nan)
+    sure = np.bincount(place, weights=confidence, minlength=CALIBRATION_BINS)
+    hits = np.bincount(place, weights=right, minlength=CALIBRATION_BINS)
+    return count, sure / inside, hits / inside
+
+
+def _mean_of_defined(values: Floats) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,214 @@
+"""A trunk and a head: images in, logits out, with the preprocessing and class names that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.model.heads.head import Head
+from vitrail.model.tokens import Tokens
+
+Picture = str | Path | Image.Image | NDArray[Any] | Tensor
+
+
+class AnyTrunk(Protocol):
+    """What a classifier needs of a trunk; `vitrail.model.trunk.Trunk` and timm backbones both have it."""
+
+    width: int
+
+    def embed(self, images: Tensor) -> Tokens: ...
+
+    def encode(
+        self,
+        tokens: Tokens,
+        want: Collection[str] = (),
+        given: Mapping[str, Tensor] | None = None,
+        until: int | None = None,
+    ) -> tuple[Tokens, dict[str, Tensor]]: ...
+
+
+@dataclass
+class Outputs:
+    """Everything one forward pass can tell."""
+
+    stack: Tensor  # [batch, classifiers, classes]
+    embedding: Tensor  # [batch, features]
+    tokens: Tokens
+    captured: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one image."""
+
+    label: str
+    probability: float
+    top: tuple[tuple[str, float], ...]  # most likely classes first; where several may hold, those above one half
+    error: str | None = None  # why the image could not be read
+
+    def to_json(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": self.error}
+        return {"label": self.label, "probability": self.probability, "top": [list(pair) for pair in self.top]}
+
+
+class Classifier(nn.Module):
+    """`model(images)` gives logits `[batch, classes]`; byte images are normalised, float images taken as they are."""
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        head: Head,
+        *,
+        spec: dict[str, Any],
+        classes: Sequence[str],
+        preprocess: PreprocessConfig,
+        multilabel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = head
+        self.spec = spec  # what `vitrail.model.build` needs to make the same architecture again
+        self.classes = tuple(classes)
+        self.preprocess = preprocess
+        self.multilabel = multilabel
+        self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
+
+    def _images(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images
+        from vitrail.data.preprocess import Preprocess
+
+        return Preprocess(self.preprocess).normalize(images).to(next(self.parameters()).dtype)
+
+    def tokens(self, images: Tensor) -> Tokens:
+        """Final tokens of a batch of images."""
+        trunk = cast("AnyTrunk", self.trunk)
+        return trunk.encode(trunk.embed(self._images(images)))[0]
+
+    def stack(self, images: Tensor) -> Tensor:
+        """The logits of every classifier of the head, `[batch, classifiers, classes]`."""
+        return cast("Tensor", self.head(self.tokens(images)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head.fuse(self.stack(images))
+
+    def outputs(self, images: Tensor, want: Collection[str] = (), given: Mapping[str, Tensor] | None = None) -> Outputs:
+        """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""
+        trunk = cast("AnyTrunk", self.trunk)
+        tokens, captured = trunk.encode(trunk.embed(self._images(images)), want, given)
+        return Outputs(self.head(tokens), self.head.embed(tokens), tokens, captured)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Softmax, or one sigmoid a class where several classes may hold."""
+        return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+
+    def predict(
+        self, images: Picture | Sequence[Picture], *, top: int = 5, batch: int = 64, errors: str = "raise"
+    ) -> list[Prediction]:
+        """Classify paths, PIL images, byte arrays `[height, width(, 3)]` or byte tensors `[3, height, width]`.
+
+        Each is preprocessed as the model was evaluated. `errors="return"` reports unreadable files in their place
+        instead of raising `BadImage`.
+        """
+        from vitrail.data.preprocess import Preprocess
+        from vitrail.data.source import BadImage
+
+        if errors not in ("raise", "return"):
+            raise ValueError(f"errors must be 'raise' or 'return', not {errors!r}")
+        many = _as_list(images)
+        preprocess, place = Preprocess(self.preprocess), next(self.parameters()).device
+        found: list[Prediction | None] = [None] * len(many)
+        was_training = self.training
+        self.eval()
+        try:
+            for start in range(0, len(many), batch):
+                ready: list[tuple[int, Tensor]] = []
+                for i in range(start, min(start + batch, len(many))):
+                    try:
+                        ready.append((i, preprocess(_open(many[i]))))
+                    except BadImage as error:
+                        if errors == "raise":
+                            raise
+                        found[i] = Prediction("", 0.0, (), error.reason)
+                if not ready:
+                    continue
+                with torch.inference_mode():
+                    logits = self(torch.stack([pixels for _, pixels in ready]).to(place))
+                    values = self.probabilities(logits.float()).cpu()
+                for (i, _), row in zip(ready, values, strict=True):
+                    found[i] = self._prediction(row, top)
+        finally:
+            self.train(was_training)
+        return [prediction for prediction in found if prediction is not None]
+
+    def _prediction(self, row: Tensor, top: int) -> Prediction:
+        best = row.topk(min(top, len(row)))
+        pairs = tuple((self.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
+        if self.multilabel:
+            held = tuple(pair for pair in pairs if pair[1] > 0.5)
+            return Prediction("|".join(name for name, _ in held), pairs[0][1], held or pairs)
+        return Prediction(pairs[0][0], pairs[0][1], pairs)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write weights (safetensors) and description (JSON) into `folder`; `vitrail.load` reads them back."""
+        from vitrail.model.store import save_model
+
+        return save_model(self, Path(folder))
+
+    def head_parameters(self) -> set[str]:
+        """Names of the parameters that belong to the classifier itself."""
+        return {name for name, _ in self.named_parameters() if name.startswith("head.") or self._own_head(name)}
+
+    def _own_head(self, name: str) -> bool:
+        prefixes: tuple[str, ...] = getattr(self.trunk, "own_head", ())
+        return name.startswith(tuple(f"trunk.{p}." for p in prefixes))
+
+    def layer_of(self, name: str) -> int:
+        """Depth of a parameter for layer-wise decay; the head is deepest."""
+        if name in self.head_parameters():
+            return self.layers
+        trunk = cast("Any", self.trunk)
+        return int(trunk.layer_of(name.removeprefix("trunk."))) if hasattr(trunk, "layer_of") else 0
+
+    @property
+    def layers(self) -> int:
+        """The head's depth for layer-wise decay."""
+        return int(getattr(self.trunk, "layers", 0)) + 1
+
+
+def _as_list(images: Picture | Sequence[Picture]) -> list[Picture]:
+    if isinstance(images, (str, Path, Image.Image)):
+        return [images]
+    if isinstance(images, Tensor):
+        return list(images) if images.ndim == 4 else [images]
+    if isinstance(images, np.ndarray):
+        return list(images) if images.ndim == 4 else [images]
+    return list(images)
+
+
+def _open(picture: Picture) -> Image.Image:
+    from vitrail.data.decode import decode
+
+    if isinstance(picture, (str, Path)):
+        return decode(Path(picture), str(picture))
+    if isinstance(picture, Tensor):
+        if picture.dtype != torch.uint8:
+            raise ValueError("predict takes byte tensors (uint8); call the model itself on float images")
+        picture = picture.cpu().permute(1, 2, 0).numpy() if picture.ndim == 3 else picture.cpu().numpy()
+    if isinstance(picture, Image.Image):
+        return picture.convert("RGB")
+    if picture.dtype != np.uint8:
+        raise ValueError(
+            f"predict takes byte arrays (uint8), not {picture.dtype}; call the model itself on float images"
+        )
+    return Image.fromarray(picture.squeeze()).convert("RGB")

@@ -1,0 +1,55 @@
+"""What every head is: tokens -> a stack of logits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vitrail.model.tokens import Tokens
+
+
+class Head(nn.Module):
+    """Tokens to `[batch, classifiers, classes]`.
+
+    `prefix`: how many learned tokens the trunk must put in front of the patches. `own_norm`: the head normalises after
+    layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds.
+    """
+
+    prefix: ClassVar[int] = 0
+    own_norm: bool = False
+    classifiers: int = 1
+    features: int
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        """The vector that is classified, `[batch, features]`."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        raise NotImplementedError
+
+    def fuse(self, stack: Tensor) -> Tensor:
+        """One logit vector from the stack, `[batch, classes]`."""
+        return stack.mean(1) if stack.shape[1] > 1 else stack[:, 0]
+
+    def losses(self, stack: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Losses of the head itself (decorrelation and the like), by name."""
+        return {}
+
+
+class LinearHead(Head):
+    """One linear classifier on one vector an image (architectures-and-training §2.3)."""
+
+    def __init__(self, width: int, classes: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.features = width
+        self.drop = nn.Dropout(drop)
+        self.fc = nn.Linear(width, classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.fc.weight, std=0.02)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return self.fc(self.drop(self.embed(tokens)))[:, None]

@@ -1,0 +1,64 @@
+"""Softmax attention: the fused kernel, and the map itself where somebody asks for it."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.model.tokens import Probe, Tokens
+
+
+class SoftmaxMixer(nn.Module):
+    """Multi-head scaled dot-product attention (architectures-and-training §2.3, eq. 3.1).
+
+    sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]; map [batch, heads, tokens, tokens]
+    """
+
+    shows = ("q", "k", "v", "attention")
+
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be cut into {heads} heads")
+        self.heads = heads
+        self.attention_drop = attention_drop
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in (self.qkv, self.proj):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return q, k, v
+
+    def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
+        """The attention map, computed beside the fused kernel."""
+        # A contiguous transpose: the strided product is many times slower on some CPUs.
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1).contiguous()
+        if tokens.mask is not None:
+            scores = scores.masked_fill(~tokens.mask[:, None, None], float("-inf"))
+        return scores.softmax(-1)
+
+    def mix(self, parts: tuple[Tensor, Tensor, Tensor], tokens: Tokens, attention: Tensor | None = None) -> Tensor:
+        q, k, v = parts
+        drop = self.attention_drop if self.training else 0.0
+        if attention is None:
+            mask = None if tokens.mask is None else tokens.mask[:, None, None]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
+        else:
+            out = F.dropout(attention, drop, self.training).to(v) @ v
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
+        q, k, v = self.project(x, tokens)
+        if probe is None:
+            return self.mix((q, k, v), tokens)
+        q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
+        return self.mix((q, k, v), tokens, probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens)))

@@ -1,0 +1,118 @@
+"""Models on disk: safetensors for weights, one JSON for the rest. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.files import replacing, write_text
+from vitrail.model.classifier import Classifier
+from vitrail.schema import build, plain
+from vitrail.version import __version__
+
+WEIGHTS, DESCRIPTION, FORMAT = "model.safetensors", "model.json", 1
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors (contiguous, unshared) as safetensors, atomically."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    ready = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    with replacing(path) as temporary:
+        try:
+            save_file(ready, temporary, metadata=dict(metadata or {}))
+        except SafetensorError as error:  # its own kind for what the operating system refused
+            raise OSError(f"cannot write {path}: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, or a foreign `.pth` with `weights_only=True`. One sentence if it is damaged."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(path))
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is damaged or no weights file, it cannot be loaded ({reason})") from None
+    for key in ("model", "state_dict", "model_state_dict", "state_dict_ema", "model_ema"):
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise ValueError(f"{path} holds no plain dictionary of tensors")
+    return {str(k).removeprefix("module."): v for k, v in found.items()}
+
+
+def save_model(model: Classifier, folder: Path) -> Path:
+    """Write `model` into `folder`. The description names the size of the weights, so a mixed pair is noticed."""
+    write_tensors(folder / WEIGHTS, model.state_dict())
+    description = {
+        "format": FORMAT,
+        "vitrail": __version__,
+        "spec": model.spec,
+        "classes": list(model.classes),
+        "multilabel": model.multilabel,
+        "preprocess": plain(model.preprocess),
+        "stated": model.stated,
+        "bytes": (folder / WEIGHTS).stat().st_size,
+    }
+    write_text(folder / DESCRIPTION, json.dumps(description, indent=1, ensure_ascii=False))
+    return folder
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder that holds a model: `path` itself, or `model/` of a run folder."""
+    path = Path(path)
+    for folder in (path, path / "model"):
+        if (folder / DESCRIPTION).is_file():
+            return folder
+    if (path / "config.yaml").is_file():
+        raise FileNotFoundError(
+            f"{path} is a run that has not finished; continue it with: vitrail train --resume {path}"
+        )
+    raise FileNotFoundError(f"no model at {path} (neither {DESCRIPTION} nor model/{DESCRIPTION} is there)")
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The JSON beside the weights."""
+    try:
+        description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        if description["format"] > FORMAT:
+            raise ValueError(f"{folder} was written by a newer vitrail ({description['vitrail']}); update to read it")
+        for key in ("spec", "classes", "multilabel", "preprocess"):
+            description[key]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error})") from None
+    return description
+
+
+def load_model(path: str | Path, device: str | torch.device | None = None) -> Classifier:
+    """A saved classifier, in eval mode, ready to preprocess its own input."""
+    from vitrail.model.build import from_spec
+
+    folder = model_folder(path)
+    description = read_description(folder)
+    if description.get("bytes") != (folder / WEIGHTS).stat().st_size if (folder / WEIGHTS).is_file() else False:
+        raise ValueError(f"{folder / WEIGHTS} is damaged or does not belong to the description beside it")
+    tensors = read_tensors(folder / WEIGHTS)
+    model = from_spec(
+        description["spec"],
+        classes=description["classes"],
+        multilabel=description["multilabel"],
+        preprocess=build(PreprocessConfig, description["preprocess"]),
+        device="meta",
+    )
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.stated = description.get("stated", {})
+    return model.to(device or "cpu").eval()

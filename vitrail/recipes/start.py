@@ -1,0 +1,59 @@
+"""Where people begin: the demonstration, fine-tuning on own photographs, training a ViT from scratch."""
+
+from __future__ import annotations
+
+from vitrail.config import (
+    AugmentConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SupervisedConfig,
+)
+
+
+def demo() -> RunConfig:
+    """A small ViT on the embedded slice of Fashion-MNIST: the whole path in minutes on two CPU cores.
+
+    Command:   vitrail train demo
+    """
+    return RunConfig(
+        recipe="demo",
+        data=DataConfig(uri="embedded:fashion", batch=100, augment=AugmentConfig(crop="pad", padding=2)),
+        model=ModelConfig(name="vit_micro_28"),
+        optim=OptimConfig(lr=3e-3, epochs=12, warmup=1, floor=1e-5, weight_decay=0.05, clip=1.0),
+    )
+
+
+def finetune() -> RunConfig:
+    """Start from published weights and adapt the whole model to your photographs.
+
+    Command:   vitrail train finetune --data photos/
+    """
+    return RunConfig(
+        recipe="finetune",
+        data=DataConfig(uri="", batch=64, augment=AugmentConfig(scale=(0.3, 1.0), jitter=0.2)),
+        model=ModelConfig(name="deit_small", weights="timm", drop_path=0.1),
+        optim=OptimConfig(lr=1e-4, lr_batch=64, epochs=20, warmup=1, floor=1e-6, layer_decay=0.75, clip=1.0),
+        objective=SupervisedConfig(smoothing=0.1),
+    )
+
+
+def vit() -> RunConfig:
+    """Train a plain ViT from scratch, with the augmentation that it needs.
+
+    Command:   vitrail train vit --data photos/ --model.name deit_tiny
+    """
+    return RunConfig(
+        recipe="vit",
+        data=DataConfig(
+            uri="",
+            batch=256,
+            augment=AugmentConfig(rand_ops=2, rand_magnitude=9, erasing=0.25, mixup=0.8, cutmix=1.0),
+        ),
+        model=ModelConfig(name="deit_tiny", drop_path=0.1),
+        optim=OptimConfig(lr=5e-4, lr_batch=512, epochs=100, warmup=5, clip=1.0),
+        objective=SupervisedConfig(smoothing=0.1),
+        engine=EngineConfig(ema=0.999),
+    )

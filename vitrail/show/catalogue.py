@@ -1,0 +1,136 @@
+"""What there is, by name: models with their counts, heads, mixers, recipes, data sources. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from vitrail.model.heads.config import HeadConfig
+from vitrail.model.mixers.config import MixerConfig
+from vitrail.model.zoo import ZOO
+from vitrail.recipes import RECIPES, about, recipe
+from vitrail.schema import near, plain
+
+DATA_FORMS = {
+    "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders",
+    "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
+    "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*)",
+    "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
+    "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",
+    "synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0",
+}
+
+
+@cache
+def counts() -> dict[str, dict[str, int]]:
+    """Parameters and multiply-accumulates of every model, from the generated table (a test recomputes it)."""
+    found: dict[str, dict[str, int]] = json.loads((files("vitrail.model") / "counts.json").read_text())
+    return found
+
+
+def names(what: str) -> list[str]:
+    """Every name of a kind."""
+    return {
+        "models": list(ZOO),
+        "heads": list(_kinds(HeadConfig)),
+        "mixers": list(_kinds(MixerConfig)),
+        "recipes": list(RECIPES),
+        "data": list(DATA_FORMS),
+    }[what]
+
+
+def rows(what: str, pattern: str = "*") -> list[dict[str, Any]]:
+    """One row for each name that matches."""
+    make = {"models": _model, "recipes": _recipe, "data": _data}.get(what, lambda name: _part(what, name))
+    return [make(name) for name in names(what) if fnmatchcase(name, pattern)]
+
+
+def _model(name: str) -> dict[str, Any]:
+    spec, counted = ZOO[name], counts().get(name, {})
+    stated = spec.stated.parameters
+    parameters = counted.get("parameters")
+    return {
+        "name": name,
+        "parameters": parameters,
+        "macs": counted.get("macs"),
+        "size": spec.trunk.image_size,
+        "head": spec.head.kind,
+        "stated_parameters_millions": stated,
+        "stated_macs_billions": spec.stated.macs,
+        "difference": None if stated is None or parameters is None else parameters / 1e6 / stated - 1,
+        "source": spec.source,
+        "weights": None if spec.timm is None else f"timm:{spec.timm}",
+    }
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    return {"name": name, "about": about(name).splitlines()[0]}
+
+
+def _data(name: str) -> dict[str, Any]:
+    return {"name": name, "about": DATA_FORMS[name]}
+
+
+def _part(what: str, name: str) -> dict[str, Any]:
+    cls = _kinds(HeadConfig if what == "heads" else MixerConfig)[name]
+    options = {f.name: f.default for f in dataclasses.fields(cls) if f.name != "kind"}
+    return {"name": name, "about": (cls.__doc__ or "").splitlines()[0], "options": options}
+
+
+def _kinds(union: Any) -> dict[str, Any]:
+    members = typing.get_args(union) or (union,)
+    return {str(next(f.default for f in dataclasses.fields(m) if f.name == "kind")): m for m in members}
+
+
+def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
+    """The rows as a rich table that fits a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    if what == "models":
+        for column in ("model", "parameters", "MACs", "size", "stated", "differs"):
+            made.add_column(column, justify="left" if column == "model" else "right")
+        for row in found:
+            stated, off = row["stated_parameters_millions"], row["difference"]
+            made.add_row(
+                row["name"],
+                f"{row['parameters']:,}" if row["parameters"] else "",
+                f"{row['macs'] / 1e9:.2f} G" if row["macs"] else "",
+                str(row["size"]),
+                "" if stated is None else f"{stated:g} M",
+                "" if off is None else f"{off:+.1%}",
+            )
+        return made
+    made.add_column(what.rstrip("s"), no_wrap=True)
+    made.add_column("")
+    for row in found:
+        options = ", ".join(f"{k}={v}" for k, v in row.get("options", {}).items())
+        made.add_row(row["name"], Text(row["about"] + (f" ({options})" if options else "")))
+    return made
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Everything about one model or recipe. Raises `ValueError` with near matches."""
+    if name in ZOO:
+        spec = ZOO[name]
+        return {"model": _model(name), "trunk": plain(spec.trunk), "head": plain(spec.head)}
+    if name in RECIPES:
+        return {"recipe": name, "about": about(name), "config": plain(recipe(name))}
+    raise ValueError(f"nothing is called {name!r}{near(name, [*ZOO, *RECIPES])}")
+
+
+def text(found: dict[str, Any]) -> str:
+    """A description for people: YAML with the words on top."""
+    if "recipe" in found:
+        words = "\n".join(f"# {line}".rstrip() for line in found["about"].splitlines())
+        return f"{words}\n" + str(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
