@@ -18,6 +18,7 @@ from PIL import Image
 
 from vitrail.data.array import mapped
 from vitrail.data.counter import bits
+from vitrail.data.folder import image_files
 from vitrail.data.open import open_data
 from vitrail.data.scan import cache_file, drop_bad, refuse_if_too_many, scan
 from vitrail.data.source import DataSet, Split
@@ -112,6 +113,13 @@ def test_nested_files_belong_to_the_class_and_strays_are_noted(tmp_path):
     notes = " / ".join(data.notes)
     for words in ("1 hidden", "2 files that are not images", "1 images outside class folders", "without images: empty"):
         assert words in notes
+
+
+def test_image_files_lists_every_image_below_a_folder_in_natural_order(tmp_path):
+    wanted = [write(tmp_path / name) for name in ("2.png", "10.png", "deep/er/1.JPG")]
+    write(tmp_path / ".hidden.png")
+    (tmp_path / "notes.txt").write_text("x")
+    assert image_files(tmp_path) == wanted
 
 
 def test_a_link_that_leads_back_up_ends(tmp_path):

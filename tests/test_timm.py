@@ -59,7 +59,9 @@ def test_weights_move_to_another_grid_as_timm_moves_them() -> None:
         assert (ours(images) - moved(images)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("name", "head"), [("deit_tiny", None), ("deit3_tiny", None), ("vit_tiny", Mean(norm_after=True))])
+@pytest.mark.parametrize(
+    ("name", "head"), [("deit_tiny", None), ("deit3_tiny", None), ("vit_tiny", Mean(norm_after=True))]
+)
 def test_to_timm_and_back(name: str, head: Mean | None) -> None:
     ours = create_model(name, classes=7, depth=2, width=64, heads=2, image_size=64, head=head).eval()
     theirs = to_timm(ours)

@@ -289,6 +289,8 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         changes["crop_ratio"] = config.data.crop_ratio
     if config.data.resize is not None:
         changes["resize"] = config.data.resize
+        if config.data.resize != "crop":  # whoever asks for the whole image does not want its border cut off
+            changes.setdefault("crop_ratio", 1.0)
     model.preprocess = replace(model.preprocess, **changes)
     return model
 

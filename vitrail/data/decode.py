@@ -73,6 +73,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def stored_mode(path: Path) -> str:
+    """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...); empty where it is no image."""
+    try:
+        with _QUIET, Image.open(path) as image:
+            return image.mode
+    except Exception:  # as in `decode`
+        return ""
+
+
 def _decode(source: Path | bytes | BinaryIO, key: str, max_pixels: int, at_least: int | None) -> Image.Image:
     if isinstance(source, Path):
         if source.is_dir():

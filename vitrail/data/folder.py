@@ -52,6 +52,12 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return (*((0, int(n), "") if n else (1, 0, t) for n, t in parts), (2, 0, name))
 
 
+def image_files(folder: str | Path) -> list[Path]:
+    """Every image file below a folder, hidden ones left out, in natural order."""
+    names = _Walk(Path(folder)).images(".")
+    return [Path(folder) / name for name in sorted(names, key=natural)]
+
+
 def open_folder(root: Path, uri: str) -> DataSet:
     """The labelled images below a folder; a class is named by its folder, in natural order.
 
@@ -148,7 +154,7 @@ def _assemble(root: Path, uri: str, found: dict[str, dict[str, list[str]]], note
         missing = [c for c in classes if c not in members]
         if missing:
             notes.append(f"{split} has no images of {_some(missing)}")
-    reader = FileReader(str(root), tuple(names))
+    reader = FileReader(str(root.absolute()), tuple(names))
     splits = {
         split: Split(split, reader, np.arange(a, b), names[a:b], np.asarray(labels[a:b], np.int64))
         for split, (a, b) in bounds.items()

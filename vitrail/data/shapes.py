@@ -5,6 +5,9 @@ and shape (`striped star`), its coarse label the group of shapes (`pointed`), an
 are drawn without regard to the label and all shapes have the same expected area, so that mean colour tells nothing: the
 outline and the pattern inside must be seen.
 
+How hard it is: a plain ViT (6 blocks of width 128, patches of 8, flips and quarter turns, one seed) is right for 49 % of 250
+test pictures of 12 classes after 60 epochs on 2,000 pictures of 64 pixels, and 90 % of 2,500 after 20 epochs on 20,000.
+
 Of every ten consecutive indices eight are train, one val and one test, so that splits are disjoint by construction.
 """
 
@@ -122,7 +125,7 @@ def render(seed: int, index: int, size: int, classes: int) -> NDArray[np.uint8]:
     if shape == "ring":
         cover *= np.clip((distance - _HOLE * edge) * size + 0.5, 0, 1)
 
-    first, second = _object_colours(look, picture[int(centre[1] * size), int(centre[0] * size)])
+    first, second = _object_colours(look)
     paint: Pixels = np.broadcast_to(first, picture.shape)
     if texture != "plain":
         wave = np.sin(along * np.float32(2 * np.pi / _PERIOD))
@@ -211,7 +214,7 @@ def _background(look: np.random.Generator, x: Pixels, y: Pixels) -> Pixels:
     """[size, size, 3]: a coarse random field of colour, crossed by strokes."""
     size, cells = len(x), 5
     weights = _tent(size, cells)
-    field = look.random(3, dtype=np.float32) + 0.4 * (look.random((cells, cells, 3), dtype=np.float32) - 0.5)
+    field = 0.35 * look.random(3, dtype=np.float32) + 0.3 * look.random((cells, cells, 3), dtype=np.float32)
     columns = (weights @ field.reshape(cells, -1).astype(np.float32)).reshape(size, cells, 3)
     picture: Pixels = weights @ columns  # [size, size, 3]
     for px, py, angle, width, length, *colour in look.random((_LINES, 8), dtype=np.float32):
@@ -222,12 +225,14 @@ def _background(look: np.random.Generator, x: Pixels, y: Pixels) -> Pixels:
     return picture
 
 
-def _object_colours(look: np.random.Generator, behind: Pixels) -> tuple[Pixels, Pixels]:
-    """Two colours that can be told from the background and from each other, otherwise uniform."""
+def _object_colours(look: np.random.Generator) -> tuple[Pixels, Pixels]:
+    """Two bright colours that can be told from each other, otherwise uniform; the background is dim."""
     first, second = look.random((2, 3), dtype=np.float32)
-    half = np.float32(0.5)
-    if np.abs(first - behind).max() < 0.3:
-        first = (first + half) % 1
-    if np.abs(second - first).max() < 0.3:
-        second = (second + half) % 1
-    return first, second
+    if np.abs(second - first).max() < 0.5:
+        second = (second + np.float32(0.5)) % 1
+    return _bright(first), _bright(second)
+
+
+def _bright(colour: Pixels) -> Pixels:
+    """The colour with its strongest channel at full strength."""
+    return colour / max(float(colour.max()), 0.2)

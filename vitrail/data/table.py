@@ -126,7 +126,9 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]]) -> DataSet
         coarse_classes = tuple(sorted(set(columns["coarse"]), key=natural))
         number = {name: i for i, name in enumerate(coarse_classes)}
         coarse = np.array([number[name] for name in columns["coarse"]], np.int64)
-    whole = Split(UNDIVIDED, FileReader(str(root), tuple(paths)), np.arange(len(paths)), paths, labels, coarse)
+    whole = Split(
+        UNDIVIDED, FileReader(str(root.absolute()), tuple(paths)), np.arange(len(paths)), paths, labels, coarse
+    )
     splits = {UNDIVIDED: whole}
     if "split" in columns:
         meant = np.array([split_called(text) for text in columns["split"]])

@@ -34,7 +34,7 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
             return any(part.startswith(("norm", "bn", "ls")) for part in name.split("."))
         return kind == "attention" and (".attn." in name or ".attention." in name)
 
-    if kind == "last" and int(count) > layers - 1:
+    if kind == "last" and int(count) > layers - 2:
         raise ValueError(f"optim.tune: last:{count}, but the model has {layers - 2} blocks")
     chosen = {name for name, _ in model.named_parameters() if tuned(name)}
     if kind in ("norm", "attention") and chosen == head:

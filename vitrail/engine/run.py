@@ -66,14 +66,17 @@ class RunFolder:
         return run
 
     def lock(self) -> None:
-        """Hold the run. The operating system lets go when the process ends, however it ends."""
+        """Hold the run. The operating system lets go when the process ends, however it ends.
+
+        A record lock belongs to this process alone: worker processes that outlive a kill by a moment do not hold it.
+        """
         try:
             import fcntl
         except ImportError:  # no such locks on this system
             return
         self._lock = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock = None
             raise FileExistsError(
@@ -120,19 +123,24 @@ class RunFolder:
 
 def environment() -> dict[str, Any]:
     """Versions, hardware and command, as they stand beside every figure."""
-    import numpy
-    import timm
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
-    import torchvision
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "unknown"
 
     cuda = torch.cuda.is_available()
     return {
         "vitrail": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": numpy.__version__,
+        "torchvision": installed("torchvision"),
+        "timm": installed("timm"),
+        "numpy": installed("numpy"),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

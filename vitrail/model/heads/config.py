@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from vitrail.schema import Fraction
+from vitrail.schema import Count, Fraction, NotNegative, Range
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,63 @@ class Mean:
     drop: Fraction = 0.0
     norm_after: bool = False
     """Apply the final norm to the mean instead of to every token (timm's `fc_norm`)."""
+
+
+@dataclass(frozen=True)
+class SecondOrder:
+    """Class token and second-order pooling of the word tokens (SoT, heads §2.3-2.6)."""
+
+    kind: Literal["second_order"] = "second_order"
+    pooling: Literal["mean", "covariance", "cross_covariance"] = "cross_covariance"
+    """The papers' GAP, GCP (matrix square root) and MGCrP."""
+    fusion: Literal["sum", "concat", "aggregate_all", "late", "class_only", "words_only"] = "sum"
+    normalization: Literal["none", "scale", "signed_root", "layernorm", "svpn", "svpn_fast"] = "svpn_fast"
+    """Of each cross-covariance matrix: singular-value power normalisation exact (svpn) or by power iteration."""
+    alpha: Annotated[float, Range(0, 1, above=True)] = 0.5
+    """Power of the singular values."""
+    singular_values: Count = 1
+    """svpn_fast: singular values estimated one by one."""
+    iterations: Count = 1
+    """svpn_fast: power iterations for each."""
+    heads: Count = 6
+    rows: Count = 14
+    columns: Count = 14
+    center: Literal["none", "channel", "scalar"] = "none"
+    """What is subtracted before the product: nothing (paper), channel means, one mean a head (authors' code)."""
+    root_steps: Count = 3
+    """Newton-Schulz steps of the covariance's square root."""
+    drop: Fraction = 0.0
+    """Dropout on the pooled representation."""
+    class_token: Literal["first", "last", "none"] = "first"
+    late_rule: Literal["softmax", "logits"] = "softmax"
+    """late: add probabilities (the paper) or logits (the authors' code) at test."""
+
+
+@dataclass(frozen=True)
+class Gramian:
+    """Several small heads, each querying the features with their own Gram matrix (GA, heads §3.1-3.2)."""
+
+    kind: Literal["gramian"] = "gramian"
+    heads: Count = 5
+    gram_width: Count = 192
+    """Width to which features are contracted before the Gram matrix."""
+    gram_layer: bool = False
+    """One ConvNeXt block at the contracted width."""
+    attention_width: Count | None = None
+    """Inner width of class attention (none: a quarter of the features, a multiple of the attention heads)."""
+    attention_heads: Count = 8
+    embed_groups: Count = 8
+    """Groups of the map from Gram vector to class token."""
+    mlp_groups: Count = 4
+    layerscale: NotNegative = 1e-4
+    decorrelation: float = -0.8
+    """Weight of the divergence between the heads' mean and each head; negative pushes heads apart."""
+    reduction: Literal["mean", "batch"] = "mean"
+    """Divergence averaged over images and classes (authors' code), or over images only."""
+    limit: Fraction = 0.5
+    """Largest share of the task loss that the decorrelation may take back; beyond it is held and reported."""
+    auxiliary: bool = False
+    """Train a mean-pooling classifier along, so that heads can be left out at deployment."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,314 @@
+"""Schedules, optimisers, guards, moving average, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from vitrail.engine import checkpoint
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.distributed import Group
+from vitrail.engine.ema import Ema
+from vitrail.engine.lamb import Lamb
+from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_groups, set_step
+from vitrail.engine.run import RunFolder, free_name
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.update import Meter, Updater
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.supervised import Supervised
+from vitrail.model.build import create_model
+
+
+def objective(**changes: object) -> Supervised:
+    return Supervised(create_model("vit_micro_28", classes=5, **changes), SupervisedConfig())
+
+
+# Schedules
+
+
+def test_cosine_with_warmup_floor_and_cooldown() -> None:
+    config = OptimConfig(lr=1.0, epochs=100, warmup=10, cooldown=10, floor=0.1, warmup_lr=0.0)
+    curve = make_schedule(config, batch=10, images=100)
+    assert (curve.steps, curve.warmup, curve.cooldown) == (1000, 100, 100)
+    assert curve.lr(0) == pytest.approx(1 / 101)
+    assert curve.lr(100) == pytest.approx(1.0)
+    assert curve.lr(500) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 400 / 800)))
+    assert curve.lr(900) == pytest.approx(0.1)
+    assert curve.lr(999) == pytest.approx(0.1)
+    assert all(curve.lr(s) < curve.lr(s + 1) for s in range(99))
+    assert all(curve.lr(s) >= curve.lr(s + 1) for s in range(100, 999))
+
+
+def test_cosine_equals_torchs_after_warmup() -> None:
+    config = OptimConfig(lr=0.3, steps=50, warmup=0, floor=0.02)
+    curve = make_schedule(config, batch=4, images=100)
+    parameter = nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([parameter], lr=0.3)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=50, eta_min=0.02)
+    for step in range(50):
+        assert curve.lr(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-6)
+        sgd.step()
+        theirs.step()
+
+
+def test_linear_step_and_constant() -> None:
+    base = {"lr": 1.0, "epochs": 90, "warmup": 0}
+    linear = make_schedule(OptimConfig(schedule="linear", floor=0.0, **base), 10, 10)
+    assert [linear.lr(s) for s in (0, 45)] == pytest.approx([1.0, 0.5])
+    steps = make_schedule(OptimConfig(schedule="step", **base), 10, 10)
+    assert [steps.lr(s) for s in (0, 29, 30, 60)] == pytest.approx([1, 1, 0.1, 0.01])
+    constant = make_schedule(OptimConfig(schedule="constant", **base), 10, 10)
+    assert {constant.lr(s) for s in range(90)} == {1.0}
+
+
+def test_learning_rate_scales_with_the_batch() -> None:
+    # architectures-and-training §10.2 item 24
+    assert make_schedule(OptimConfig(lr=5e-4, lr_batch=512), 1024, 10**6).peak == pytest.approx(1e-3)
+    assert make_schedule(OptimConfig(lr=0.1, lr_batch=256), 1024, 10**6).peak == pytest.approx(0.4)
+
+
+def test_weight_decay_runs_on_a_cosine() -> None:
+    curve = make_schedule(OptimConfig(weight_decay=0.04, weight_decay_end=0.4, steps=101), 1, 100)
+    assert curve.weight_decay(0) == pytest.approx(0.04)
+    assert curve.weight_decay(50) == pytest.approx(0.22)
+    assert curve.weight_decay(100) == pytest.approx(0.4)
+
+
+def test_a_run_is_never_all_warmup() -> None:
+    curve = make_schedule(OptimConfig(epochs=1, warmup=5), batch=10, images=100)
+    assert curve.steps == 10
+    assert curve.warmup == 5
+
+
+# Groups
+
+
+def test_norms_biases_and_tokens_are_not_decayed_and_everything_is_in_one_group() -> None:
+    ours = objective(layerscale=0.1)
+    groups = parameter_groups(ours, OptimConfig())
+    names = [name for group in groups for name in group["names"]]
+    assert sorted(names) == sorted(n for n, _ in ours.named_parameters())
+    plain = {name for group in groups if not group["decayed"] for name in group["names"]}
+    expected = {
+        n for n, _ in ours.named_parameters() if n.endswith(("bias", "gamma", "cls_token", "pos_embed")) or ".norm" in n
+    }
+    assert plain == expected
+
+
+def test_layer_decay_falls_from_head_to_stem() -> None:
+    groups = parameter_groups(objective(), OptimConfig(layer_decay=0.5))
+    share = {name: group["share"] for group in groups for name in group["names"]}
+    # Three blocks: head 1, norm 0.5, blocks 0.25 .. 0.0625 counted from above, stem below all.
+    assert share["model.head.fc.weight"] == 1
+    assert share["model.trunk.norm.weight"] == 0.5
+    assert [share[f"model.trunk.blocks.{i}.mlp.fc1.weight"] for i in (2, 1, 0)] == [0.25, 0.125, 0.0625]
+    assert share["model.trunk.pos_embed"] == share["model.trunk.patch_embed.proj.weight"] == 0.03125
+
+
+@pytest.mark.parametrize(
+    ("tune", "inside", "outside"),
+    [
+        ("head", ["head.fc.weight"], ["trunk.norm.weight", "trunk.cls_token"]),
+        ("last:1", ["trunk.blocks.2.attn.qkv.weight", "trunk.norm.weight"], ["trunk.blocks.1.mlp.fc1.weight"]),
+        ("norm", ["trunk.blocks.0.norm1.weight", "head.fc.bias"], ["trunk.blocks.0.attn.qkv.bias"]),
+        ("attention", ["trunk.blocks.0.attn.qkv.weight"], ["trunk.blocks.0.mlp.fc1.weight", "trunk.cls_token"]),
+        ("full", ["trunk.cls_token"], []),
+    ],
+)
+def test_tune_freezes_the_rest(tune: str, inside: list[str], outside: list[str]) -> None:
+    model = create_model("vit_micro_28", classes=5)
+    trainable, total = choose_tuned(model, tune)
+    on = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert on >= {*inside, "head.fc.weight", "head.fc.bias"}
+    assert on.isdisjoint(outside)
+    assert trainable == sum(p.numel() for n, p in model.named_parameters() if n in on)
+    assert total == sum(p.numel() for p in model.parameters())
+
+
+def test_tune_refuses_what_the_model_has_not() -> None:
+    with pytest.raises(ValueError, match="has 3 blocks"):
+        choose_tuned(create_model("vit_micro_28", classes=5), "last:4")
+    with pytest.raises(ValueError, match="no such parameters"):
+        choose_tuned(create_model("timm:resnet18", classes=5), "attention")
+
+
+@pytest.mark.parametrize("name", ["timm:resnet18", "timm:vit_tiny_patch16_224"])
+def test_tune_head_of_a_timm_model_is_its_own_classifier(name: str) -> None:
+    model = create_model(name, classes=5)
+    trainable, _ = choose_tuned(model, "head")
+    assert trainable == model.head.features * 5 + 5
+
+
+# Optimisers
+
+
+def test_lamb_equals_timms() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.randn(3))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+
+    def groups(ps: list[nn.Parameter]) -> list[dict[str, object]]:
+        return [{"params": ps[:2], "weight_decay": 0.1}, {"params": ps[2:], "weight_decay": 0.0}]
+
+    mine = Lamb(groups(ours), lr=0.02, eps=1e-6)
+    other = timm.optim.Lamb(groups(theirs), lr=0.02, eps=1e-6, max_grad_norm=None)
+    for _ in range(8):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        other.step()
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lamb", "adagrad"])
+def test_a_bad_gradient_skips_the_update_and_leaves_no_trace(name: str) -> None:
+    """Good, bad, good must equal good, good: weights, moments and counts alike."""
+    config = OptimConfig(name=name, lr=0.01, clip=1.0, weight_decay=0.01)
+    curve = make_schedule(config, 10, 100)
+
+    def trained(bad_first: bool, bad_second: bool) -> tuple[dict[str, torch.Tensor], Updater]:
+        torch.manual_seed(0)
+        ours = objective()
+        updater = Updater(build_optimizer(ours, config), config.clip)
+        good = [[torch.randn_like(p) for p in ours.parameters()] for _ in range(2)]
+        plan = [None] * bad_first + [good[0]] + [None] * bad_second + [good[1]]
+        for step, gradients in enumerate(plan):
+            set_step(updater.optimizer, curve, 7)
+            for i, p in enumerate(ours.parameters()):
+                p.grad = torch.full_like(p, float("nan")) if gradients is None else gradients[i].clone()
+            updater.apply(step)
+        return ours.state_dict(), updater
+
+    plain, _ = trained(False, False)
+    for first, second, last in ((True, False, 0), (False, True, 1)):
+        guarded, updater = trained(first, second)
+        assert all(torch.equal(guarded[k], v) for k, v in plain.items())
+        assert updater.look() == (1, last)
+        assert updater.look()[0] == 0
+
+
+def test_clipping_limits_the_norm() -> None:
+    config = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip=0.5, warmup=0, schedule="constant")
+    ours = objective()
+    before = torch.cat([p.detach().flatten().clone() for p in ours.parameters()])
+    updater = Updater(build_optimizer(ours, config), config.clip)
+    set_step(updater.optimizer, make_schedule(config, 10, 100), 0)
+    for p in ours.parameters():
+        p.grad = torch.randn_like(p)
+    expected = torch.cat([p.grad.flatten() for p in ours.parameters()]).norm()
+    norm, good = updater.apply(0)
+    after = torch.cat([p.detach().flatten() for p in ours.parameters()])
+    assert norm == pytest.approx(expected)
+    assert good == 1
+    assert (after - before).norm() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_meter_means_only_steps_that_counted() -> None:
+    meter = Meter()
+    for value, good in ((1.0, 1.0), (float("nan"), 0.0), (3.0, 1.0)):
+        meter.add({"loss": torch.tensor(value)}, torch.tensor(good))
+    assert meter.read(Group()) == {"loss": 2.0}
+    assert meter.read(Group()) == {}
+
+
+def test_ema_follows_its_recurrence() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    ema = Ema(model, 0.9)
+    expected = model.weight.detach().clone()
+    for step in range(200):
+        model.weight.data.normal_()
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+        ema.update(model, step)
+        torch.testing.assert_close(ema.model.weight, expected)
+    assert not ema.model.weight.requires_grad
+
+
+# Checkpoints and folders
+
+
+def state(step: int, value: float = 1.0) -> checkpoint.State:
+    return checkpoint.State(step, {"a/x": torch.full((3,), value), "a/n": torch.tensor(step)}, {"data": "abc"})
+
+
+def test_checkpoints_round_trip_and_old_ones_go(tmp_path) -> None:
+    for step in (10, 20, 30):
+        checkpoint.save(tmp_path, state(step), keep=2)
+    assert checkpoint.steps_saved(tmp_path) == [20, 30]
+    found, damaged = checkpoint.newest(tmp_path)
+    assert found.step == 30
+    assert found.facts == {"data": "abc"}
+    assert torch.equal(found.part("a")["x"], torch.ones(3))
+    assert damaged == []
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "empty", "text"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, how: str) -> None:
+    checkpoint.save(tmp_path, state(10), keep=2)
+    path = checkpoint.save(tmp_path, state(20, 2.0), keep=2)
+    whole = path.read_bytes()
+    broken = {"cut": whole[:-5], "flipped": whole[:-3] + b"\x01" + whole[-2:], "empty": b"", "text": b"hello " * 50}
+    path.write_bytes(broken[how])
+    found, damaged = checkpoint.newest(tmp_path)
+    assert found.step == 10
+    assert len(damaged) == 1
+    assert path.name in damaged[0]
+
+
+def test_a_failed_write_leaves_the_old_checkpoint_and_no_rubbish(tmp_path, monkeypatch) -> None:
+    import safetensors.torch
+
+    checkpoint.save(tmp_path, state(10), keep=1)
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, state(20), keep=1)
+    assert checkpoint.newest(tmp_path)[0].step == 10
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000010.safetensors"]
+
+
+def test_a_run_folder_is_never_overwritten_and_has_one_writer(tmp_path) -> None:
+    run = RunFolder.create(tmp_path / "run", "seed: 0\n")
+    with pytest.raises(FileExistsError, match="--resume"):
+        RunFolder.create(tmp_path / "run", "seed: 0\n")
+    second = (
+        f"from pathlib import Path; from vitrail.engine.run import RunFolder; RunFolder.open(Path({str(run.path)!r}))"
+    )
+    refused = subprocess.run([sys.executable, "-c", second], check=False, capture_output=True, text=True)
+    assert "another process is writing" in refused.stderr
+    run.unlock()
+    subprocess.run([sys.executable, "-c", second], check=True)
+    RunFolder.open(tmp_path / "run").unlock()
+    with pytest.raises(FileNotFoundError, match="no run folder"):
+        RunFolder.open(tmp_path / "other")
+
+
+def test_metrics_are_cut_back_and_torn_lines_forgotten(tmp_path) -> None:
+    run = RunFolder.create(tmp_path / "run", "")
+    for step in (10, 20, 30):
+        run.write_metrics({"step": step, "loss": 1.0})
+    run.write_metrics({"step": 20, "final": True})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 40, "lo')
+    run.cut_metrics(20)
+    assert [line["step"] for line in run.read_metrics()] == [10, 20]
+    run.unlock()
+
+
+def test_free_names_count_on(tmp_path) -> None:
+    assert free_name(tmp_path / "a").name == "a"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a-2").mkdir()
+    assert free_name(tmp_path / "a").name == "a-3"

@@ -1,0 +1,367 @@
+"""Whole runs: the folder they leave, exact resume, interruption, bad images, splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import vitrail
+from hostile import make_hostile
+from vitrail import api
+from vitrail.config import RunConfig, dump, from_mapping
+from vitrail.data.loader import EvalLoader
+from vitrail.data.source import Split
+from vitrail.engine import checkpoint
+from vitrail.engine.fit import Fit, Stopped
+from vitrail.engine.run import TIMING
+from vitrail.recipes import recipe
+from vitrail.schema import parse_flags
+
+SMALL = (
+    "--model.name vit_micro_28 --model.trunk.depth 2 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0 "
+    "--data.augment.rand_ops 0 --data.batch 16 --optim.epochs 3 --optim.warmup 0.5 --engine.log_every 2 "
+)
+
+
+def configure(flags: str, base: str = "vit") -> RunConfig:
+    return from_mapping(parse_flags(flags.split())[1], from_mapping(parse_flags(SMALL.split())[1], recipe(base)))
+
+
+def lines(run: Path) -> list[dict[str, object]]:
+    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in found]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Bit for bit: weights, moving average, optimiser, random state, metrics."""
+    one, two = (checkpoint.newest(run / "checkpoint")[0] for run in (first, second))
+    assert one.step == two.step
+    assert one.tensors.keys() == two.tensors.keys()
+    different = [name for name, t in one.tensors.items() if not torch.equal(t, two.tensors[name])]
+    assert different == []
+    models = [load_file(run / "model" / "model.safetensors") for run in (first, second)]
+    assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
+    assert lines(first) == lines(second)
+
+
+def test_a_run_leaves_its_folder_and_learns(photos: Path, tmp_path: Path) -> None:
+    run = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'} --optim.epochs 30"), quiet=True)
+    assert run.split == "test"
+    assert run.figures.scalars()["top1"] > 0.8  # chance is a third
+    names = {p.name for p in run.path.iterdir()} - {".lock"}
+    assert names == {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoint",
+        "model",
+        "report.html",
+        "log.txt",
+        "environment.json",
+    } - (set() if (run.path / "log.txt").exists() else {"log.txt"})
+    logged = lines(run.path)
+    assert {line["split"] for line in logged} == {"train", "val", "test"}
+    assert [line for line in logged if line["split"] == "test"] == [logged[-1]]
+    assert logged[-1]["top1"] == run.figures.scalars()["top1"]
+    again = vitrail.load(run.path)
+    figures, _, split = vitrail.evaluate(again, str(photos), device="cpu")
+    assert split == "test"
+    assert figures.scalars() == pytest.approx(run.figures.scalars())
+
+
+def test_a_run_repeats_from_its_own_config(photos: Path, tmp_path: Path) -> None:
+    first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
+    stored = {**api.load_yaml(first.path / "config.yaml"), "out": str(tmp_path / "b")}
+    second = vitrail.train(from_mapping(stored), quiet=True)
+    assert_same_run(first.path, second.path)
+
+
+KILLED = """
+import sys, os
+import vitrail
+from vitrail import api
+from vitrail.engine.fit import Fit
+
+kill_at, how = int(sys.argv[2]), sys.argv[3]
+update = Fit._update
+
+def killed(self, pieces):
+    lr = update(self, pieces)
+    if self.step == kill_at:
+        os.kill(os.getpid(), 9)
+    return lr
+
+if how != "resume":
+    Fit._update = killed
+    vitrail.train(api.from_mapping(api.load_yaml(sys.argv[1])), quiet=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "kill_at"),
+    [
+        ("--data.workers 0 --engine.checkpoint_every 1", 7),  # 48 images: three steps an epoch, so in an epoch's middle
+        ("--data.workers 2 --engine.checkpoint_every 0.7 --engine.accumulate 2 --optim.name lamb", 5),
+    ],
+)
+def test_kill_and_resume_equals_never_stopping(photos: Path, tmp_path: Path, flags: str, kill_at: int) -> None:
+    shared = f"--data {photos} --data.augment.erasing 0.3 --data.augment.jitter 0.2 --model.drop_path 0.2 {flags}"
+    whole = vitrail.train(configure(f"{shared} --out {tmp_path / 'whole'}"), quiet=True)
+    text = tmp_path / "config.yaml"
+    text.write_text(dump(configure(f"{shared} --out {tmp_path / 'killed'}")))
+    script = tmp_path / "train.py"
+    script.write_text(f"if __name__ == '__main__':\n{''.join('    ' + x for x in KILLED.splitlines(True))}")
+    done = subprocess.run([sys.executable, script, text, str(kill_at), "kill"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "model").exists()
+    resumed = api.resume(tmp_path / "killed", quiet=True)
+    assert_same_run(whole.path, resumed.path)
+
+
+def test_resume_of_a_finished_run_gives_the_same_run(photos: Path, tmp_path: Path) -> None:
+    first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
+    before = lines(first.path)
+    again = api.resume(first.path, quiet=True)
+    assert lines(again.path) == before
+
+
+def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: Path) -> None:
+    flags = f"--data {photos} --data.augment.mixup 0.5"
+    config = configure(f"{flags} --out {tmp_path / 'stopped'}")
+    whole = vitrail.train(configure(f"{flags} --out {tmp_path / 'whole'}"), quiet=True)
+    update = Fit._update
+
+    def interrupted(self: Fit, pieces: object) -> float:
+        lr = update(self, pieces)
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return lr
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fit, "_update", interrupted)
+        with pytest.raises(Stopped, match=f"stopped after step 5; continue with: vitrail train --resume {tmp_path}"):
+            vitrail.train(config, quiet=True)
+    assert_same_run(whole.path, api.resume(tmp_path / "stopped", quiet=True).path)
+
+
+def test_a_torn_checkpoint_is_passed_over_on_resume(photos: Path, tmp_path: Path) -> None:
+    whole = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
+    other = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'b'}"), quiet=True)
+    newest = sorted((other.path / "checkpoint").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:-200])
+    assert_same_run(whole.path, api.resume(other.path, quiet=True).path)
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    real, calls = safetensors.torch.save_file, []
+
+    def full(tensors, path, metadata):
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    out = tmp_path / "run"
+    with pytest.raises(OSError, match=r"step 6 could not be written .*No space left.*step 3 is intact.*--resume"):
+        vitrail.train(configure(f"--data {photos} --out {out}"), quiet=True)
+    assert checkpoint.newest(out / "checkpoint")[0].step == 3
+    monkeypatch.undo()
+    whole = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'whole'}"), quiet=True)
+    assert_same_run(whole.path, api.resume(out, quiet=True).path)
+
+
+def test_a_bad_batch_is_skipped_reported_and_training_goes_on(photos: Path, tmp_path: Path) -> None:
+    from vitrail.learn.supervised import Supervised
+
+    forward, seen = Supervised.forward, []
+
+    def poisoned(self, batch):
+        losses = forward(self, batch)
+        if batch.step == 4:
+            seen.extend(batch.index.tolist())
+            losses["loss"] = losses["loss"] * float("nan")
+        return losses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervised, "forward", poisoned)
+        run = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'}"), quiet=True)
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert len(run.notes) == 1
+    assert "the last at step 4" in run.notes[0]
+    assert f"images {seen[0]}, {seen[1]}" in run.notes[0]
+    assert "last good checkpoint: step 3" in run.notes[0]
+    skipped = [line for line in lines(run.path) if "skipped_updates" in line]
+    assert [(line["step"], line["skipped_updates"]) for line in skipped] == [(6, 1)]
+
+
+def test_only_val_is_read_while_training_and_test_once_at_the_end(photos: Path, tmp_path: Path) -> None:
+    read: list[str] = []
+    start = EvalLoader.__iter__
+
+    def watched(self):
+        read.append(self.split.name)
+        return start(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvalLoader, "__iter__", watched)
+        vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'}"), quiet=True)
+    assert read == ["val", "val", "val", "test"]
+
+
+TWELVE = (  # one of each kind that a folder of photographs may hold
+    *("truncated.jpg", "empty.jpg", "text.jpg", "bomb.png", "cmyk_adobe.jpg", "cmyk.tif", "grey_16_bit.png"),
+    *("palette.png", "palette_transparent.png", "alpha.png", "rotated.jpg", "one_bit.png"),
+)
+
+
+def test_hostile_images_do_not_stop_a_run_and_are_listed(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    root = tmp_path / "data"
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+        for i in range(144):
+            Image.fromarray(noise.integers(0, 256, (30, 30, 3), dtype=np.uint8)).save(root / name / f"{i}.png")
+    expected = {name: value for name, value in make_hostile(tmp_path / "all").items() if name in TWELVE}
+    assert len(expected) == 12
+    for name in expected:
+        (tmp_path / "all" / name).rename(root / "a" / name)
+    reasons = {name: value for name, value in expected.items() if isinstance(value, str)}
+    assert len(reasons) == 4
+
+    seen: dict[str, np.ndarray] = {}
+    read = Split.read
+
+    def watched(self: Split, row: int) -> Image.Image:
+        image = read(self, row)
+        seen[Path(self.keys[row]).name] = np.asarray(image)
+        return image
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Split, "read", watched)
+        run = vitrail.train(
+            configure(f"--data {root} --out {tmp_path / 'run'} --optim.epochs 1 --data.bad_limit 0.05"), quiet=True
+        )
+    report = (run.path / "report.html").read_text()
+    listed = report[report.index("Skipped images and why") :]
+    listed = listed[: listed.index("</details>")]
+    for name in expected:
+        assert (name in listed) == (name in reasons), name
+    assert all(reason in listed for reason in reasons.values())
+    for name in expected.keys() - reasons.keys():  # decoded right, up to what JPEG itself loses
+        difference = np.abs(seen[name].astype(int) - expected[name].astype(int))
+        assert difference.max() <= (4 if name.endswith(".jpg") else 0), name
+
+    with pytest.raises(ValueError, match=r"4 of 300 images .*more than data.bad_limit 0.01 allows") as refused:
+        vitrail.train(configure(f"--data {root} --out {tmp_path / 'refused'}"), quiet=True)
+    assert all(name in str(refused.value) for name in reasons)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_run_folder_is_refused_before_any_image_is_read(tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0")
+    with pytest.raises(FileExistsError, match="--resume"):
+        vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'}"), quiet=True)
+
+
+def test_changed_data_are_refused_on_resume(tmp_path: Path, photos: Path) -> None:
+    import shutil
+
+    copied = tmp_path / "photos"
+    shutil.copytree(photos, copied)
+    run = vitrail.train(configure(f"--data {copied} --out {tmp_path / 'run'}"), quiet=True)
+    for path in sorted((copied / "red").iterdir())[:5]:
+        path.unlink()
+    with pytest.raises(ValueError, match="only be resumed on the data it began with"):
+        api.resume(run.path, quiet=True)
+
+
+def test_resume_takes_no_other_settings(tmp_path: Path, photos: Path) -> None:
+    run = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'} --optim.epochs 1"), quiet=True)
+    with pytest.raises(ValueError, match=r"--optim.epochs: a resumed run keeps its configuration"):
+        api.resume(run.path, {"optim": {"epochs": 9}}, quiet=True)
+
+
+def test_finetuning_the_head_of_a_run_leaves_the_trunk_alone(tmp_path: Path, photos: Path) -> None:
+    first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'} --optim.epochs 1"), quiet=True)
+    flags = f"--data {photos} --out {tmp_path / 'b'} --model.weights {first.path} --optim.tune head --engine.ema 0"
+    second = vitrail.train(configure(flags), quiet=True)
+    one, two = first.model.state_dict(), second.model.state_dict()
+    changed = {name for name in one if not torch.equal(one[name], two[name])}
+    assert changed == {"head.fc.weight", "head.fc.bias"}
+
+
+def test_few_images_from_scratch_are_warned_about(tmp_path: Path, photos: Path, capsys) -> None:
+    config = configure(f"--data {photos} --out {tmp_path / 'a'} --optim.steps 1 --model.trunk.width 192")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, trunk={"width": 192, "depth": 3}))
+    vitrail.train(config)
+    assert "48 training images are few for 1." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, photos: Path) -> None:
+    """The same losses and weights to rounding, with mixing, accumulation and an odd number of evaluated images."""
+    flags = (
+        f"--data {photos} --data.augment.mixup 0.8 --data.augment.cutmix 1 --engine.accumulate 2 --model.drop_path 0 "
+        "--data.val_fraction 0.15"
+    )
+    one = vitrail.train(configure(f"{flags} --out {tmp_path / 'one'}"), quiet=True)
+    text = tmp_path / "config.yaml"
+    text.write_text(dump(configure(f"{flags} --out {tmp_path / 'two'}")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command += ["-m", "vitrail", "train", "--config", str(text), "--out", str(tmp_path / "two")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = lines(one.path), lines(tmp_path / "two")
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert b[key] == (pytest.approx(value, rel=2e-4, abs=2e-5) if isinstance(value, float) else value), key
+    other = load_file(tmp_path / "two" / "model" / "model.safetensors")
+    for name, tensor in one.model.state_dict().items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_ctrl_c_from_a_terminal(tmp_path: Path, photos: Path) -> None:
+    text = tmp_path / "config.yaml"
+    text.write_text(dump(configure(f"--data {photos} --optim.epochs 2000 --engine.checkpoint_every 0")))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "vitrail", "train", "--config", str(text), "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"continue with: vitrail train --resume {out}" in errors
+    assert "Traceback" not in errors
+    assert checkpoint.newest(out / "checkpoint")[0].step > 0

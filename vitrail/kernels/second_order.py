@@ -1,0 +1,253 @@
+"""Second-order statistics of tokens and the normalisations that make them good features (heads §2.4-2.6).
+
+A matrix Q is `[..., rows, columns]`; tokens are columns, `[..., channels, tokens]`, as the papers write them.
+
+Everything is computed in float32 whatever autocast says (half inputs are raised and float32 comes back; float64 stays):
+squares and small singular values do not survive bfloat16. Leading dimensions are batched.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SPECTRUM_FLOOR = 1e-6
+"""Exact svPN: singular values below this share of the largest are amplified as if they lay at it."""
+ESTIMATE_FLOOR = 1e-6
+"""Fast svPN: estimates below this are amplified as if they were this large."""
+TRACE_FLOOR = 1e-6
+"""Newton-Schulz: smallest trace by which a matrix is divided."""
+ROOT_FLOOR = 1e-8
+"""Signed root: added under the root (authors' code), so that the slope at zero is 1e4 and not infinite."""
+
+
+def svpn(matrix: Tensor, alpha: float) -> Tensor:
+    """Singular-value power normalisation, exact: sum_i s_i^alpha u_i v_i^T (SoT eq. 4-5).
+
+    `[..., rows, columns]` to the same shape. Each singular value is multiplied by the gain s^(alpha - 1), which is held
+    constant below `SPECTRUM_FLOOR` of the largest one: the result is continuous, null directions stay null, and the
+    gradient is bounded. It is exact at repeated singular values. A zero matrix gives zeros and passes no gradient; a
+    matrix that is not finite gives NaN, its neighbours in the batch are untouched.
+
+    The gradient itself cannot be differentiated. `torch.linalg.svd` synchronises with an accelerator; on the meta
+    device shapes come out right and counters of operations do not see the decomposition.
+
+    >>> svpn(torch.diag(torch.tensor([4.0, 9.0])), 0.5).diagonal().tolist()
+    [2.0, 3.0]
+    """
+    _check_alpha(alpha)
+    with _without_autocast(matrix):
+        matrix = _raised(matrix)
+        # One backward formula is enough: a wide matrix is a tall one on its side.
+        wide = matrix.shape[-2] < matrix.shape[-1]
+        normalized: Tensor = _ExactSvpn.apply(matrix.mT if wide else matrix, alpha)
+        return normalized.mT if wide else normalized
+
+
+class _ExactSvpn(torch.autograd.Function):
+    """svPN of tall or square matrices, with the divided-difference gradient (heads §2.5).
+
+    The chain rule through U, S, V (the paper's Corollary 1) divides by s_i^2 - s_j^2. What is needed are only the
+    quotients of f(s) = s^alpha, which stay finite when singular values meet.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, alpha: float) -> Tensor:
+        finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        # The decomposition raises for the whole batch on one NaN; here a bad matrix spoils only itself.
+        U, s, Vh = torch.linalg.svd(torch.where(finite, matrix, 0), full_matrices=False)
+        ctx.save_for_backward(U, s, Vh)
+        ctx.alpha = alpha
+        return torch.where(finite, (U * (s * _gain(s, alpha))[..., None, :]) @ Vh, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # once_differentiable would drop the second derivative in silence
+            raise RuntimeError("exact svpn cannot be differentiated twice (create_graph=True); use svpn_fast")
+        U, s, Vh = ctx.saved_tensors
+        with _without_autocast(grad):
+            gain = _gain(s, ctx.alpha)
+            GV = grad @ Vh.mT
+            P = U.mT @ GV
+            symmetric, skew = (P + P.mT) / 2, (P - P.mT) / 2
+            inner = U @ (_difference_quotient(s, gain, ctx.alpha) * symmetric + _sum_quotient(s, gain) * skew)
+            if U.shape[-2] > U.shape[-1]:  # what of the gradient lies outside the column space
+                inner = inner + (GV - U @ P) * gain[..., None, :]
+            return inner @ Vh, None
+
+
+def _gain(s: Tensor, alpha: float) -> Tensor:
+    """f(s) / s of descending singular values [..., k], constant below the floor, zero for a zero matrix."""
+    largest = s[..., :1]
+    gain = torch.maximum(s, SPECTRUM_FLOOR * largest).pow(alpha - 1)
+    return torch.where(largest > torch.finfo(s.dtype).tiny, gain, 0)
+
+
+def _difference_quotient(s: Tensor, gain: Tensor, alpha: float) -> Tensor:
+    """(f_i - f_j) / (s_i - s_j), [..., k, k], to full precision however close s_i and s_j are."""
+    floor = SPECTRUM_FLOOR * s[..., :1, None]
+    large = torch.maximum(s[..., :, None], s[..., None, :])
+    small = torch.minimum(s[..., :, None], s[..., None, :])
+    top, bottom = torch.maximum(large, floor), torch.maximum(small, floor)
+    # With bottom = (1 + x) top the quotient of s^alpha is top^(alpha - 1) ((1 + x)^alpha - 1) / x: no cancellation.
+    x = (bottom - top) / top.clamp(min=torch.finfo(s.dtype).tiny)
+    apart = x < 0
+    ratio = torch.where(apart, torch.expm1(alpha * torch.log1p(x)) / torch.where(apart, x, 1), alpha)
+    largest_gain = torch.maximum(gain[..., :, None], gain[..., None, :])
+    power = torch.minimum(gain[..., :, None], gain[..., None, :]) * ratio
+    # Below the floor f is linear; a pair on both sides of it has the mean of the two slopes along the way.
+    share = torch.where(small >= floor, 1, (top - bottom) / (large - small).clamp(min=torch.finfo(s.dtype).tiny))
+    return share * power + (1 - share) * largest_gain
+
+
+def _sum_quotient(s: Tensor, gain: Tensor) -> Tensor:
+    """(f_i + f_j) / (s_i + s_j), [..., k, k]; the gain itself where both singular values are zero."""
+    f, total = s * gain, s[..., :, None] + s[..., None, :]
+    quotient = (f[..., :, None] + f[..., None, :]) / torch.where(total > 0, total, 1)
+    return torch.where(total > 0, quotient, gain[..., :, None])
+
+
+def svpn_fast(matrix: Tensor, alpha: float, singular_values: int, iterations: int, start: Tensor) -> Tensor:
+    """Singular-value power normalisation by power iteration with deflation (SoT eq. 6-8).
+
+    `[..., rows, columns]` to the same shape; `start` `[columns]` is the first guess of every right singular vector.
+    The first `singular_values - 1` estimated pairs are raised to `alpha`, what remains of the matrix is divided by
+    (estimate of its largest)^(1 - alpha). With one singular value that is Q / estimate^(1 - alpha) and nothing is
+    deflated. Gradients, also of `start`, are those of the iteration itself.
+
+    Pair k starts from `start` rolled by k, so with several singular values `start` must not be constant. The authors
+    restart every pair from the same vector; but after one iteration what remains is (I - u u^T) Q with u along Q start,
+    which maps `start` to zero: their second pair, and its gradient, are made of rounding errors (the order of §4's error
+    table at one iteration comes from that).
+
+    Estimates below `ESTIMATE_FLOOR` are amplified as if they lay at it (the paper has no guard; the authors' code adds
+    1e-5 to the divisor, which breaks svpn_fast(c Q) = c^alpha svpn_fast(Q)); an estimate of zero gives zeros and no
+    gradient. Raises ValueError for more singular values than the matrix has.
+    """
+    _check_alpha(alpha)
+    rows, columns = matrix.shape[-2:]
+    if not 1 <= singular_values <= min(rows, columns) or iterations < 1:
+        raise ValueError(
+            f"matrices of {rows} x {columns} cannot be normalised with {singular_values} singular values and "
+            f"{iterations} iterations; use 1 to {min(rows, columns)} singular values and at least one iteration"
+        )
+    with _without_autocast(matrix):
+        remainder = _raised(matrix)
+        start = start.to(remainder.dtype)
+        powers = []
+        for k in range(singular_values - 1):
+            u, s, v = _leading_pair(remainder, iterations, start.roll(k))
+            pair = u[..., :, None] * (s * v)[..., None, :]
+            powers.append(pair * _estimate_gain(s, alpha)[..., None])
+            remainder = remainder - pair
+        s = _leading_pair(remainder, iterations, start.roll(singular_values - 1))[1]
+        normalized = remainder * _estimate_gain(s, alpha)[..., None]
+        for power in powers:
+            normalized = normalized + power
+        return normalized
+
+
+def _leading_pair(matrix: Tensor, iterations: int, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Estimates of the first left vector [..., rows], singular value [..., 1] and right vector [..., columns]."""
+    image = matrix @ v  # one product for the whole batch: every matrix starts from the same vector
+    for i in range(iterations):
+        if i > 0:
+            image = (matrix @ v[..., None]).squeeze(-1)
+        u = F.normalize(image, dim=-1)
+        back = (u[..., None, :] @ matrix).squeeze(-2)
+        s = torch.linalg.vector_norm(back, dim=-1, keepdim=True)
+        v = F.normalize(back, dim=-1)
+    return u, s, v
+
+
+def _estimate_gain(s: Tensor, alpha: float) -> Tensor:
+    return torch.where(s > 0, s.clamp(min=ESTIMATE_FLOOR).pow(alpha - 1), 0)
+
+
+def matrix_sqrt_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Square root of symmetric positive semi-definite matrices `[..., d, d]` by Newton-Schulz steps (iSQRT, §2.4).
+
+    The matrix is divided by its trace, so that the steps converge, and the root multiplied by the trace's root. A trace
+    below `TRACE_FLOOR` is taken as that: convergence is then slower and the limit the same; a zero matrix gives zeros.
+    """
+    with _without_autocast(matrix):
+        matrix = _raised(matrix)
+        trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=TRACE_FLOOR)
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        root, inverse = matrix / trace, identity
+        for step in range(steps):
+            factor = 1.5 * identity - 0.5 * (root if step == 0 else inverse @ root)
+            root = root @ factor
+            inverse = factor if step == 0 else factor @ inverse
+        return trace.sqrt() * root
+
+
+def upper_triangle(matrix: Tensor) -> Tensor:
+    """The upper triangle with diagonal of `[..., d, d]`, row by row, `[..., d(d+1)/2]`."""
+    d = matrix.shape[-1]
+    # Made where it is used: a device kernel of microseconds, no transfer, no cache that a compiled graph could poison.
+    row, column = torch.triu_indices(d, d, device=matrix.device).unbind()
+    return matrix.flatten(-2).index_select(-1, row * d + column)
+
+
+def gram_vector(x: Tensor) -> Tensor:
+    """Gram matrix over tokens as a unit vector: `[..., d, tokens]` to `[..., d(d+1)/2]`; zero tokens give zeros."""
+    with _without_autocast(x):
+        return F.normalize(upper_triangle(cross_covariance(x, x)), dim=-1)
+
+
+def cross_covariance(x: Tensor, y: Tensor, mask: Tensor | None = None, center: str = "none") -> Tensor:
+    """(1 / tokens) x y^T: x `[..., rows, tokens]`, y `[..., columns, tokens]` to `[..., rows, columns]`.
+
+    `mask` `[..., tokens]` (broadcast over leading dimensions) is true where a token is real; the others are left out
+    exactly, whatever they hold, and no real token at all gives zeros. `center` subtracts nothing ("none", the paper's
+    formula), the mean of every channel ("channel", a true covariance) or one mean over channels and tokens ("scalar",
+    the authors' code).
+    """
+    if center not in ("none", "channel", "scalar"):
+        raise ValueError(f"center must be none, channel or scalar, not {center!r}")
+    with _without_autocast(x):
+        x, y = _raised(x), _raised(y)
+        if mask is None:
+            count: Tensor | int = max(1, x.shape[-1])
+        else:
+            count = mask.sum(-1).clamp(min=1)[..., None, None]
+        x, y = _centred(x, mask, count, center), _centred(y, mask, count, center)
+        return x @ y.mT / count
+
+
+def _centred(x: Tensor, mask: Tensor | None, count: Tensor | int, center: str) -> Tensor:
+    if mask is not None:
+        absent = ~mask[..., None, :]
+        x = x.masked_fill(absent, 0)
+    if center == "none":
+        return x
+    mean = x.sum(-1, keepdim=True) / count
+    if center == "scalar":
+        mean = mean.mean(-2, keepdim=True)
+    return x - mean if mask is None else (x - mean).masked_fill(absent, 0)
+
+
+def signed_root(x: Tensor) -> Tensor:
+    """sign(x) sqrt(|x|), element by element, any shape; smooth at zero by `ROOT_FLOOR` under the root."""
+    with _without_autocast(x):
+        x = _raised(x)
+        return x * (x.abs() + ROOT_FLOOR).rsqrt()
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha is the power of singular values and must be more than 0 and at most 1, not {alpha}")
+
+
+def _raised(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
