@@ -11,8 +11,8 @@ from PIL import Image
 
 from vitrail.data.augment import Augment, reflected
 from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.counter import seed_of
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.seed import seed_of
 
 SMALL = PreprocessConfig(size=16, crop_ratio=1.0)
 EVERYTHING = AugmentConfig(rand_ops=2, jitter=0.3, erasing=0.5)

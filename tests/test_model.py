@@ -42,7 +42,7 @@ def test_captured_attention_equals_the_unfused_computation() -> None:
         assert set(found.captured) == wanted
         block = model.trunk.blocks[1]
         x = block.norm1(found.captured["tokens.0"])
-        q, k, v = block.attn.qkv(x).reshape(2, 17, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        q, k, _ = block.attn.qkv(x).reshape(2, 17, 3, 2, 32).permute(2, 0, 3, 1, 4)
         torch.testing.assert_close(found.captured["q.1"], q)
         expected = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) / 32**0.5, -1)
         torch.testing.assert_close(found.captured["attention.1"], expected)

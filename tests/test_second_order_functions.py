@@ -314,7 +314,7 @@ def decaying_covariances() -> Tensor:
 def test_error_table_at_one_iteration_with_the_authors_shared_start() -> None:
     """(1,1) < (3,1) < (2,1), the order of heads §4, from the paper's equations alone."""
     one, two, three = median_errors(
-        lambda Q, r, start: np.stack([by_power_iteration(q, 0.5, 1, [start] * r) for q in Q])
+        lambda many, r, start: np.stack([by_power_iteration(one, 0.5, 1, [start] * r) for one in many])
     )
     assert one < three < two
 
@@ -322,15 +322,9 @@ def test_error_table_at_one_iteration_with_the_authors_shared_start() -> None:
 @pytest.mark.parametrize("iterations", [1, 100])
 def test_more_singular_values_are_closer_to_exact_with_starts_of_their_own(iterations: int) -> None:
     one, two, three = median_errors(
-        lambda Q, r, start: svpn_fast(torch.from_numpy(Q), 0.5, r, iterations, torch.from_numpy(start)).numpy()
+        lambda many, r, start: svpn_fast(torch.from_numpy(many), 0.5, r, iterations, torch.from_numpy(start)).numpy()
     )
     assert three < two < one
-
-
-def test_gradients_of_several_pairs_at_one_iteration_are_of_ordinary_size() -> None:
-    Q, start = decaying_covariances().float(), torch.randn(14)
-    one, two = (gradient(lambda q, r=r: svpn_fast(q, 0.5, r, 1, start), Q, torch.ones(())).norm() for r in (1, 2))
-    assert two < 100 * one
 
 
 @pytest.mark.parametrize("setting", [(1, 1), (1, 3), (2, 1), (3, 3)])
@@ -503,7 +497,7 @@ def test_autocast_changes_nothing(name: str) -> None:
         torch.testing.assert_close(grad, gradient(FUNCTIONS[name], Q, torch.ones(())), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "svpn"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_graph_compiles(name: str) -> None:
     torch.compiler.reset()
     Q = torch.randn(2, 4, 5)

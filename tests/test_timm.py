@@ -114,7 +114,7 @@ def test_a_timm_model_takes_a_head_of_ours() -> None:
 
 
 def test_a_head_that_needs_a_token_is_refused_on_a_convolutional_trunk() -> None:
-    with pytest.raises(ValueError, match="needs 1; use --model.head mean"):
+    with pytest.raises(ValueError, match=r"needs 1; use --model\.head mean"):
         create_model("timm:resnet18", classes=5, head="class_token")
 
 
@@ -136,7 +136,7 @@ def test_missing_published_weights_are_one_sentence_with_a_remedy(monkeypatch: p
     monkeypatch.setattr(timm, "create_model", offline)
     with pytest.raises(ValueError, match=r"could not be fetched .*cannot reach the hub.*model.weights=none"):
         create_model("deit_tiny", weights="timm")
-    with pytest.raises(ValueError, match="no published weights for vit_micro_28; models that have them: .*deit_tiny"):
+    with pytest.raises(ValueError, match=r"no published weights for vit_micro_28; models that have them: .*deit_tiny"):
         create_model("vit_micro_28", weights="timm")
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hostile import make_hostile
 from PIL import Image
 from safetensors.torch import load_file
 
 import vitrail
-from hostile import make_hostile
 from vitrail import api
 from vitrail.config import RunConfig, dump, from_mapping
 from vitrail.data.loader import EvalLoader

@@ -14,9 +14,9 @@ from vitrail.model.cost import cost
 from vitrail.model.zoo import ZOO, list_models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from count_models import count  # noqa: E402
+from count_models import count
 
-# architectures-and-training §10.1 and §8.1: parameters of the closed forms, which reproduce the papers' rounded figures.
+# architectures-and-training §10.1 and §8.1: parameters by the closed forms, which reproduce the papers' figures.
 EXACT = {
     "deit_tiny": 5_717_416,
     "deit_small": 22_050_664,

@@ -26,11 +26,11 @@ VERBS: dict[str, str] = {
 }
 
 EXAMPLES = """\
-  vitrail train demo                                      the whole path in minutes, on embedded data
-  vitrail train finetune --data photos/                   your photographs, from published weights
+  vitrail train demo                                    the whole path in minutes, on embedded data
+  vitrail train finetune --data photos/                 your photographs, from published weights
   vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50
-  vitrail train --resume runs/vit-deit_tiny-photos        go on after an interruption
-  vitrail evaluate runs/demo --data embedded:fashion      figures as a table (or --json)
+  vitrail train --resume runs/vit-deit_tiny-photos      go on after an interruption
+  vitrail evaluate runs/demo --data embedded:fashion    figures as a table (or --json)
   vitrail predict runs/demo cat.jpg dog.jpg --json
   vitrail check photos/
   vitrail list models

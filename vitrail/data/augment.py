@@ -15,8 +15,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.counter import seed_of
 from vitrail.data.preprocess import Preprocess, as_tensor, resized, shorter_side
-from vitrail.data.seed import seed_of
 
 RAND_MAGNITUDES = 31  # 0 to 30
 

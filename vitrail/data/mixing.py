@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.config import AugmentConfig
-from vitrail.data.seed import seed_of
+from vitrail.data.counter import seed_of
 
 
 class Box(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.seed import seed_of
+from vitrail.data.counter import seed_of
 
 _CACHED_EPOCHS = 2  # a batch may straddle two; more would only cost memory
 

@@ -5,8 +5,9 @@ and shape (`striped star`), its coarse label the group of shapes (`pointed`), an
 are drawn without regard to the label and all shapes have the same expected area, so that mean colour tells nothing: the
 outline and the pattern inside must be seen.
 
-How hard it is: a plain ViT (6 blocks of width 128, patches of 8, flips and quarter turns, one seed) is right for 49 % of 250
-test pictures of 12 classes after 60 epochs on 2,000 pictures of 64 pixels, and 90 % of 2,500 after 20 epochs on 20,000.
+How hard it is: a plain ViT (6 blocks of width 128, patches of 8, flips and quarter turns, one seed) is right for 49 %
+of 250 test pictures of 12 classes after 60 epochs on 2,000 pictures of 64 pixels, and for 90 % of 2,500 after 20 epochs
+on 20,000.
 
 Of every ten consecutive indices eight are train, one val and one test, so that splits are disjoint by construction.
 """

@@ -121,8 +121,8 @@ def svpn_fast(matrix: Tensor, alpha: float, singular_values: int, iterations: in
 
     Pair k starts from `start` rolled by k, so with several singular values `start` must not be constant. The authors
     restart every pair from the same vector; but after one iteration what remains is (I - u u^T) Q with u along Q start,
-    which maps `start` to zero: their second pair, and its gradient, are made of rounding errors (the order of §4's error
-    table at one iteration comes from that).
+    which maps `start` to zero: their second pair is made of rounding errors (§4's order of errors at one iteration
+    comes from that).
 
     Estimates below `ESTIMATE_FLOOR` are amplified as if they lay at it (the paper has no guard; the authors' code adds
     1e-5 to the divisor, which breaks svpn_fast(c Q) = c^alpha svpn_fast(Q)); an estimate of zero gives zeros and no

@@ -23,7 +23,8 @@ def smooth(target: Tensor, smoothing: float, style: str) -> Tensor:
     """Label smoothing of dense targets [batch, classes] that sum to 1.
 
     `all`: smoothing is shared over all classes, as in torch. `others`: over the other classes only, the true class
-    keeps exactly 1 - smoothing, as the thesis writes (architectures-and-training §2.3). For mixed targets both are linear.
+    keeps exactly 1 - smoothing, as the thesis writes (architectures-and-training §2.3). Both are linear in the target,
+    so mixed targets are smoothed as their parts.
     """
     if smoothing == 0:
         return target

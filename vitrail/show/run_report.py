@@ -20,6 +20,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.trunk import Trunk
 from vitrail.show.attention import overlay
+from vitrail.show.quantities import memory
 from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, Report, write_report
 
 
@@ -68,7 +69,9 @@ def measured_cost(model: Classifier, device: torch.device, autocast: torch.dtype
         parameters=counted.parameters,
         macs=counted.macs,
         images_per_second=speed["images_per_second"],
-        peak_memory=speed["peak_memory"],
+        # On a CPU only the peak of the whole process is known, training included: another thing, said apart.
+        peak_memory=None if device.type == "cpu" else speed["peak_memory"],
+        rows=[("Peak memory of the whole run", memory(speed["peak_memory"]))] if device.type == "cpu" else [],
         training_seconds=seconds,
         conditions=f"batch 64, {size} px, {speed['precision']}, {speed['device']}, {torch.get_num_threads()} threads"
         if device.type == "cpu"

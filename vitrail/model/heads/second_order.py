@@ -142,7 +142,7 @@ class MeanPooling(nn.Module):
     def forward(self, words: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return words.mean(1)
-        return words.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return words.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class CovariancePooling(nn.Module):

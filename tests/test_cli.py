@@ -1,0 +1,164 @@
+"""The command line, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitrail.cli import VERBS, run
+from vitrail.recipes import RECIPES
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = run(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+SMALL = "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0"
+
+
+@pytest.fixture(scope="module")
+def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    words = f"train vit --data {photos} {SMALL} --data.batch 16 --optim.epochs 20 --out {out} --json".split()
+    assert run(words) == 0
+    return out
+
+
+def test_help_and_lists_import_no_torch() -> None:
+    asked = [["--help"], ["list", "models"], ["list", "recipes", "--json"], ["show", "deit_small"], ["--version"]]
+    script = (
+        "import sys; from vitrail.cli import run\n"
+        f"for words in {asked!r}: assert run(words) == 0\n"
+        "assert 'torch' not in sys.modules and 'timm' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_help_names_every_verb_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "--help")
+    assert code == 0
+    assert all(verb in out for verb in VERBS)
+    assert "vitrail train demo" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v != "train"])
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run([verb, "--help"])
+    assert left.value.code == 0
+    assert "Example: vitrail" in capsys.readouterr().out
+
+
+def test_train_help_lists_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["train", "demo", "--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in RECIPES)
+    assert "--optim.epochs" in out
+    assert "--data.augment.mixup" in out
+
+
+def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "train vit --data /nowhere --model.name deit_smal --optim.epoch 3 --engine.ema 2"
+    code, _, err = ask(capsys, *words.split())
+    assert code == 2
+    assert "3 problems:" in err
+    assert "did you mean 'deit_small'" in err
+    assert "did you mean 'epochs'" in err
+    assert "engine.ema: 2.0 is out of range" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trian", "did you mean 'train'"),
+        ("train demoo", "did you mean 'demo'"),
+        ("train vit", "say where the images are"),
+        ("train vit --data /nowhere/at/all", "/nowhere/at/all"),
+        ("train demo vit", "train takes one recipe"),
+        ("train demo --config x.yaml", "give one of"),
+        ("train --config /nowhere.yaml", "no configuration at"),
+        ("train --resume /nowhere", "no run folder"),
+        ("evaluate /nowhere --data embedded:fashion", "no model at"),
+        ("list models zzz*", "no models match"),
+        ("show deit_smal", "did you mean 'deit_small'"),
+        ("check /nowhere/at/all", "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = ask(capsys, *words.split())
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+    assert err.startswith("vitrail: ")
+
+
+def test_train_prints_json(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (trained / "report.html").exists()
+    assert (trained / "model" / "model.safetensors").exists()
+
+
+def test_evaluate_as_table_and_as_json(trained: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "evaluate", str(trained), "--data", str(photos), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["split"] == "test"
+    assert 0 <= found["top1"] <= 1
+    assert {"top5", "ece", "loss"} <= found.keys()
+    code, out, _ = ask(capsys, "evaluate", str(trained), "--data", str(photos))
+    assert code == 0
+    assert "green" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_evaluate_refuses_foreign_classes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = ask(capsys, "evaluate", str(trained), "--data", "embedded:fashion")
+    assert code == 2
+    assert "classes that the model does not know" in err
+
+
+def test_predict_files_and_folders(
+    trained: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ask(capsys, "predict", str(trained), str(photos / "red"), "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert len(rows) == 20
+    assert sum(row["label"] == "red" for row in rows) > 15
+    (tmp_path / "bad.jpg").write_text("no image")
+    code, out, _ = ask(capsys, "predict", str(trained), str(tmp_path / "bad.jpg"), str(photos / "red" / "00.jpg"))
+    assert code == 1
+    assert "bad.jpg  cannot be read: not an image" in out
+    assert "red " in out
+
+
+def test_check_finds_trouble_and_says_so_by_its_exit_code(photos: Path, tmp_path: Path, capsys) -> None:
+    import shutil
+
+    copied = tmp_path / "photos"
+    for split in ("train", "val"):
+        shutil.copytree(photos, copied / split)
+    code, out, _ = ask(capsys, "check", str(copied), "--json", "--out", str(tmp_path / "sheet.png"))
+    assert code == 2  # every image of train is in val, too
+    assert json.loads(out)["severity"] == "errors"
+    assert (tmp_path / "sheet.png").stat().st_size > 1000
+    code, out, _ = ask(capsys, "check", str(photos))
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("what", ["models", "heads", "mixers", "recipes", "data"])
+def test_lists_fit_a_terminal_and_come_as_json(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "list", what)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, _ = ask(capsys, "list", what, "--json")
+    assert code == 0
+    assert all("name" in row for row in json.loads(out))
