@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 
 import vitrail
-from vitrail.model.block import DropPath, LayerScale, drop_path_rates
+from vitrail.model.residual import DropPath, LayerScale, drop_path_rates
 from vitrail.model.build import create_model
-from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import Mean
 from vitrail.model.positions import resize_positions
 from vitrail.model.store import load_model, read_tensors
@@ -144,8 +143,8 @@ def test_drop_path_keeps_the_expectation_and_rests_in_eval() -> None:
 
 
 def test_uniform_half_drops_as_many_branches_as_linear() -> None:
-    linear = drop_path_rates(TrunkConfig(depth=12, drop_path=0.2))
-    uniform = drop_path_rates(TrunkConfig(depth=12, drop_path=0.1, drop_path_rule="uniform"))
+    linear = drop_path_rates(0.2, 12, "linear")
+    uniform = drop_path_rates(0.1, 12, "uniform")
     assert linear[0] == 0
     assert linear[-1] == 0.2
     assert sum(linear) == pytest.approx(sum(uniform))

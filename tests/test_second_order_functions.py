@@ -157,6 +157,14 @@ def test_svpn_gradient_is_right_for_a_pair_on_both_sides_of_the_floor() -> None:
     np.testing.assert_allclose(found[1, 2], (f[1] + f[2]) / (s[1] + s[2]), rtol=1e-9)
 
 
+def test_svpn_gradient_in_the_null_space_is_the_held_gain() -> None:
+    Q = torch.diag(torch.tensor([4.0, 0.0, 0.0], dtype=torch.float64))
+    inside = torch.zeros(3, 3, dtype=torch.float64)
+    inside[1:, 1:] = random_matrix(2, 2)
+    expected = inside * (SPECTRUM_FLOOR * 4) ** -0.5
+    torch.testing.assert_close(gradient(lambda q: svpn(q, 0.5), Q, inside), expected)
+
+
 def test_svpn_of_zero_is_zero_and_passes_no_gradient() -> None:
     Q = torch.zeros(2, 4, 3)
     Q[1] = torch.randn(4, 3)

@@ -13,7 +13,7 @@ import yaml
 from vitrail.data.config import AugmentConfig, DataConfig
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.learn.config import ObjectiveConfig, SupervisedConfig
-from vitrail.model.config import ModelConfig
+from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
 __all__ = [
@@ -149,7 +149,10 @@ def _sizes(config: RunConfig) -> list[str]:
 
     if config.model.name not in ZOO:
         return []
-    trunk = replace(ZOO[config.model.name].trunk, **config.model.trunk)
+    native = ZOO[config.model.name].trunk
+    if not isinstance(native, TrunkConfig):
+        return []
+    trunk = replace(native, **config.model.trunk)
     size = config.model.image_size or trunk.image_size
     if size % trunk.patch:
         low = size // trunk.patch * trunk.patch

@@ -203,6 +203,11 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
             value = {"kind": value}
         same = base if isinstance(base, typing.cast(type, kind)) else None
         return _dataclass(typing.cast(type, kind), value, same, where, problems)
+    if origin is Mapping:
+        if isinstance(value, Mapping):
+            return dict(value)
+        problems.append(f"{where}: expected a group of settings, got {value!r}")
+        return base
     if origin in (tuple, list):
         return _sequence(kind, value, where, problems)
     return _scalar(kind, value, base, where, problems)

@@ -1,13 +1,15 @@
-"""Residual branches and the block that stacks them."""
+"""The block that stacks residual branches, one after the other or side by side."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import stochastic_depth
 
 from vitrail.model.config import TrunkConfig
-from vitrail.model.mixers.softmax import SoftmaxMixer
+from vitrail.model.mixers.build import build_mixer
+from vitrail.model.mixers.mixer import Mixer
+from vitrail.model.norms import make_norm
+from vitrail.model.residual import DropPath, LayerScale, ScalarGate
 from vitrail.model.tokens import Probe, Tokens
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
@@ -16,42 +18,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "si
 def activation(name: str) -> nn.Module:
     """The activation of a name of `TrunkConfig.activation`."""
     return nn.GELU(approximate="tanh") if name == "gelu_tanh" else ACTIVATIONS[name]()
-
-
-class LayerScale(nn.Module):
-    """Learned per-channel gain on a residual branch (CaiT, eq. 3.7).
-
-    Starts at `init`, so a deep stack begins close to the identity and still has gradients in every branch
-    (a gain of exactly zero would not).
-    """
-
-    def __init__(self, width: int, init: float) -> None:
-        super().__init__()
-        self.init = init
-        self.gamma = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gamma, self.init)
-
-    def forward(self, branch: Tensor) -> Tensor:  # [..., width]
-        return branch * self.gamma
-
-
-class DropPath(nn.Module):
-    """Drops the whole branch of a sample with probability `rate` in training and rescales the rest."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: Tensor) -> Tensor:  # [batch, ...]
-        if self.rate == 0.0 or not self.training:
-            return branch
-        return stochastic_depth(branch, self.rate, "row", True)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
 
 
 class Mlp(nn.Module):
@@ -73,30 +39,100 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Block(nn.Module):
-    """A mixing branch and a channel branch, each norm -> operation -> scale -> drop path -> add (pre-norm, eq. 3.5)."""
+def branch_gain(config: TrunkConfig) -> nn.Module:
+    """What multiplies a branch before it is added: LayerScale, a scalar, or nothing."""
+    if config.start == "fixup":
+        return ScalarGate(1.0 if config.gate is None else config.gate, shift=True)
+    if config.gate is not None:
+        return ScalarGate(config.gate)
+    if config.layerscale is None:
+        return nn.Identity()
+    return LayerScale(
+        config.width, config.layerscale, config.layerscale_start, config.layerscale_learned, config.layerscale_shift
+    )
 
-    def __init__(self, config: TrunkConfig, layer: int, drop_path: float) -> None:
+
+class Block(nn.Module):
+    """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm, eq. 3.5).
+
+    The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Names follow timm's ViT.
+    """
+
+    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
         super().__init__()
         width = config.width
         self.layer = layer
-        self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.attn = SoftmaxMixer(width, config.heads, config.mixer.qkv_bias, config.mixer.attention_drop)
-        self.ls1 = nn.Identity() if config.layerscale is None else LayerScale(width, config.layerscale)
-        self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = Mlp(width, int(width * config.mlp_ratio), config.activation)
-        self.ls2 = nn.Identity() if config.layerscale is None else LayerScale(width, config.layerscale)
+        self.norm1 = make_norm(config.norm, width, config.norm_eps)
+        self.attn = build_mixer(config.mixer, width, config.heads, grid)
+        self.ls1 = branch_gain(config)
         self.drop_path = DropPath(drop_path)
+        self.norm2, self.mlp, self.ls2 = None, None, None
+        if config.mlp_ratio:
+            self.norm2 = make_norm(config.norm, width, config.norm_eps)
+            self.mlp = Mlp(width, int(width * config.mlp_ratio), config.activation)
+            self.ls2 = branch_gain(config)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [self.attn]
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe)))
-        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        if self.mlp is not None and self.norm2 is not None and self.ls2 is not None:
+            x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
 
 
-def drop_path_rates(config: TrunkConfig) -> list[float]:
-    """The rate of every block: rising linearly to `drop_path`, or the same everywhere."""
-    if config.drop_path_rule == "uniform" or config.depth == 1:
-        return [config.drop_path] * config.depth
-    return [config.drop_path * i / (config.depth - 1) for i in range(config.depth)]
+class Branch(nn.Module):
+    """One of several branches that stand side by side. Names follow timm's parallel block."""
+
+    def __init__(self, config: TrunkConfig, operation: nn.Module, name: str, drop_path: float) -> None:
+        super().__init__()
+        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+        self.name = name
+        self.add_module(name, operation)
+        self.ls = branch_gain(config)
+        self.drop_path = DropPath(drop_path)
+
+    @property
+    def operation(self) -> nn.Module:
+        return self.get_submodule(self.name)
+
+
+class ParallelBlock(nn.Module):
+    """Mixing branches side by side, then channel branches side by side (ViT-H-26x2, architectures-and-training §8.1).
+
+    Captured and replaced intermediates are those of the first mixing branch.
+    """
+
+    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
+        super().__init__()
+        if not config.mlp_ratio:
+            raise ValueError("parallel blocks have channel branches: mlp_ratio must not be 0")
+        self.layer = layer
+
+        def mixer() -> Mixer:
+            return build_mixer(config.mixer, config.width, config.heads, grid)
+
+        def mlp() -> Mlp:
+            return Mlp(config.width, int(config.width * config.mlp_ratio), config.activation)
+
+        self.attns = nn.ModuleList(Branch(config, mixer(), "attn", drop_path) for _ in range(config.parallel))
+        self.ffns = nn.ModuleList(Branch(config, mlp(), "mlp", drop_path) for _ in range(config.parallel))
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        found = [branch.operation for branch in self.attns if isinstance(branch, Branch)]
+        return [m for m in found if isinstance(m, Mixer)]
+
+    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+        x = tokens.sequence
+        added = []
+        for i, branch in enumerate(self.attns):
+            mixed = branch.attn(branch.norm(x), tokens, self.layer, probe if i == 0 else None)  # type: ignore[operator]
+            added.append(branch.drop_path(branch.ls(mixed)))  # type: ignore[operator]
+        x = x + torch.stack(added).sum(0)
+        changed = [b.drop_path(b.ls(b.mlp(b.norm(x)))) for b in self.ffns]  # type: ignore[operator]
+        x = x + torch.stack(changed).sum(0)
+        return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
-from vitrail.model.config import TrunkConfig
+from vitrail.model.config import AnyTrunkConfig, CifarResNet, TimmBackbone, TrunkConfig
 from vitrail.model.heads.build import build_head
-from vitrail.model.heads.config import HeadConfig
+from vitrail.model.heads.config import HeadConfig, Own
+from vitrail.model.heads.head import Head
+from vitrail.model.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
 from vitrail.model.trunk import Trunk
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build, near, plain
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is made of; `plain(parts)` is stored with its weights."""
+
+    trunk: AnyTrunkConfig
+    head: HeadConfig
+    name: str = ""
+
+
+Parts.__annotations__.update(trunk=AnyTrunkConfig, head=HeadConfig)
 
 
 def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
@@ -30,7 +46,7 @@ def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
 def create_model(
     name: str,
     *,
-    classes: int | Sequence[str] = 1000,
+    classes: int | Sequence[str] | None = None,
     image_size: int | None = None,
     head: str | HeadConfig | None = None,
     weights: str = "none",
@@ -41,52 +57,49 @@ def create_model(
 ) -> Classifier:
     """A classifier by name.
 
-    Everything the name fixes can be overridden by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...). `weights` is
-    `none`, `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
+    `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be overridden
+    by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights` is `none`,
+    `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
     `device="meta"` builds without memory. Raises `ValueError` for an unknown name or override, with near matches.
 
     >>> create_model("deit_tiny", classes=10, depth=2).head.fc.out_features
     10
     """
-    if name.startswith("timm:"):
-        from vitrail.model.timm import create_timm
-
-        model = create_timm(
-            name.removeprefix("timm:"), class_names(classes), image_size, head, weights == "timm", device, overrides
-        )
-        model.multilabel = multilabel
-        if preprocess is not None:
-            model.preprocess = preprocess
-        if weights not in ("none", "timm"):
-            _start_from(model, name, weights)
-        return model
-    if name not in ZOO:
-        raise ValueError(f"no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
-    spec = ZOO[name]
-    known = {f.name for f in fields(TrunkConfig)}
-    for key in overrides:
-        if key not in known:
-            raise ValueError(f"{name} has no part {key!r}{near(key, known)}")
-    trunk = replace(spec.trunk, **overrides)
-    if image_size is not None:
-        trunk = replace(trunk, image_size=image_size)
-    chosen = spec.head if head is None else _head_config(head)
-    described = {"name": name, "trunk": plain(trunk), "head": plain(chosen)}
-    model = from_spec(
-        described,
-        classes=class_names(classes),
-        multilabel=multilabel,
-        preprocess=preprocess or default_preprocess(trunk.image_size),
-        device=device,
+    parts, default_classes = _parts(name, image_size, head, overrides)
+    pretrained = weights == "timm" and isinstance(parts.trunk, TimmBackbone)
+    model = _assemble(
+        parts, class_names(classes or default_classes), multilabel, preprocess, device, pretrained=pretrained
     )
-    if weights != "none":
-        _start_from(model, name, weights)
+    if weights != "none" and not pretrained:
+        from vitrail.model.weights import start_from
+
+        start_from(model, name, weights)
     return model
 
 
-def default_preprocess(size: int) -> PreprocessConfig:
-    """Small images are already cropped to their object, so nothing more is cut off."""
-    return PreprocessConfig(size=size, crop_ratio=1.0 if size <= 64 else 0.875)
+def _parts(
+    name: str, image_size: int | None, head: str | HeadConfig | None, overrides: dict[str, Any]
+) -> tuple[Parts, int]:
+    if name.startswith("timm:"):
+        backbone = TimmBackbone(name=name.removeprefix("timm:"), image_size=image_size, options=overrides)
+        return Parts(backbone, Own() if head is None else head_config(head), name), 1000
+    if name not in ZOO:
+        raise ValueError(f"no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
+    spec = ZOO[name]
+    known = {f.name for f in fields(spec.trunk)} - {"kind"}
+    for key in overrides:
+        if key not in known:
+            raise ValueError(f"{name} has no part {key!r}{near(key, known)}")
+    changes = dict(overrides) if image_size is None else {**overrides, "image_size": image_size}
+    trunk = build(type(spec.trunk), {k: plain(v) for k, v in changes.items()}, spec.trunk)
+    return Parts(trunk, spec.head if head is None else head_config(head), name), spec.classes
+
+
+def head_config(head: str | HeadConfig | dict[str, Any]) -> HeadConfig:
+    """A head's options from its name, its dataclass, or stored values."""
+    return build(
+        Parts, {"trunk": plain(TrunkConfig()), "head": head if isinstance(head, (str, dict)) else plain(head)}
+    ).head
 
 
 def from_spec(
@@ -98,30 +111,90 @@ def from_spec(
     device: str | torch.device | None,
 ) -> Classifier:
     """The architecture that `spec` describes, with new weights."""
-    if "timm" in spec:
-        from vitrail.model.timm import from_timm_spec
+    return _assemble(build(Parts, spec), classes, multilabel, preprocess, device)
 
-        return from_timm_spec(spec, classes, multilabel, preprocess, device)
-    trunk_config = build(TrunkConfig, spec["trunk"])
-    head_config = _head_config(spec["head"])
+
+def _assemble(
+    parts: Parts,
+    classes: Sequence[str],
+    multilabel: bool,
+    preprocess: PreprocessConfig | None,
+    device: str | torch.device | None,
+    pretrained: bool = False,
+) -> Classifier:
+    if isinstance(parts.trunk, TimmBackbone):
+        count, size = len(classes) if isinstance(parts.head, Own) else 0, parts.trunk.image_size
+        backbone, taken = build_backbone(parts.trunk, count, pretrained, device)
+        parts = replace(parts, trunk=taken)
+        own = timm_preprocess(backbone)
+        preprocess = preprocess or (own if size is None else replace(own, size=size))
+    else:
+        backbone = None
+        preprocess = preprocess or default_preprocess(parts.trunk.image_size)
     with torch.device(device or "cpu"):
-        head = build_head(head_config, trunk_config.width, len(classes))
-        trunk = Trunk(trunk_config, prefix=head.prefix, final_norm=not head.own_norm)
-    return Classifier(trunk, head, spec=spec, classes=classes, preprocess=preprocess, multilabel=multilabel)
+        trunk, head = _trunk_and_head(parts, len(classes), backbone)
+    model = Classifier(trunk, head, spec=plain(parts), classes=classes, preprocess=preprocess, multilabel=multilabel)
+    return model.to(device) if pretrained and device is not None else model
 
 
-def _head_config(head: Any) -> HeadConfig:
-    from dataclasses import dataclass
+def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> tuple[nn.Module, Head]:
+    config = parts.trunk
+    if isinstance(config, TrunkConfig):
+        head = build_head(parts.head, config.width, classes, config)
+        return Trunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
+    trunk: TimmTrunk | CifarResNetTrunk
+    if isinstance(config, CifarResNet):
+        trunk = CifarResNetTrunk(
+            config.depth, config.block == "bottleneck", config.shortcut if config.block == "basic" else None
+        )
+    else:
+        assert backbone is not None
+        if isinstance(parts.head, Own):
+            return TimmTrunk(backbone, config, classifier_names(backbone)), OwnHead(backbone)
+        trunk = TimmTrunk(backbone, config)
+    head = build_head(parts.head, trunk.width, classes)
+    if head.prefix > trunk.prefix:
+        raise ValueError(
+            f"{parts.name or config.kind} has {trunk.prefix} class tokens, the head {parts.head.kind} needs {head.prefix}; "
+            "heads that pool patches work: mean, class_attention, attention_pool, gramian, "
+            "or second_order with class_token none and fusion words_only"
+        )
+    return trunk, head
 
-    @dataclass(frozen=True)
-    class Holder:
-        head: HeadConfig
 
-    Holder.__annotations__["head"] = HeadConfig
-    return build(Holder, {"head": head}).head
+def default_preprocess(size: int) -> PreprocessConfig:
+    """Small images are already cropped to their object, so nothing more is cut off."""
+    return PreprocessConfig(size=size, crop_ratio=1.0 if size <= 64 else 0.875)
 
 
-def _start_from(model: Classifier, name: str, weights: str) -> None:
-    from vitrail.model.weights import start_from
+def replace_head(
+    model: Classifier, head: str | HeadConfig, classes: int | Sequence[str] | None = None
+) -> tuple[Classifier, list[str]]:
+    """The same trunk, weights included, under another head; returns it and what was adapted, in words.
 
-    start_from(model, name, weights)
+    Class tokens that the new head needs and the old trunk lacks start anew, with positions of zero.
+    """
+    parts = replace(build(Parts, model.spec), head=head_config(head))
+    names = model.classes if classes is None else class_names(classes)
+    device = next(model.parameters()).device
+    made = _assemble(parts, names, model.multilabel, model.preprocess, device)
+    notes: list[str] = []
+    state, own = model.trunk.state_dict(), made.trunk.state_dict()
+    ready = {}
+    for name, target in own.items():
+        value = state.get(name)
+        if name == "pos_embed" and value is not None and value.shape != target.shape:
+            before, after = model.trunk.placed_prefix, made.trunk.placed_prefix
+            assert isinstance(before, int)
+            assert isinstance(after, int)
+            kept = value[:, :before][:, :after]
+            fresh = value.new_zeros(1, after - kept.shape[1], value.shape[-1])
+            value = torch.cat([kept, fresh, value[:, before:]], 1)
+            notes.append(f"positions of class tokens: {before} -> {after}")
+        if value is None or value.shape != target.shape:
+            notes.append(f"trunk.{name} starts anew")
+            value = target
+        ready[name] = value
+    made.trunk.load_state_dict(ready)
+    made.stated = dict(model.stated)
+    return made.train(model.training), notes

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig, Softmax
-from vitrail.schema import Count, Fraction, NotNegative, Overrides, Positive
+from vitrail.schema import Count, Fraction, NotNegative, Overrides, Positive, Whole
 
 
 @dataclass(frozen=True)
@@ -16,37 +16,105 @@ class Patchify:
     """Non-overlapping patches and one linear projection."""
 
     kind: Literal["patchify"] = "patchify"
-    patch: Count = 16
 
 
-StemConfig = Patchify
+@dataclass(frozen=True)
+class ConvStem:
+    """3x3 convolutions of stride 2 (PatchConvNet §7.1)."""
+
+    kind: Literal["conv"] = "conv"
+    norm: bool = True
+    """BatchNorm after each: only that gives the printed counts."""
+
+
+@dataclass(frozen=True)
+class SotStem:
+    """SoT's convolutional token embedding (heads §2.2)."""
+
+    kind: Literal["sot"] = "sot"
+    block: Literal["densenet", "resnet", "inception", "nonlocal"] = "densenet"
+
+
+StemConfig = Patchify | ConvStem | SotStem
 
 
 @dataclass(frozen=True)
 class TrunkConfig:
     """Images to tokens: a stem, a stack of residual blocks, a final norm."""
 
+    kind: Literal["blocks"] = "blocks"
     image_size: Count = 224
     width: Count = 768
     depth: Count = 12
     heads: Count = 12
     patch: Count = 16
-    mlp_ratio: Positive = 4.0
+    stem: StemConfig = field(default_factory=Patchify)
     mixer: MixerConfig = field(default_factory=Softmax)
+    mlp_ratio: NotNegative = 4.0
+    """Hidden width of the channel branch over the width (0: no channel branch)."""
     activation: Literal["gelu", "relu", "silu", "gelu_tanh"] = "gelu"
+    norm: Literal["layernorm", "batchnorm", "affine", "none"] = "layernorm"
+    norm_eps: Positive = 1e-6
     layerscale: NotNegative | None = None
     """Start of LayerScale (none: no LayerScale)."""
+    layerscale_start: Literal["constant", "uniform"] = "constant"
+    """Constant, or uniform in [0, 2 layerscale]."""
+    layerscale_learned: bool = True
+    layerscale_shift: bool = False
+    """Add a learned shift after the gain (ResMLP's equations; its published counts have none)."""
+    gate: NotNegative | None = None
+    """Start of one scalar gain a branch, in place of LayerScale (ReZero: 0)."""
+    start: Literal["default", "fixup", "t_fixup"] = "default"
+    """Initial weights that need no norm: Fixup (scalar gains of 1, last layers 0) or T-Fixup (scaled by depth)."""
+    parallel: Count = 1
+    """Branches side by side in each block (2: ViT-H-26x2)."""
     drop_path: Fraction = 0.0
     drop_path_rule: Literal["linear", "uniform"] = "linear"
     """`linear`: from 0 in the first block to `drop_path` in the last; `uniform`: the same in every block."""
+    positions: Literal["learned", "sinusoid", "none"] = "learned"
     class_position: bool = True
     """The class token has a position embedding (timm's DeiT III has none)."""
+    class_token_at: Whole = 0
+    """The block before which class tokens enter (CaiT, table 3.13)."""
     position_drop: Fraction = 0.0
-    norm_eps: Positive = 1e-6
 
 
-Tune = str
-WEIGHTS_HELP = "none, timm (published weights of that name), a run folder, a model folder, or a weights file"
+@dataclass(frozen=True)
+class CifarResNet:
+    """A ResNet for 32-pixel images: 3x3 stem, three stages of widths 16, 32 and 64 (heads §3.5)."""
+
+    kind: Literal["cifar_resnet"] = "cifar_resnet"
+    depth: Count = 20
+    """6n + 2 with basic blocks, 9n + 2 with bottlenecks."""
+    block: Literal["basic", "bottleneck"] = "basic"
+    shortcut: Literal["pad", "project"] = "pad"
+    """Basic blocks: zero-padded (option A) or projected (option B) shortcuts; bottlenecks always project."""
+    image_size: Count = 32
+
+
+@dataclass(frozen=True)
+class TimmBackbone:
+    """Any timm model as a trunk."""
+
+    kind: Literal["timm"] = "timm"
+    name: str = "resnet50"
+    image_size: Count | None = None
+    """None: the model's own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else that timm's constructor takes."""
+    stages: bool = False
+    """Gather the features of all stages (heads §3.1) instead of the last alone."""
+    taps: Whole = 0
+    """With stages: maps taken inside the third stage, besides its end."""
+    width: Count | None = None
+    """With stages: width of the gathered features (none: of the last stage)."""
+    narrow: bool = False
+    """Make the last stage itself that wide, too (the released GA-ConvNeXts, heads §3.1)."""
+    grid: Count = 14
+    """With stages: rows and columns to which maps are brought."""
+
+
+AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone
 
 
 @dataclass(frozen=True)

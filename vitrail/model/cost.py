@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.model.mixers.mixer import Mixer
+
+NORM_COST = 5  # operations an element of a LayerNorm with gain and shift, as the usual profilers count them
 
 
 @dataclass(frozen=True)
@@ -29,22 +33,49 @@ class Cost:
         }
 
 
-def cost(model: nn.Module, image_size: int | None = None) -> Cost:
-    """Parameters and multiply-accumulates of one forward pass on one image, attention products included.
+def cost(
+    model: nn.Module, image_size: int | None = None, *, attention_products: bool = True, norms: bool = False
+) -> Cost:
+    """Parameters and multiply-accumulates of one forward pass on one image.
 
+    Conventions differ between papers: `attention_products=False` leaves out the products of queries with keys and of
+    maps with values in the trunk (SoT), `norms=True` adds five operations for each element that a LayerNorm touches.
     Counted on the meta device, so nothing is computed and a model of any size is counted in seconds; `model` itself is
     not touched and may live on any device.
     """
     size = image_size or _native_size(model)
     meta = _on_meta(model)
+    normed = [0]
+
+    def count_norm(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        normed[0] += NORM_COST * output.numel()
+
+    if norms:
+        for module in meta.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.register_forward_hook(count_norm)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         meta(torch.empty(1, 3, size, size, device="meta", dtype=next(meta.parameters()).dtype))
+    flops = counter.get_total_flops()
+    if not attention_products:
+        flops -= _attention_flops(meta, counter)
     return Cost(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        macs=counter.get_total_flops() // 2,
+        macs=flops // 2 + normed[0],
         image_size=size,
     )
+
+
+def _attention_flops(model: nn.Module, counter: FlopCounterMode) -> int:
+    """Of products of activations with activations inside attention mixers (linear layers are other operations)."""
+    products = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+    total = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Mixer) and module.attention_products:
+            counted = counter.get_flop_counts().get(f"{type(model).__name__}.{name}", {})
+            total += sum(n for op, n in counted.items() if op in products or "attention" in str(op))
+    return total
 
 
 def _native_size(model: nn.Module) -> int:
@@ -55,12 +86,9 @@ def _native_size(model: nn.Module) -> int:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    if next(model.parameters()).is_meta:
-        return model.eval()
-    # A copy whose tensors are replaced while it is made: no memory for the weights is ever taken twice.
-    tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {
-        id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
-        for t in tensors
-    }
+    """A copy whose tensors are replaced while it is made: no memory for the weights is ever taken twice."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(model, memo).eval()

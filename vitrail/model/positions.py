@@ -1,4 +1,4 @@
-"""Learned position embeddings at any grid."""
+"""Position embeddings at any grid."""
 
 from __future__ import annotations
 
@@ -28,3 +28,26 @@ def resize_positions(
     exact = exact.reshape(1, *old, -1).permute(0, 3, 1, 2)
     exact = F.interpolate(exact, size=new, mode=mode, antialias=antialias, align_corners=False)
     return torch.cat([kept, exact.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)], dim=1)
+
+
+def resize_mixing(weight: Tensor, bias: Tensor, old: tuple[int, int], new: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix over patches [patches, patches] and its bias moved to another grid: rows and columns are both images.
+
+    Rows are rescaled so that what a patch receives from a constant image stays the same. It adapts poorly and wants
+    fine-tuning (architectures-and-training §6.4).
+    """
+    count = old[0] * old[1]
+    columns = resize_positions(weight.float().t()[None], 0, old, new)[0].t()  # where a patch looks
+    rows = resize_positions(columns[None], 0, old, new)[0]  # which patch looks
+    rows = rows * (count / (new[0] * new[1]))
+    moved = resize_positions(bias.float()[None, :, None], 0, old, new)[0, :, 0]
+    return rows.to(weight.dtype), moved.to(bias.dtype)
+
+
+def sinusoid(count: int, width: int) -> Tensor:
+    """The fixed table [1, count, width] of sines and cosines (Vaswani et al.), as SoT uses it for all its tokens."""
+    place = torch.arange(count, dtype=torch.float64)[:, None]
+    channel = torch.arange(width, dtype=torch.float64)[None]
+    angle = place / 10000 ** (2 * torch.div(channel, 2, rounding_mode="floor") / width)
+    table = torch.where(channel % 2 == 0, angle.sin(), angle.cos())
+    return table.float()[None]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.model.config import ConvStem, Patchify, SotStem, StemConfig
+from vitrail.model.sot_stem import SotEmbed
 
-class PatchEmbed(nn.Module):
-    """Non-overlapping patches, one linear projection (architectures-and-training §2.3).
 
-    images [batch, 3, height, width] -> tokens [batch, rows * columns, width]
-    """
+class Stem(nn.Module):
+    """images [batch, 3, height, width] -> tokens [batch, rows * columns, width]; one patch is `patch` pixels wide."""
 
-    def __init__(self, patch: int, width: int) -> None:
-        super().__init__()
-        self.patch = patch
-        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+    patch: int
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches. Raises `ValueError` where patches do not fit."""
@@ -25,5 +25,69 @@ class PatchEmbed(nn.Module):
             )
         return height // self.patch, width // self.patch
 
+    def features(self, images: Tensor) -> Tensor:
+        """[batch, width, rows, columns]"""
+        raise NotImplementedError
+
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
+        return self.features(images).flatten(2).transpose(1, 2)
+
+
+class PatchEmbed(Stem):
+    """Non-overlapping patches, one linear projection (architectures-and-training §2.3)."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.proj(images)
+
+
+class ConvEmbed(Stem):
+    """3x3 convolutions of stride 2, each doubling the width, GELU between (PatchConvNet, architectures-and-training §7.1).
+
+    With BatchNorm and without convolution biases: only that gives the printed parameter counts. For patches of 16 there
+    are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
+    """
+
+    def __init__(self, patch: int, width: int, norm: bool) -> None:
+        super().__init__()
+        halvings = int(math.log2(patch))
+        if 2**halvings != patch or halvings < 1:
+            raise ValueError(f"a convolutional stem halves the image step by step: patch {patch} is no power of 2")
+        self.patch = patch
+        widths = [3, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in zip(widths, widths[1:], strict=False)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) if norm else nn.Identity() for b in widths[1:])
+
+    def features(self, images: Tensor) -> Tensor:
+        x = images
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            x = norm(conv(x if i == 0 else F.gelu(x)))
+        return x
+
+
+class SotTokens(Stem):
+    """SoT's convolutional token embedding (heads §2.2)."""
+
+    def __init__(self, config: SotStem, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.embed = SotEmbed(config.block, patch, width)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.embed(images)
+
+
+def build_stem(config: StemConfig, patch: int, width: int) -> Stem:
+    """The stem that `config` describes."""
+    if isinstance(config, ConvStem):
+        return ConvEmbed(patch, width, config.norm)
+    if isinstance(config, SotStem):
+        return SotTokens(config, patch, width)
+    assert isinstance(config, Patchify)
+    return PatchEmbed(patch, width)

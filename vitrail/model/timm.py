@@ -1,111 +1,131 @@
-"""timm: weights in and out, and any timm model as a trunk.
-
-A family's rename table is short because attributes inside our trunks follow timm's names.
-"""
+"""timm: weights in and out. A family's rename table is short because attributes inside our trunks follow timm's names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+import re
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.config import PreprocessConfig
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.build import build_head
-from vitrail.model.heads.config import HeadConfig, Own
-from vitrail.model.heads.head import Head
-from vitrail.model.positions import resize_positions
-from vitrail.model.tokens import Tokens
+from vitrail.model.mixers.config import Softmax
+from vitrail.model.mixers.patches import LinearPatchesMixer
+from vitrail.model.positions import resize_mixing, resize_positions
+from vitrail.model.timm_trunk import OwnHead, TimmTrunk
 from vitrail.model.trunk import Trunk
-from vitrail.model.zoo import ZOO
-from vitrail.schema import near, plain
 
-RENAMES = (("head.", "head.fc."), ("fc_norm.", "head.norm."))  # timm's prefix -> ours; everything else is the trunk's
+Renames = tuple[tuple[str, str], ...]  # pattern of timm's name -> ours, the first that matches; all else is the trunk's
+
+VIT: Renames = ((r"head\.", "head.fc."), (r"head_dist\.", "head.fc_dist."), (r"fc_norm\.", "head.norm."))
+CAIT: Renames = (
+    (r"head\.", "head.fc."),
+    (r"norm\.", "head.norm."),
+    (r"cls_token", "head.cls_token"),
+    (r"blocks_token_only\.(\d+)\.gamma_(\d)", r"head.blocks.\1.ls\2.gamma"),
+    (r"blocks_token_only\.", "head.blocks."),
+    (r"blocks\.(\d+)\.gamma_(\d)", r"trunk.blocks.\1.ls\2.gamma"),
+)
+RESMLP: Renames = (
+    (r"head\.", "head.fc."),
+    (r"stem\.", "trunk.patch_embed."),
+    (r"blocks\.(\d+)\.ls(\d)", r"trunk.blocks.\1.ls\2.gamma"),
+    (r"blocks\.(\d+)\.linear_tokens\.", r"trunk.blocks.\1.attn.tokens."),
+    (r"blocks\.(\d+)\.mlp_channels\.", r"trunk.blocks.\1.mlp."),
+)
+
+
+def family(state: Mapping[str, Tensor]) -> Renames:
+    """Which table a timm state dict wants."""
+    if any(name.startswith("blocks_token_only.") for name in state):
+        return CAIT
+    return RESMLP if any("linear_tokens" in name for name in state) else VIT
 
 
 def from_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A timm ViT's state dict under our names."""
+    """A timm model's state dict under our names."""
+    table = family(state)
     renamed = {}
     for name, tensor in state.items():
-        for theirs, ours in RENAMES:
-            if name.startswith(theirs):
-                renamed[ours + name.removeprefix(theirs)] = tensor
+        for pattern, ours in table:
+            if re.match(pattern, name):
+                renamed[re.sub(f"^{pattern}", ours, name)] = tensor
                 break
         else:
-            renamed["trunk." + name] = tensor
-    return renamed
-
-
-def to_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict under timm's names."""
-    renamed = {}
-    for name, tensor in state.items():
-        for theirs, ours in RENAMES:
-            if name.startswith(ours):
-                renamed[theirs + name.removeprefix(ours)] = tensor
-                break
-        else:
-            renamed[name.removeprefix("trunk.")] = tensor
+            renamed[f"trunk.{name}"] = tensor
+    if "trunk.dist_token" in renamed:  # ours hold all prefix tokens in one parameter
+        renamed["trunk.cls_token"] = torch.cat([renamed["trunk.cls_token"], renamed.pop("trunk.dist_token")], 1)
     return renamed
 
 
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours or as timm's, into `model`; returns what was adapted or left new, in words.
 
-    Positions are resized to the model's grid. A classifier of another number of classes keeps its new weights. Any
-    other difference raises `ValueError` that lists all of them.
+    Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
+    another number of classes, keeps its new weights. Any other difference raises `ValueError` that lists all of them.
     """
     named = dict(state) if any(k.startswith("trunk.") for k in state) else from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
+    if isinstance(model.trunk, Trunk):
+        notes += _fit_to_grid(model.trunk, named)
     ready: dict[str, Tensor] = {}
+    anew = []
+    head = {name for name in own if name.startswith("head.")} | model.head_parameters()
     for name, target in own.items():
         value = named.pop(name, None)
-        if value is not None and name == "trunk.pos_embed" and value.shape != target.shape:
-            moved = _fit_positions(cast("Trunk", model.trunk), value)
-            if moved is not None:
-                notes.append(f"positions resized from {value.shape[1]} to {moved.shape[1]}")
-                value = moved
+        if value is not None and value.shape != target.shape and value.squeeze().shape == target.squeeze().shape:
+            value = value.reshape(target.shape)
         if value is not None and value.shape == target.shape:
             ready[name] = value
-        elif name in model.head_parameters():
-            shape = "nothing" if value is None else f"shape {tuple(value.shape)}"
-            notes.append(f"{name} starts anew (the weights have {shape}, the model {tuple(target.shape)})")
+        elif name in head:
+            anew.append(name if value is None else f"{name} ({tuple(value.shape)} in the weights)")
             ready[name] = target
         else:
             wrong.append(
                 f"{name}: {'missing' if value is None else tuple(value.shape)}, expected {tuple(target.shape)}"
             )
-    foreign_head = [k for k in named if k.startswith(("head.", "trunk.head", "trunk.fc"))]
-    wrong += [f"{name}: not a part of this model" for name in named if name not in foreign_head]
+    wrong += [f"{name}: not a part of this model" for name in named if not name.startswith(("head.", "trunk.head"))]
     if wrong:
         shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
         raise ValueError(f"these weights do not fit the model: {shown}")
     model.load_state_dict(ready, strict=True)
+    return notes + [f"{name} starts anew" for name in anew]
+
+
+def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
+    notes = []
+    value, own = named.get("trunk.pos_embed"), trunk.pos_embed
+    if value is not None and isinstance(own, nn.Parameter) and value.shape != own.shape:
+        side = round((value.shape[1] - trunk.placed_prefix) ** 0.5)
+        if value.shape[1] - side * side == trunk.placed_prefix and value.shape[-1] == trunk.width:
+            named["trunk.pos_embed"] = resize_positions(value, trunk.placed_prefix, (side, side), trunk.grid)
+            notes.append(f"positions resized from {value.shape[1]} to {own.shape[1]}")
+    for name, module in trunk.named_modules():
+        weight = named.get(f"trunk.{name}.tokens.weight")
+        if isinstance(module, LinearPatchesMixer) and weight is not None and weight.shape != module.tokens.weight.shape:
+            side = round(weight.shape[0] ** 0.5)
+            bias = named[f"trunk.{name}.tokens.bias"]
+            moved = resize_mixing(weight, bias, (side, side), trunk.grid)
+            named[f"trunk.{name}.tokens.weight"], named[f"trunk.{name}.tokens.bias"] = moved
+            if not any("patch mixing" in note for note in notes):
+                notes.append(f"patch mixing interpolated from {side}x{side} patches; fine-tune before you use it")
     return notes
 
 
-def _fit_positions(trunk: Trunk, value: Tensor) -> Tensor | None:
-    side = round((value.shape[1] - trunk.placed_prefix) ** 0.5)
-    prefix = value.shape[1] - side * side
-    if prefix != trunk.placed_prefix or value.shape[-1] != trunk.width:
-        return None
-    return resize_positions(value, prefix, (side, side), trunk.grid)
-
-
 def to_timm(model: Classifier) -> nn.Module:
-    """The same classifier as a timm `VisionTransformer`, weights included."""
+    """The same classifier as a timm model, weights included; for plain ViTs and timm trunks with their own head."""
     import timm
 
     if isinstance(model.trunk, TimmTrunk) and isinstance(model.head, OwnHead):
         return model.trunk.backbone
-    row = ZOO.get(str(model.spec.get("name")))
-    if not isinstance(model.trunk, Trunk) or row is None:
-        raise ValueError("only zoo models can be handed to timm")
+    trunk = model.trunk
+    plain = isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Softmax) and trunk.config.norm == "layernorm"
+    if not isinstance(trunk, Trunk) or not plain or model.head.classifiers > 1 or trunk.config.parallel > 1:
+        raise ValueError("only plain ViTs with one classifier can be handed to timm")
     if model.head.prefix == 0 and not model.head.own_norm:
         raise ValueError("timm's average pooling normalises after the mean; use Mean(norm_after=True) to hand it over")
-    config = model.trunk.config
+    config = trunk.config
     made = timm.models.vision_transformer.VisionTransformer(
         img_size=config.image_size,
         patch_size=config.patch,
@@ -119,7 +139,7 @@ def to_timm(model: Classifier) -> nn.Module:
         global_pool="token" if model.head.prefix else "avg",
         no_embed_class=not config.class_position,
         act_layer={"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}.get(config.activation, nn.GELU),
-        qkv_bias=config.mixer.qkv_bias,
+        qkv_bias=cast("Softmax", config.mixer).qkv_bias,
     )
     first = next(model.parameters())
     made.to(device=first.device, dtype=first.dtype)
@@ -127,194 +147,11 @@ def to_timm(model: Classifier) -> nn.Module:
     return cast("nn.Module", made).train(model.training)
 
 
-class TimmTrunk(nn.Module):
-    """Any timm model: its feature map or its tokens as `Tokens`."""
-
-    def __init__(self, backbone: nn.Module, own_head: tuple[str, ...]) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.width = int(cast("Any", backbone).num_features)
-        self.prefix = int(getattr(backbone, "num_prefix_tokens", 0))
-        self.own_head = own_head  # where its classifier lives, for `tune="head"`
-        names = [name for name, _ in backbone.named_parameters()]
-        groups = cast("Any", backbone).group_matcher(coarse=False) if hasattr(backbone, "group_matcher") else None
-        self._layer_of = _timm_layers(backbone, groups) if groups else dict.fromkeys(names, 0)
-        self.layers = max(self._layer_of.values(), default=0)
-
-    def layer_of(self, name: str) -> int:
-        return self._layer_of.get(name.removeprefix("backbone."), 0)
-
-    def embed(self, images: Tensor) -> Tokens:
-        """The final features; a timm model is not cut into stem and blocks here."""
-        features = cast("Any", self.backbone).forward_features(images)
-        if features.ndim == 4:
-            if features.shape[1] != self.width and features.shape[-1] == self.width:
-                features = features.permute(0, 3, 1, 2)  # Swin and its kin keep channels last
-            grid = (int(features.shape[2]), int(features.shape[3]))
-            return Tokens(features.flatten(2).transpose(1, 2), 0, grid)
-        side = round((features.shape[1] - self.prefix) ** 0.5)
-        count = int(features.shape[1]) - self.prefix
-        return Tokens(features, self.prefix, (side, side) if side * side == count else (1, count))
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError(
-                "a timm model used as a trunk gives no intermediates; build the architecture by its vitrail name "
-                "with weights='timm' where the zoo has it"
-            )
-        return tokens, {}
-
-
-class OwnHead(Head):
-    """The classifier that the timm model brings with it."""
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        # In a tuple: the parameters belong to the trunk and must not be registered twice.
-        self._backbone = (backbone,)
-        self.features = int(cast("Any", backbone).num_features)
-
-    def _features(self, tokens: Tokens) -> Tensor:
-        backbone = cast("Any", self._backbone[0])
-        if (
-            hasattr(backbone, "patch_embed")
-            and tokens.prefix + tokens.grid[0] * tokens.grid[1] == tokens.sequence.shape[1]
-        ):
-            wanted = tokens.sequence
-            if getattr(backbone, "output_fmt", "NLC") == "NHWC":
-                wanted = wanted.reshape(len(wanted), *tokens.grid, -1)
-            return wanted
-        return tokens.sequence.transpose(1, 2).reshape(len(tokens.sequence), -1, *tokens.grid)
-
-    def embed(self, tokens: Tokens) -> Tensor:
-        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens), pre_logits=True))
-
-    def forward(self, tokens: Tokens) -> Tensor:
-        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens)))[:, None]
-
-
-def create_timm(
-    name: str,
-    classes: Sequence[str],
-    image_size: int | None,
-    head: str | HeadConfig | None,
-    pretrained: bool,
-    device: str | torch.device | None,
-    overrides: Mapping[str, Any],
-) -> Classifier:
-    """A timm model as a classifier, with its own head or one of ours."""
-    import timm
-
-    if not timm.is_model(name):
-        known = timm.list_models()
-        raise ValueError(f"timm {timm.__version__} has no model {name!r}{near(name, known)}")
-    from vitrail.model.build import _head_config
-
-    chosen = Own() if head is None else _head_config(head)
-    options = dict(overrides)
-    if image_size is not None:
-        options["img_size"] = image_size
-    spec = {"timm": name, "options": options, "head": plain(chosen)}
-    try:
-        model = from_timm_spec(spec, classes, False, None, device, pretrained)
-    except TypeError as error:
-        if image_size is None or "img_size" not in str(error):
-            raise ValueError(f"timm:{name} does not take {', '.join(options)}: {error}") from None
-        spec["options"] = dict(overrides)  # convolutional models take any size without being told
-        model = from_timm_spec(spec, classes, False, None, device, pretrained)
-    if image_size is not None:
-        from dataclasses import replace
-
-        model.preprocess = replace(model.preprocess, size=image_size)
-    return model
-
-
-def from_timm_spec(
-    spec: dict[str, Any],
-    classes: Sequence[str],
-    multilabel: bool,
-    preprocess: PreprocessConfig | None,
-    device: str | torch.device | None,
-    pretrained: bool = False,
-) -> Classifier:
-    """The timm architecture that `spec` describes."""
-    import timm
-
-    from vitrail.model.build import _head_config
-
-    head_config = _head_config(spec["head"])
-    count = len(classes) if isinstance(head_config, Own) else 0
-    try:
-        with torch.device("cpu" if pretrained else device or "cpu"):
-            backbone = timm.create_model(spec["timm"], pretrained=pretrained, num_classes=count, **spec["options"])
-    except (OSError, RuntimeError) as error:
-        if not pretrained:
-            raise
-        raise ValueError(no_weights(spec["timm"], error)) from None
-    own = tuple(f"backbone.{n}" for n in _classifier_names(backbone)) if isinstance(head_config, Own) else ()
-    trunk = TimmTrunk(backbone, own)
-    if isinstance(head_config, Own):
-        head: Head = OwnHead(backbone)
-    else:
-        with torch.device(device or "cpu"):
-            head = build_head(head_config, trunk.width, len(classes))
-        if head.prefix > trunk.prefix:
-            raise ValueError(
-                f"timm:{spec['timm']} has {trunk.prefix} class tokens, the head {head_config.kind} needs "
-                f"{head.prefix}; use --model.head mean"
-            )
-    model = Classifier(
-        trunk,
-        head,
-        spec=spec,
-        classes=classes,
-        preprocess=preprocess or timm_preprocess(backbone),
-        multilabel=multilabel,
-    )
-    return model.to(device) if device is not None and str(device) != "meta" else model
-
-
-def no_weights(name: str, error: Exception) -> str:
-    """One sentence for the person who is offline or asked for weights that do not exist."""
-    reason = " ".join(str(error).split())[:160]
-    return (
-        f"the published weights of timm:{name} could not be fetched ({reason}); connect once so that they are cached, "
-        "give a file or a run (model.weights=PATH), or train from scratch (model.weights=none)"
-    )
-
-
-def timm_preprocess(backbone: nn.Module) -> PreprocessConfig:
-    """How timm evaluates this model."""
-    settings: Mapping[str, Any] = getattr(backbone, "pretrained_cfg", None) or {}
-    size = settings.get("test_input_size") or settings.get("input_size") or (3, 224, 224)
-    interpolation = str(settings.get("interpolation", "bicubic"))
-    known = ("nearest", "bilinear", "bicubic", "lanczos")
-    return PreprocessConfig(
-        size=int(size[-1]),
-        crop_ratio=float(settings.get("test_crop_pct") or settings.get("crop_pct") or 0.875),
-        interpolation=cast("Any", interpolation if interpolation in known else "bicubic"),
-        mean=cast("Any", tuple(settings.get("mean", (0.485, 0.456, 0.406)))),
-        std=cast("Any", tuple(settings.get("std", (0.229, 0.224, 0.225)))),
-    )
-
-
-def _classifier_names(backbone: nn.Module) -> list[str]:
-    settings: Mapping[str, Any] = getattr(backbone, "pretrained_cfg", None) or {}
-    names = settings.get("classifier") or ()
-    return [names] if isinstance(names, str) else list(names)
-
-
-def _timm_layers(backbone: nn.Module, groups: Any) -> dict[str, int]:
-    from timm.models import group_parameters
-
-    layers: dict[str, int] = {}
-    for depth, names in group_parameters(backbone, groups, reverse=False).items():
-        for name in names:
-            layers[name] = int(depth)
-    return layers
+def to_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A plain ViT's state dict under timm's names."""
+    back = {"head.fc.": "head.", "head.norm.": "fc_norm.", "trunk.": ""}
+    renamed = {}
+    for name, tensor in state.items():
+        ours = next(prefix for prefix in back if name.startswith(prefix))
+        renamed[back[ours] + name.removeprefix(ours)] = tensor
+    return renamed

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.block import Block, drop_path_rates
+from vitrail.model.block import Block, ParallelBlock
 from vitrail.model.config import TrunkConfig
-from vitrail.model.positions import resize_positions
-from vitrail.model.stems import PatchEmbed
+from vitrail.model.norms import make_norm
+from vitrail.model.positions import resize_positions, sinusoid
+from vitrail.model.residual import drop_path_rates
+from vitrail.model.starts import fixup, t_fixup
+from vitrail.model.stems import build_stem
 from vitrail.model.tokens import Probe, Tokens
 
 
@@ -19,7 +23,8 @@ class Trunk(nn.Module):
     """A stack of residual blocks on patch tokens.
 
     `prefix` is how many learned tokens the head needs in front of the patches; `final_norm` is false where the head has
-    layers of its own after which it normalises. Attribute names follow timm's ViT.
+    layers of its own after which it normalises. Attribute names follow timm's ViT. Raises `ValueError` where the mixer
+    cannot carry class tokens.
     """
 
     def __init__(self, config: TrunkConfig, prefix: int = 1, final_norm: bool = True) -> None:
@@ -27,42 +32,75 @@ class Trunk(nn.Module):
         self.config = config
         self.prefix = prefix
         self.width = config.width
-        self.patch_embed = PatchEmbed(config.patch, config.width)
+        self.patch_embed = build_stem(config.stem, config.patch, config.width)
         self.grid = self.patch_embed.grid(config.image_size, config.image_size)
-        # Positions for the prefix come first, as in timm; DeiT III has none for its class token.
-        self.placed_prefix = prefix if config.class_position else 0
+        if config.class_token_at > config.depth:
+            raise ValueError(f"class_token_at is {config.class_token_at}, but there are only {config.depth} blocks")
+        # Positions for the prefix come first, as in timm; DeiT III has none for its class token, nor has a late one.
+        self.placed_prefix = prefix if config.class_position and config.class_token_at == 0 else 0
         self.cls_token = nn.Parameter(torch.empty(1, prefix, config.width)) if prefix else None
-        self.pos_embed = nn.Parameter(torch.empty(1, self.placed_prefix + self.grid[0] * self.grid[1], config.width))
+        count = self.placed_prefix + self.grid[0] * self.grid[1]
+        self.pos_embed: Tensor | nn.Parameter | None
+        if config.positions == "learned":
+            self.pos_embed = nn.Parameter(torch.empty(1, count, config.width))
+        else:
+            table = sinusoid(count, config.width) if config.positions == "sinusoid" else None
+            self.register_buffer("pos_embed", table, persistent=False)
         self.pos_drop = nn.Dropout(config.position_drop)
-        self.blocks = nn.ModuleList(Block(config, i, rate) for i, rate in enumerate(drop_path_rates(config)))
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps) if final_norm else nn.Identity()
+        kind = Block if config.parallel == 1 else ParallelBlock
+        rates = drop_path_rates(config.drop_path, config.depth, config.drop_path_rule)
+        self.blocks = nn.ModuleList(kind(config, self.grid, i, rate) for i, rate in enumerate(rates))
+        if prefix and not self._blocks()[0].mixers[0].takes_prefix:
+            raise ValueError(
+                f"the mixer {config.mixer.kind} works on patches only, a class token would learn nothing from them; "
+                "use a head that pools patches: mean, class_attention, class_mlp, attention_pool, gramian"
+            )
+        self.norm = make_norm(config.norm, config.width, config.norm_eps) if final_norm else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        elif self.pos_embed is not None and not self.pos_embed.is_meta:
+            self.pos_embed.copy_(sinusoid(self.pos_embed.shape[1], self.width))
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
+        if self.config.start != "default" and not next(self.blocks.parameters()).is_meta:
+            (fixup if self.config.start == "fixup" else t_fixup)(self.blocks, self.config.depth)
+
+    def _blocks(self) -> list[Block | ParallelBlock]:
+        return cast("list[Block | ParallelBlock]", list(self.blocks))
 
     @property
     def intermediates(self) -> list[str]:
         """Every name that `want` and `given` know."""
-        blocks = cast("list[Block]", list(self.blocks))
-        return [f"{what}.{i}" for i, block in enumerate(blocks) for what in (*block.attn.shows, "tokens")]
+        return [f"{what}.{i}" for i, block in enumerate(self._blocks()) for what in (*block.mixers[0].shows, "tokens")]
 
     def embed(self, images: Tensor) -> Tokens:
         """Images [batch, 3, height, width] to tokens with positions."""
         grid = self.patch_embed.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images)
-        positions = resize_positions(self.pos_embed, self.placed_prefix, self.grid, grid)
-        if self.cls_token is not None:
-            token = self.cls_token.expand(len(x), -1, -1).to(x.dtype)
-            if self.placed_prefix:
-                x = torch.cat([token, x], dim=1) + positions
-            else:
-                x = torch.cat([token, x + positions], dim=1)
-        else:
+        positions = None
+        if self.pos_embed is not None:
+            positions = resize_positions(self.pos_embed, self.placed_prefix, self.grid, grid)
+        if self.placed_prefix:
+            x = self._with_class_tokens(x)
+        if positions is not None:
             x = x + positions
-        return Tokens(self.pos_drop(x), self.prefix, grid)
+        if self.prefix and not self.placed_prefix and self.config.class_token_at == 0:
+            x = self._with_class_tokens(x)
+        prefix = self.prefix if self.config.class_token_at == 0 else 0
+        return Tokens(self.pos_drop(x), prefix, grid)
+
+    def _with_class_tokens(self, x: Tensor) -> Tensor:
+        assert self.cls_token is not None
+        return torch.cat([self.cls_token.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+
+    def _enter(self, tokens: Tokens) -> Tokens:
+        mask = tokens.mask
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(len(mask), self.prefix), mask], dim=1)
+        return replace(tokens, sequence=self._with_class_tokens(tokens.sequence), prefix=self.prefix, mask=mask)
 
     def encode(
         self,
@@ -73,10 +111,17 @@ class Trunk(nn.Module):
     ) -> tuple[Tokens, dict[str, Tensor]]:
         """Run the blocks. With `until=k` stop before block k and leave out the final norm (teachers)."""
         probe = Probe(want, given or {}, self.intermediates) if want or given else None
-        blocks = list(self.blocks)
-        for block in blocks[:until]:
+        depth = len(self.blocks)
+        late = self.config.class_token_at if self.prefix else 0
+        for i, block in enumerate(self.blocks):
+            if until is not None and i >= until:
+                break
+            if late and i == late:
+                tokens = self._enter(tokens)
             tokens = block(tokens, probe)
-        if until is None or until >= len(blocks):
+        if until is None or until >= depth:
+            if late == depth:
+                tokens = self._enter(tokens)
             tokens = tokens.but(self.norm(tokens.sequence))
         return tokens, {} if probe is None else probe.captured
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import WEIGHTS, model_folder, read_description, read_tensors
-from vitrail.model.timm import load_weights, no_weights, timm_preprocess
+from vitrail.model.timm import load_weights
+from vitrail.model.timm_trunk import no_weights, timm_preprocess
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 

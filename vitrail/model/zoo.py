@@ -7,116 +7,359 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
-from vitrail.model.config import TrunkConfig
-from vitrail.model.heads.config import ClassToken, HeadConfig
+from vitrail.model.config import AnyTrunkConfig, CifarResNet, ConvStem, SotStem, TimmBackbone, TrunkConfig
+from vitrail.model.heads.config import (
+    AttentionPool,
+    ClassAttention,
+    ClassMlp,
+    ClassToken,
+    Distilled,
+    Gramian,
+    HeadConfig,
+    Mean,
+    SecondOrder,
+)
+from vitrail.model.mixers.config import (
+    GatedConv,
+    LinearPatches,
+    NoMixing,
+    PatchConv,
+    PatchMlp,
+    Softmax,
+    TalkingHeads,
+)
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What the source prints: parameters in millions and multiply-accumulates in units of 10^9, at the native size."""
+    """What the source prints at the native size: parameters in millions, multiply-accumulates in units of 10^9."""
 
     parameters: float | None = None
     macs: float | None = None
+    attention_products: bool = True
+    """Whether the source's figure counts the products of queries with keys and of maps with values."""
 
 
 @dataclass(frozen=True)
 class Spec:
     """One named model."""
 
-    trunk: TrunkConfig
+    trunk: AnyTrunkConfig
     head: HeadConfig
     source: str
     stated: Stated = Stated()
     timm: str | None = None
     """Name under which timm publishes the same architecture."""
+    classes: int = 1000
+    """Classes for which the source counts."""
 
 
-_SIZES = {  # width, depth, heads, patch (architectures-and-training §4.1, §8.1)
+Rows = dict[str, Spec]
+
+SIZES = {  # width, depth, heads, patch (architectures-and-training §4.1, §8.1)
     "tiny": (192, 12, 3, 16),
     "small": (384, 12, 6, 16),
     "base": (768, 12, 12, 16),
     "large": (1024, 24, 16, 16),
     "huge": (1280, 32, 16, 14),
 }
+DEIT3: dict[str, Any] = {"layerscale": 1e-4, "class_position": False, "drop_path_rule": "uniform"}
 
 
-def _plain(size: str, **changes: object) -> TrunkConfig:
-    width, depth, heads, patch = _SIZES[size]
-    return replace(TrunkConfig(width=width, depth=depth, heads=heads, patch=patch), **changes)  # type: ignore[arg-type]
+def plain_vit(size: str, **changes: Any) -> TrunkConfig:
+    """The trunk of a plain ViT of a named size."""
+    width, depth, heads, patch = SIZES[size]
+    return replace(TrunkConfig(width=width, depth=depth, heads=heads, patch=patch), **changes)
 
 
-def _vits() -> dict[str, Spec]:
-    rows: dict[str, Spec] = {}
-    timm_size = {"tiny": "tiny", "small": "small", "base": "base", "large": "large", "huge": "huge"}
-    for size in _SIZES:
-        patch = _SIZES[size][3]
-        rows[f"vit_{size}"] = Spec(
-            _plain(size), ClassToken(), "ViT, arXiv 2010.11929", timm=f"vit_{timm_size[size]}_patch{patch}_224"
-        )
-    deit = {"tiny": (5.7, 1.3), "small": (22.0, 4.6), "base": (86.6, 17.5)}
-    for size, (parameters, macs) in deit.items():
-        rows[f"deit_{size}"] = Spec(
-            _plain(size),
-            ClassToken(),
-            "DeiT, table 3.1",
-            Stated(parameters, macs),
-            timm=f"deit_{size}_patch16_224",
-        )
+def vits() -> Rows:
+    rows: Rows = {}
+    for size, (_, _, _, patch) in SIZES.items():
+        published = f"vit_{size}_patch{patch}_224"
+        rows[f"vit_{size}"] = Spec(plain_vit(size), ClassToken(), "ViT, arXiv 2010.11929", timm=published)
+    for size, parameters, macs in (("tiny", 5.7, 1.3), ("small", 22.0, 4.6), ("base", 86.6, 17.5)):
+        stated = Stated(parameters, macs)
+        published = f"deit_{size}_patch16_224"
+        rows[f"deit_{size}"] = Spec(plain_vit(size), ClassToken(), "DeiT, table 3.1", stated, published)
     rows["deit_base_384"] = Spec(
-        _plain("base", image_size=384),
-        ClassToken(),
-        "DeiT, table 3.5",
-        Stated(86.9, 55.4),
-        timm="deit_base_patch16_384",
+        plain_vit("base", image_size=384), ClassToken(), "DeiT, table 3.5", Stated(86.9, 55.4), "deit_base_patch16_384"
     )
-    deit3 = {
-        "tiny": (5.7, 1.3),
-        "small": (22.0, 4.6),
-        "base": (86.6, 17.5),
-        "large": (304.4, 61.6),
-        "huge": (632.1, 167.4),
-    }
-    for size, (parameters, macs) in deit3.items():
-        rows[f"deit3_{size}"] = Spec(
-            _plain(size, layerscale=1e-4, class_position=False, drop_path_rule="uniform"),
-            ClassToken(),
-            "DeiT III, tables 6.7 and 6.14",
-            Stated(parameters, macs),
-            timm=None if size == "tiny" else f"deit3_{size}_patch{_SIZES[size][3]}_224",
+    for size, parameters in (("tiny", 6.0), ("small", 22.0), ("base", 87.0)):
+        published = f"deit_{size}_distilled_patch16_224"
+        rows[f"deit_{size}_distilled"] = Spec(
+            plain_vit(size), Distilled(), "DeiT distilled, table 3.5", Stated(parameters), published
         )
-    rows["deit3_huge52"] = Spec(
-        _plain("huge", depth=52, layerscale=1e-4, class_position=False, drop_path_rule="uniform"),
-        ClassToken(),
-        "DeiT III, table 6.6",
-        Stated(1000.0, None),
+    rows["deit_base_distilled_384"] = Spec(
+        plain_vit("base", image_size=384),
+        Distilled(),
+        "DeiT distilled, table 3.5",
+        Stated(87.0, 55.5),
+        "deit_base_distilled_patch16_384",
+    )
+    for size, parameters, macs in (
+        *(("tiny", 5.7, 1.3), ("small", 22.0, 4.6), ("base", 86.6, 17.5)),
+        *(("large", 304.4, 61.6), ("huge", 632.1, 167.4)),
+    ):
+        known = None if size == "tiny" else f"deit3_{size}_patch{SIZES[size][3]}_224"
+        stated = Stated(parameters, macs)
+        source = "DeiT III, tables 6.7 and 6.14"
+        rows[f"deit3_{size}"] = Spec(plain_vit(size, **DEIT3), ClassToken(), source, stated, known)
+    for name, changes in (("huge52", {"depth": 52}), ("huge26x2", {"depth": 26, "parallel": 2})):
+        trunk = plain_vit("huge", **DEIT3, **changes)
+        rows[f"deit3_{name}"] = Spec(trunk, ClassToken(), "DeiT III, table 6.6", Stated(1000.0))
+    return rows
+
+
+CAIT = {  # depth, width, parameters, MACs at 224, drop path, LayerScale (architectures-and-training §5.4)
+    "xxs24": (24, 192, 12.0, 2.5, 0.05, 1e-5),
+    "xxs36": (36, 192, 17.3, 3.8, 0.1, 1e-6),
+    "xs24": (24, 288, 26.6, 5.4, 0.05, 1e-5),
+    "xs36": (36, 288, 38.6, 8.1, 0.1, 1e-6),
+    "s24": (24, 384, 46.9, 9.4, 0.1, 1e-5),
+    "s36": (36, 384, 68.2, 13.9, 0.2, 1e-6),
+    "s48": (48, 384, 89.5, 18.6, 0.3, 1e-6),
+    "m24": (24, 768, 185.9, 36.0, 0.2, 1e-5),
+    "m36": (36, 768, 270.9, 53.7, 0.3, 1e-6),
+    "m48": (48, 768, 356.0, None, 0.4, 1e-6),
+    "b12": (12, 768, 100.0, 18.2, 0.0, 0.1),
+}
+CAIT_TIMM = {"xxs24": 224, "xxs36": 224, "s24": 224, "xs24": 384, "s36": 384, "m36": 384, "m48": 448}
+
+
+def cait_trunk(depth: int, width: int, drop_path: float, layerscale: float, **changes: Any) -> TrunkConfig:
+    return replace(
+        TrunkConfig(
+            width=width,
+            depth=depth,
+            heads=width // 48,
+            mixer=TalkingHeads(),
+            layerscale=layerscale,
+            drop_path=drop_path,
+            drop_path_rule="uniform",
+        ),
+        **changes,
+    )
+
+
+def caits() -> Rows:
+    rows: Rows = {}
+    for name, (depth, width, parameters, macs, drop_path, layerscale) in CAIT.items():
+        trunk = cait_trunk(depth, width, drop_path, layerscale)
+        source = "CaiT, tables 3.15 and 3.16" if name != "b12" else "CaiT-B12, table 6.13"
+        size = CAIT_TIMM.get(name)
+        published = None if size is None else f"cait_{name}_{size}"
+        rows[f"cait_{name}"] = Spec(trunk, ClassAttention(), source, Stated(parameters, macs), published)
+    return rows
+
+
+def resmlp_trunk(width: int, depth: int, **changes: Any) -> TrunkConfig:
+    start = 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+    return replace(
+        TrunkConfig(
+            width=width,
+            depth=depth,
+            heads=1,
+            mixer=LinearPatches(),
+            norm="affine",
+            positions="none",
+            layerscale=start,
+            drop_path_rule="uniform",
+        ),
+        **changes,
+    )
+
+
+def resmlps() -> Rows:
+    """The fourteen rows of architectures-and-training §6.2."""
+    rows: Rows = {}
+    for name, width, depth, patch, parameters, macs, published in (
+        ("s12", 384, 12, 16, 15.4, 3.0, "resmlp_12_224"),
+        ("s24", 384, 24, 16, 30.0, 6.0, "resmlp_24_224"),
+        ("s36", 384, 36, 16, None, None, "resmlp_36_224"),
+        ("b24", 768, 24, 16, 115.7, 23.0, None),
+        ("s12_p14", 384, 12, 14, 15.6, 4.0, None),
+        ("s12_p8", 384, 12, 8, 22.1, 14.0, None),
+        ("b24_p8", 768, 24, 8, 129.1, 100.2, "resmlp_big_24_224"),
+    ):
+        trunk, stated = resmlp_trunk(width, depth, patch=patch), Stated(parameters, macs)
+        rows[f"resmlp_{name}"] = Spec(trunk, Mean(), "ResMLP, tables 4.1 and 4.3", stated, published)
+    ablations: tuple[tuple[str, dict[str, Any], HeadConfig, float, float], ...] = (
+        ("layernorm", {"norm": "layernorm"}, Mean(), 15.4, 3.0),
+        ("class_mlp", {}, ClassMlp(), 17.7, 3.0),
+        ("none", {"mixer": NoMixing()}, Mean(), 14.9, 2.8),
+        ("mlp", {"mixer": PatchMlp()}, Mean(), 18.6, 4.3),
+        ("conv", {"mixer": PatchConv(style="full")}, Mean(), 30.8, 6.0),
+        ("depthwise", {"mixer": PatchConv(style="depthwise")}, Mean(), 14.9, 2.8),
+        ("separable", {"mixer": PatchConv(style="separable")}, Mean(), 16.7, 3.2),
+    )
+    for name, changes, head, parameters, macs in ablations:
+        trunk = resmlp_trunk(384, 12, **changes)
+        rows[f"resmlp_s12_{name}"] = Spec(trunk, head, "ResMLP, table 4.3", Stated(parameters, macs))
+    return rows
+
+
+PATCHCONVNET = {  # width, depth, parameters, MACs, drop path (architectures-and-training §7.2)
+    "s20": (384, 20, None, None, 0.0),
+    "s36": (384, 36, None, None, 0.05),
+    "s60": (384, 60, 25.2, 4.0, 0.15),
+    "s120": (384, 120, 47.7, 7.5, 0.2),
+    "b36": (768, 36, None, None, 0.2),
+    "b60": (768, 60, 99.4, 15.8, 0.3),
+    "b120": (768, 120, 188.6, 29.9, 0.4),
+    "l60": (1024, 60, None, 28.1, 0.3),  # drop path of L is not printed: that of B
+    "l120": (1024, 120, None, 53.0, 0.4),
+}
+
+
+def patchconvnet_trunk(width: int, depth: int, drop_path: float, **changes: Any) -> TrunkConfig:
+    return replace(
+        TrunkConfig(
+            width=width,
+            depth=depth,
+            heads=1,
+            stem=ConvStem(),
+            mixer=GatedConv(),
+            mlp_ratio=0.0,
+            positions="none",
+            layerscale=1e-5 if depth <= 24 else 1e-6,
+            drop_path=drop_path,
+            drop_path_rule="uniform",
+        ),
+        **changes,
+    )
+
+
+def patchconvnets() -> Rows:
+    rows: Rows = {}
+    for name, (width, depth, parameters, macs, drop_path) in PATCHCONVNET.items():
+        trunk = patchconvnet_trunk(width, depth, drop_path)
+        source = "PatchConvNet, tables 5.1, 5.2 and 5.8"
+        rows[f"patchconvnet_{name}"] = Spec(trunk, AttentionPool(), source, Stated(parameters, macs))
+    return rows
+
+
+def sot_trunk(width: int, depth: int, heads: int, ratio: float, **changes: Any) -> TrunkConfig:
+    return replace(
+        TrunkConfig(
+            width=width,
+            depth=depth,
+            heads=heads,
+            mlp_ratio=ratio,
+            stem=SotStem(),
+            mixer=Softmax(qkv_bias=False),
+            positions="sinusoid",
+            drop_path=0.1,
+        ),
+        **changes,
+    )
+
+
+def second_order(size: int, drop: float = 0.0) -> SecondOrder:
+    return SecondOrder(rows=size, columns=size, drop=drop)
+
+
+def sots() -> Rows:
+    rows: Rows = {}
+    for name, trunk, head, parameters, macs in (
+        ("tiny", sot_trunk(240, 12, 4, 2.5), second_order(14), 7.7, 2.5),
+        ("small", sot_trunk(384, 14, 6, 3.5), second_order(24, 0.5), 26.9, 5.8),
+        ("base", sot_trunk(528, 24, 8, 3.0), second_order(38, 0.7), 76.8, 14.5),
+        ("7", sot_trunk(256, 7, 4, 2.0, image_size=112, patch=8), second_order(14), 5.44, None),
+    ):
+        stated = Stated(parameters, macs, attention_products=False)
+        rows[f"sot_{name}"] = Spec(trunk, head, "SoT, tables S-1 and 3b", stated)
+    for size, width, parameters, macs in (("tiny", 14, 7.0, 2.3), ("small", 24, 25.6, 5.5), ("base", 37, 94.9, 18.2)):
+        trunk, stated = plain_vit(size, stem=SotStem()), Stated(parameters, macs, attention_products=False)
+        rows[f"deit_{size}_sot"] = Spec(trunk, second_order(width), "SoT, table 5 (stem and head)", stated)
+    return rows
+
+
+def gramians() -> Rows:
+    """Gramian heads. Widths of ResNet, ViT and CIFAR heads are unpublished (heads §5 item 14): ours are small ones."""
+    rows: Rows = {}
+    vit = Gramian(gram_width=112, attention_width=112)
+    rows["ga_vit_small"] = Spec(plain_vit("small"), vit, "GA-ViT-S; head widths are ours", Stated(27.7, 4.3))
+    resnet = TimmBackbone(name="resnet50", image_size=224, stages=True, width=640)
+    rows["ga_resnet50"] = Spec(resnet, Gramian(gram_width=144), "GA-ResNet50; widths are ours", Stated(41.3, 5.2))
+    for size, parameters, macs, width, inner, taps in (
+        ("tiny", 48.7, 6.3, 688, 168, 2),
+        ("small", 70.4, 10.5, 688, 168, 4),
+        ("base", 124.3, 19.0, 976, 240, 4),
+    ):
+        backbone = TimmBackbone(name=f"convnext_{size}", image_size=224, stages=True, taps=taps, width=width, narrow=True)
+        head = Gramian(gram_layer=True, attention_width=inner)
+        rows[f"ga_convnext_{size}"] = Spec(backbone, head, "GA-ConvNeXt, table 3", Stated(parameters, macs))
+    return rows
+
+
+def cifar_resnets() -> Rows:
+    rows: Rows = {}
+    for depth in (20, 32, 44, 56, 110):
+        stated = {32: 0.470, 110: 1.734}.get(depth)
+        rows[f"cifar_resnet{depth}"] = Spec(
+            CifarResNet(depth=depth), Mean(), "ResNet on CIFAR (heads §3.5)", Stated(stated), classes=100
+        )
+    for depth, parameters, macs in ((29, 0.34, 0.05), (65, 0.71, 0.10), (110, 1.17, 0.17)):
+        rows[f"cifar_resnet{depth}_bottleneck"] = Spec(
+            CifarResNet(depth=depth, block="bottleneck"), Mean(), "GA, table C", Stated(parameters, macs), classes=100
+        )
+    rows["ga_cifar_resnet32"] = Spec(
+        CifarResNet(depth=32),
+        Gramian(heads=3, gram_width=64, attention_width=32, embed_groups=2),
+        "GA-R32, table D; head widths are ours",
+        Stated(0.75),
+        classes=100,
     )
     return rows
 
 
-def _small_images() -> dict[str, Spec]:
+def small_images() -> Rows:
     """Versions for 32-pixel images: patches of 4, so that 64 tokens remain."""
-    rows = {}
-    for name, size in (("vit_tiny_32", "tiny"), ("vit_small_32", "small")):
-        rows[name] = Spec(_plain(size, image_size=32, patch=4), ClassToken(), "small-image version of vit")
-    for name, size in (("deit3_tiny_32", "tiny"), ("deit3_small_32", "small")):
-        trunk = _plain(size, image_size=32, patch=4, layerscale=1e-4, class_position=False, drop_path_rule="uniform")
-        rows[name] = Spec(trunk, ClassToken(), "small-image version of deit3")
-    rows["vit_micro_28"] = Spec(
-        TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu"),
-        ClassToken(),
-        "the demonstration; ReLU, because GELU's backward is slow on a CPU",
-    )
-    return rows
+    tiny: dict[str, Any] = {"image_size": 32, "patch": 4}
+    about = "small-image version"
+    return {
+        "vit_tiny_32": Spec(plain_vit("tiny", **tiny), ClassToken(), about, classes=100),
+        "vit_small_32": Spec(plain_vit("small", **tiny), ClassToken(), about, classes=100),
+        "deit_tiny_distilled_32": Spec(plain_vit("tiny", **tiny), Distilled(), about, classes=100),
+        "deit3_tiny_32": Spec(plain_vit("tiny", **tiny, **DEIT3), ClassToken(), about, classes=100),
+        "deit3_small_32": Spec(plain_vit("small", **tiny, **DEIT3), ClassToken(), about, classes=100),
+        "cait_xxs12_32": Spec(cait_trunk(12, 192, 0.0, 0.1, **tiny), ClassAttention(), about, classes=100),
+        "resmlp_t12_32": Spec(resmlp_trunk(192, 12, **tiny), Mean(), about, classes=100),
+        "patchconvnet_t20_32": Spec(patchconvnet_trunk(192, 20, 0.0, **tiny), AttentionPool(), about, classes=100),
+        "sot_7_32": Spec(sot_trunk(192, 7, 4, 2.0, **tiny), second_order(14), about, classes=100),
+        "ga_vit_tiny_32": Spec(
+            plain_vit("tiny", **tiny),
+            Gramian(gram_width=48, attention_width=48, embed_groups=8),
+            about,
+            classes=100,
+        ),
+        "vit_micro_28": Spec(
+            TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu"),
+            ClassToken(),
+            "the demonstration; ReLU, because GELU's backward is slow on a CPU",
+            classes=10,
+        ),
+    }
 
 
-ZOO: dict[str, Spec] = {**_vits(), **_small_images()}
+ZOO: Rows = {
+    **vits(),
+    **caits(),
+    **resmlps(),
+    **patchconvnets(),
+    **sots(),
+    **gramians(),
+    **cifar_resnets(),
+    **small_images(),
+}
 
 
 def list_models(pattern: str = "*") -> list[str]:
     """Names of the models that match a shell pattern, in the zoo's order.
 
     >>> list_models("deit_s*")
-    ['deit_small']
+    ['deit_small', 'deit_small_distilled', 'deit_small_sot']
     """
     return [name for name in ZOO if fnmatchcase(name, pattern)]

@@ -61,7 +61,7 @@ def _model(name: str) -> dict[str, Any]:
         "name": name,
         "parameters": parameters,
         "macs": counted.get("macs"),
-        "size": spec.trunk.image_size,
+        "size": spec.trunk.image_size or 224,
         "head": spec.head.kind,
         "stated_parameters_millions": stated,
         "stated_macs_billions": spec.stated.macs,

@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
+from vitrail.model.config import TrunkConfig
+from vitrail.model.heads.attention_pool import AttentionPoolHead
+from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, ClassDecoderHead, ClassMlpMixer
 from vitrail.model.heads.class_token import ClassTokenHead
-from vitrail.model.heads.config import ClassToken, HeadConfig, Mean
+from vitrail.model.heads.config import (
+    AttentionPool,
+    ClassAttention,
+    ClassMlp,
+    ClassToken,
+    Distilled,
+    Gramian,
+    HeadConfig,
+    Mean,
+    SecondOrder,
+)
+from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.mean import MeanHead
+from vitrail.model.heads.second_order import SecondOrderHead
 
 
-def build_head(config: HeadConfig, width: int, classes: int) -> Head:
-    """The head that `config` describes, for tokens of `width`."""
+def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+    """The head that `config` describes, for tokens of `width`; what it leaves open follows `trunk`."""
     if isinstance(config, ClassToken):
-        return ClassTokenHead(width, classes, config.drop)
+        return ClassTokenHead(width, classes, config.drop, config.copies)
     if isinstance(config, Mean):
-        return MeanHead(width, classes, config.drop, config.norm_after)
+        return MeanHead(width, classes, config.drop, config.copies, norm_after=config.norm_after)
+    if isinstance(config, Distilled):
+        return DistilledHead(width, classes, config.fusion)
+    if isinstance(config, SecondOrder):
+        return SecondOrderHead(config, width, classes)
+    if isinstance(config, Gramian):
+        from vitrail.model.heads.gramian import GramianHead
+
+        return GramianHead(config, width, classes)
+    if isinstance(config, AttentionPool):
+        inherited = trunk.layerscale if trunk is not None and trunk.layerscale is not None else 1e-6
+        return AttentionPoolHead(config, width, classes, inherited)
+    if isinstance(config, ClassAttention):
+        return _class_attention(config, width, classes, trunk)
+    if isinstance(config, ClassMlp):
+        return _class_mlp(config, width, classes, trunk)
     raise ValueError(f"the head {config.kind!r} belongs to timm models; choose class_token or mean")
+
+
+def _class_attention(config: ClassAttention, width: int, classes: int, trunk: TrunkConfig | None) -> ClassDecoderHead:
+    heads = config.heads or (trunk.heads if trunk is not None else max(1, width // 64))
+    start = config.layerscale if config.layerscale is not None else trunk.layerscale if trunk is not None else None
+    blocks = [
+        ClassBlock(
+            ClassAttentionMixer(width, heads, config.token_in_keys),
+            width,
+            config.mlp_ratio,
+            "layernorm",
+            start if config.scaled else None,
+        )
+        for _ in range(config.layers)
+    ]
+    return ClassDecoderHead(blocks, width, classes, "layernorm")
+
+
+def _class_mlp(config: ClassMlp, width: int, classes: int, trunk: TrunkConfig | None) -> ClassDecoderHead:
+    if trunk is None:
+        raise ValueError(
+            "class_mlp reads a fixed number of patches, which this trunk does not fix; use class_attention"
+        )
+    count = (trunk.image_size // trunk.patch) ** 2 + 1
+    blocks = [
+        ClassBlock(ClassMlpMixer(count), width, config.mlp_ratio, trunk.norm, trunk.layerscale)
+        for _ in range(config.layers)
+    ]
+    return ClassDecoderHead(blocks, width, classes, trunk.norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Range
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class ClassToken:
 
     kind: Literal["class_token"] = "class_token"
     drop: Fraction = 0.0
+    copies: Count = 1
+    """Classifiers side by side, as a control for heads that have several."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,61 @@ class Mean:
 
     kind: Literal["mean"] = "mean"
     drop: Fraction = 0.0
+    copies: Count = 1
+    """Classifiers side by side, as a control for heads that have several."""
     norm_after: bool = False
     """Apply the final norm to the mean instead of to every token (timm's `fc_norm`)."""
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Class token and distillation token, a linear classifier each (DeiT, architectures-and-training §4.2)."""
+
+    kind: Literal["distilled"] = "distilled"
+    fusion: Literal["logits", "softmax"] = "logits"
+    """Mean of logits (timm and the published weights), or sum of probabilities (the thesis)."""
+
+
+@dataclass(frozen=True)
+class ClassAttention:
+    """Layers in which only a class token is updated, by attention to the patches (CaiT §5.3)."""
+
+    kind: Literal["class_attention"] = "class_attention"
+    layers: Count = 2
+    heads: Count | None = None
+    """Attention heads (none: the trunk's, or one for each 64 channels)."""
+    mlp_ratio: Positive = 4.0
+    layerscale: NotNegative | None = None
+    """Start of LayerScale in these layers (none: as the trunk)."""
+    scaled: bool = True
+    """LayerScale in these layers, where the trunk has it."""
+    token_in_keys: bool = True
+    """The class token is among the keys and values."""
+
+
+@dataclass(frozen=True)
+class ClassMlp:
+    """As class attention, with one learned linear map over patches in its place (ResMLP §6.1)."""
+
+    kind: Literal["class_mlp"] = "class_mlp"
+    layers: Count = 2
+    mlp_ratio: Positive = 4.0
+
+
+@dataclass(frozen=True)
+class AttentionPool:
+    """One attention layer that pools patches into a learned vector, or into one for each class (PatchConvNet §7.1)."""
+
+    kind: Literal["attention_pool"] = "attention_pool"
+    heads: Count = 1
+    queries: Literal["one", "per_class"] = "one"
+    mlp_ratio: Positive = 3.0
+    layerscale: NotNegative | None = None
+    """Start of LayerScale (none: as the trunk, else 1e-6)."""
+    token_in_keys: bool = False
+    """The learned vector is among the keys and values (only with one query)."""
+    per_class_logit: Literal["own", "shared"] = "own"
+    """per_class: a linear map for each class, or one shared by all."""
 
 
 @dataclass(frozen=True)
@@ -90,4 +145,4 @@ class Own:
     kind: Literal["own"] = "own"
 
 
-HeadConfig = ClassToken | Mean | Own
+HeadConfig = ClassToken | Mean | Distilled | ClassAttention | ClassMlp | AttentionPool | SecondOrder | Gramian | Own

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
+import torch
 from torch import Tensor, nn
 
 from vitrail.model.tokens import Tokens
@@ -16,7 +15,7 @@ class Head(nn.Module):
     layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds.
     """
 
-    prefix: ClassVar[int] = 0
+    prefix: int = 0
     own_norm: bool = False
     classifiers: int = 1
     features: int
@@ -36,15 +35,20 @@ class Head(nn.Module):
         """Losses of the head itself (decorrelation and the like), by name."""
         return {}
 
+    def maps(self, tokens: Tokens) -> Tensor | None:
+        """Where the head looks: `[batch, maps, patches]`, rows that sum to 1; none where it has no maps."""
+        return None
+
 
 class LinearHead(Head):
-    """One linear classifier on one vector an image (architectures-and-training §2.3)."""
+    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3); their logits are averaged."""
 
-    def __init__(self, width: int, classes: int, drop: float = 0.0) -> None:
+    def __init__(self, width: int, classes: int, drop: float = 0.0, copies: int = 1) -> None:
         super().__init__()
         self.features = width
+        self.classifiers = copies
         self.drop = nn.Dropout(drop)
-        self.fc = nn.Linear(width, classes)
+        self.fc = nn.Linear(width, copies * classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,4 +56,10 @@ class LinearHead(Head):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return self.fc(self.drop(self.embed(tokens)))[:, None]
+        return self.fc(self.drop(self.embed(tokens))).unflatten(-1, (self.classifiers, -1))
+
+
+def mean_of_probabilities(stack: Tensor) -> Tensor:
+    """Log of the mean over classifiers of their softmax: the argmax of summed probabilities, as logits."""
+    mean = stack.float().log_softmax(-1).logsumexp(1)
+    return mean - torch.log(torch.tensor(float(stack.shape[1]), device=stack.device))

@@ -12,9 +12,16 @@ class MeanHead(LinearHead):
     """A linear classifier on the mean of the patch tokens; with `norm_after`, the final norm comes after the mean."""
 
     def __init__(
-        self, width: int, classes: int, drop: float = 0.0, norm_after: bool = False, eps: float = 1e-6
+        self,
+        width: int,
+        classes: int,
+        drop: float = 0.0,
+        copies: int = 1,
+        *,
+        norm_after: bool = False,
+        eps: float = 1e-6,
     ) -> None:
-        super().__init__(width, classes, drop)
+        super().__init__(width, classes, drop, copies)
         self.own_norm = norm_after
         self.norm = nn.LayerNorm(width, eps=eps) if norm_after else nn.Identity()
 

@@ -44,7 +44,7 @@ class SecondOrderHead(Head):
         _check(config)
         fusion = config.fusion
         self.config = config
-        self.prefix = 1 if config.class_token == "first" else 0  # type: ignore[misc]
+        self.prefix = 1 if config.class_token == "first" else 0
         self.classifiers = 2 if fusion == "late" else 1
         self.pool = None if fusion == "class_only" else build_pooling(config, width)
         pooled = 0 if self.pool is None else self.pool.features

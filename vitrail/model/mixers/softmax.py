@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.tokens import Probe, Tokens
 
 
-class SoftmaxMixer(nn.Module):
+class SoftmaxMixer(Mixer):
     """Multi-head scaled dot-product attention (architectures-and-training §2.3, eq. 3.1).
 
     sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]; map [batch, heads, tokens, tokens]
     """
 
     shows = ("q", "k", "v", "attention")
+    attention_products = True
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
         super().__init__()
@@ -32,19 +34,24 @@ class SoftmaxMixer(nn.Module):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
 
+    def last_linear(self) -> nn.Module:
+        return self.proj
+
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, width = x.shape
         qkv = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         return q, k, v
 
-    def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
-        """The attention map, computed beside the fused kernel."""
+    def scores(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
+        """q kᵀ / √d, minus infinity where a key is padding."""
         # A contiguous transpose: the strided product is many times slower on some CPUs.
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1).contiguous()
-        if tokens.mask is not None:
-            scores = scores.masked_fill(~tokens.mask[:, None, None], float("-inf"))
-        return scores.softmax(-1)
+        return scores if tokens.mask is None else scores.masked_fill(~tokens.mask[:, None, None], float("-inf"))
+
+    def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
+        """The attention map, computed beside the fused kernel."""
+        return self.scores(q, k, tokens).softmax(-1)
 
     def mix(self, parts: tuple[Tensor, Tensor, Tensor], tokens: Tokens, attention: Tensor | None = None) -> Tensor:
         q, k, v = parts

@@ -1,0 +1,143 @@
+"""What several classifiers of one head do together: accuracy of each and of any subset, agreement, diversity.
+
+Pure functions of stack [images, classifiers, classes] (logits) and target [images] of class numbers, in float64 on the
+CPU. Of equal scores the lower class number comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_FOR_ALL_SUBSETS = 12  # 4,095 subsets
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """Strength and correlation of an ensemble (Breiman 2001, section 2; heads §3.2). Undefined figures are NaN."""
+
+    strength: float
+    """Mean margin of the ensemble: share (or probability) of the true class minus that of the best other."""
+    correlation: float
+    """Variance of the ensemble's margin over the squared mean deviation of its members' margins; a member counts as
+    its own partner too, as the bound needs."""
+    between: float
+    """Mean Pearson correlation of the margins of two different members."""
+
+    @property
+    def ratio(self) -> float:
+        """correlation / strength^2, Breiman's c/s2: lower is better."""
+        return self.correlation / self.strength**2 if self.strength > 0 else math.nan
+
+    @property
+    def bound(self) -> float:
+        """correlation (1 - strength^2) / strength^2, above the error of the vote where strength is positive."""
+        return self.ratio * (1 - self.strength**2)
+
+
+def diversity(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "hard") -> Diversity:
+    """Strength and correlation of the classifiers of `stack`, from their votes or their probabilities (`soft`)."""
+    each = margins(stack, target, votes)
+    deviation = each.std(0, correction=0)
+    spread = float(deviation.mean()) ** 2
+    variance = float(each.mean(1).var(correction=0))
+    return Diversity(
+        strength=float(each.mean()),
+        correlation=variance / spread if spread > 0 else math.nan,
+        between=_mean_off_diagonal(_correlations(each)),
+    )
+
+
+def margins(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "hard") -> Tensor:
+    """Margins `[images, classifiers]`: of the true class over the other class that all together rank highest."""
+    stack, target = _checked(stack, target)
+    if votes not in ("hard", "soft"):
+        raise ValueError(f"votes must be hard or soft, not {votes!r}")
+    classes = stack.shape[-1]
+    given = F.one_hot(stack.argmax(-1), classes).double() if votes == "hard" else stack.softmax(-1)
+    together = given.mean(1).scatter(1, target[:, None], -math.inf)
+    true = target[:, None, None].expand(-1, stack.shape[1], 1)
+    rival = together.argmax(1)[:, None, None].expand(-1, stack.shape[1], 1)
+    return (given.gather(2, true) - given.gather(2, rival)).squeeze(2)
+
+
+def head_accuracy(stack: Tensor, target: Tensor) -> Tensor:
+    """Top-1 accuracy of each classifier alone, `[classifiers]`."""
+    stack, target = _checked(stack, target)
+    return (stack.argmax(-1) == target[:, None]).double().mean(0)
+
+
+def fused_accuracy(stack: Tensor, target: Tensor, heads: Sequence[int] | None = None) -> float:
+    """Top-1 accuracy of the summed logits of `heads` (none: all)."""
+    stack, target = _checked(stack, target)
+    if heads is not None and (not heads or not all(0 <= k < stack.shape[1] for k in heads)):
+        raise ValueError(f"heads must be numbers from 0 to {stack.shape[1] - 1}, at least one, not {list(heads)}")
+    chosen = stack if heads is None else stack[:, list(heads)]
+    return float((chosen.sum(1).argmax(-1) == target).double().mean())
+
+
+def subset_accuracy(stack: Tensor, target: Tensor, sizes: Iterable[int] | None = None) -> dict[tuple[int, ...], float]:
+    """Top-1 accuracy of the summed logits of every subset (of these sizes), smallest subsets first."""
+    stack, target = _checked(stack, target)
+    count = stack.shape[1]
+    wanted = range(1, count + 1) if sizes is None else sorted(set(sizes))
+    if sizes is None and count > MOST_FOR_ALL_SUBSETS:
+        raise ValueError(f"{count} classifiers have {2**count - 1:,} subsets; say which sizes are wanted")
+    if not all(1 <= size <= count for size in wanted):
+        raise ValueError(f"subsets of {count} classifiers have sizes 1 to {count}, not {list(wanted)}")
+    subsets = [subset for size in wanted for subset in combinations(range(count), size)]
+    return {subset: fused_accuracy(stack, target, subset) for subset in subsets}
+
+
+def best_subsets(stack: Tensor, target: Tensor) -> dict[int, tuple[int, ...]]:
+    """The most accurate subset of each size; the first in order where several are. Choose on validation images."""
+    best: dict[int, tuple[int, ...]] = {}
+    accuracy = subset_accuracy(stack, target)
+    for subset, value in accuracy.items():
+        if len(subset) not in best or value > accuracy[best[len(subset)]]:
+            best[len(subset)] = subset
+    return best
+
+
+def agreement(stack: Tensor) -> Tensor:
+    """Share of images on which two classifiers name the same class, `[classifiers, classifiers]`."""
+    said = _checked(stack)[0].argmax(-1)
+    return (said[:, :, None] == said[:, None, :]).double().mean(0)
+
+
+def _correlations(values: Tensor) -> Tensor:
+    """Pearson correlations of columns, NaN where a column is constant."""
+    centred = values - values.mean(0)
+    covariance = centred.T @ centred
+    deviation = covariance.diagonal().sqrt()
+    return covariance / deviation.outer(deviation)
+
+
+def _mean_off_diagonal(matrix: Tensor) -> float:
+    other = ~torch.eye(len(matrix), dtype=torch.bool)
+    return float(matrix[other].mean())  # NaN for a single classifier
+
+
+def _checked(stack: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    stack = stack.detach().double().cpu()
+    if stack.ndim != 3 or 0 in stack.shape or stack.shape[-1] < 2:
+        raise ValueError(
+            f"the stack has shape {list(stack.shape)}: [images, classifiers, two classes or more] is needed"
+        )
+    if target is None:
+        return stack, stack.new_zeros(len(stack), dtype=torch.long)
+    target = target.detach().cpu()
+    if target.ndim != 1 or len(target) != len(stack) or target.is_floating_point():
+        raise ValueError(
+            f"labels of shape {list(target.shape)} do not fit {len(stack)} images: class numbers are needed"
+        )
+    if int(target.min()) < 0 or int(target.max()) >= stack.shape[-1]:
+        raise ValueError(f"labels must lie between 0 and {stack.shape[-1] - 1}")
+    return stack, target.long()

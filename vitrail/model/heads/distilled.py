@@ -1,0 +1,42 @@
+"""DeiT's two tokens and two classifiers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.model.heads.head import Head, mean_of_probabilities
+from vitrail.model.tokens import Tokens
+
+
+class DistilledHead(Head):
+    """A classifier on the class token and one on the distillation token (architectures-and-training §4.2).
+
+    Classifier 0 learns from labels, classifier 1 from a teacher. They are fused by the mean of logits, as timm does and
+    the published weights expect, or by the sum of their softmax, as the thesis says: the two can disagree.
+    """
+
+    prefix = 2
+    classifiers = 2
+
+    def __init__(self, width: int, classes: int, fusion: str = "logits") -> None:
+        super().__init__()
+        self.features = 2 * width
+        self.fusion = fusion
+        self.fc = nn.Linear(width, classes)
+        self.fc_dist = nn.Linear(width, classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in (self.fc, self.fc_dist):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        return tokens.sequence[:, :2].flatten(1)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return torch.stack([self.fc(tokens.sequence[:, 0]), self.fc_dist(tokens.sequence[:, 1])], 1)
+
+    def fuse(self, stack: Tensor) -> Tensor:
+        return mean_of_probabilities(stack) if self.fusion == "softmax" else stack.mean(1)

@@ -1,0 +1,105 @@
+"""What happens to a residual branch before it is added: gains and stochastic depth, and their rules by depth."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import stochastic_depth
+
+
+class LayerScale(nn.Module):
+    """Learned per-channel gain on a residual branch (CaiT, eq. 3.7).
+
+    Starts at `init`, so a deep stack begins close to the identity and still has gradients in every branch
+    (a gain of exactly zero would not); or uniformly in [0, 2 init]. `learned=False` freezes it. `shift` adds a learned
+    constant: the post-operation affine map of ResMLP's equations, which its published counts do not have (§12 item 2).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        init: float,
+        start: Literal["constant", "uniform"] = "constant",
+        learned: bool = True,
+        shift: bool = False,
+    ) -> None:
+        super().__init__()
+        self.init, self.start = init, start
+        self.gamma = nn.Parameter(torch.empty(width), requires_grad=learned)
+        self.shift = nn.Parameter(torch.empty(width)) if shift else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.start == "uniform":
+            nn.init.uniform_(self.gamma, 0.0, 2 * self.init)
+        else:
+            nn.init.constant_(self.gamma, self.init)
+        if self.shift is not None:
+            nn.init.zeros_(self.shift)
+
+    def forward(self, branch: Tensor) -> Tensor:  # [..., width]
+        return branch * self.gamma if self.shift is None else torch.addcmul(self.shift, branch, self.gamma)
+
+
+class ScalarGate(nn.Module):
+    """One learned number a branch: ReZero and SkipInit start it at 0, Fixup at 1 with a shift (CaiT, eq. 3.6)."""
+
+    def __init__(self, init: float, shift: bool = False) -> None:
+        super().__init__()
+        self.init = init
+        self.gain = nn.Parameter(torch.empty(1))
+        self.shift = nn.Parameter(torch.empty(1)) if shift else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, self.init)
+        if self.shift is not None:
+            nn.init.zeros_(self.shift)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        return branch * self.gain if self.shift is None else branch * self.gain + self.shift
+
+
+class DropPath(nn.Module):
+    """Drops the whole branch of a sample with probability `rate` in training and rescales the rest."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:  # [batch, ...]
+        if self.rate == 0.0 or not self.training:
+            return branch
+        return stochastic_depth(branch, self.rate, "row", True)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+def layerscale_init_for_depth(depth: int) -> float:
+    """LayerScale's start by depth (CaiT §3.5.1): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond.
+
+    >>> [layerscale_init_for_depth(d) for d in (12, 18, 24, 36)]
+    [0.1, 0.1, 1e-05, 1e-06]
+    """
+    return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+
+
+def drop_path_for_depth(depth: int) -> float:
+    """Uniform drop-path rate by depth at width 384 (CaiT §3.5.2): max(0.1 (depth / 12 - 1), 0).
+
+    The printed formula, min(0.1 depth / 12 - 1, 0), is never positive; this one gives the rates of its own table.
+
+    >>> [round(drop_path_for_depth(d), 3) for d in (12, 24, 36, 48)]
+    [0.0, 0.1, 0.2, 0.3]
+    """
+    return max(0.1 * (depth / 12 - 1), 0.0)
+
+
+def drop_path_rates(rate: float, depth: int, rule: str) -> list[float]:
+    """The rate of every block: rising linearly to `rate`, or the same everywhere."""
+    if rule == "uniform" or depth == 1:
+        return [rate] * depth
+    return [rate * i / (depth - 1) for i in range(depth)]

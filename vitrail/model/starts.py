@@ -1,0 +1,41 @@
+"""Initial weights that let a deep stack train without normalisation (architectures-and-training §5.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vitrail.model.block import Mlp
+from vitrail.model.mixers.softmax import SoftmaxMixer
+
+
+@torch.no_grad()
+def fixup(module: nn.Module, depth: int) -> None:
+    """Fixup: the last layer of every branch starts at 0, the others are scaled by depth^(-1/2).
+
+    The exponent is -1/(2m - 2) for m = 2 layers a branch. Scalar gains of 1 and shifts stand in the block.
+    """
+    for part in module.modules():
+        if isinstance(part, SoftmaxMixer):
+            part.qkv.weight.mul_(depth**-0.5)
+            nn.init.zeros_(part.proj.weight)
+        elif isinstance(part, Mlp):
+            part.fc1.weight.mul_(depth**-0.5)
+            nn.init.zeros_(part.fc2.weight)
+
+
+@torch.no_grad()
+def t_fixup(module: nn.Module, depth: int) -> None:
+    """T-Fixup: Xavier weights; values, projections and both layers of the channel branch scaled by 0.67 depth^(-1/4)."""
+    gain = 0.67 * depth**-0.25
+    for part in module.modules():
+        if isinstance(part, SoftmaxMixer):
+            for rows in part.qkv.weight.chunk(3):
+                nn.init.xavier_uniform_(rows)
+            nn.init.xavier_uniform_(part.proj.weight)
+            part.qkv.weight.chunk(3)[2].mul_(gain)
+            part.proj.weight.mul_(gain)
+        elif isinstance(part, Mlp):
+            for layer in (part.fc1, part.fc2):
+                nn.init.xavier_uniform_(layer.weight)
+                layer.weight.mul_(gain)
