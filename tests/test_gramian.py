@@ -224,13 +224,13 @@ def test_a_model_of_bfloat16_follows_the_float32_one() -> None:
     assert (half.float() - exact).norm() < 0.05 * exact.norm()
 
 
-def test_fuse_sums_the_heads_without_the_auxiliary() -> None:
+def test_fuse_averages_the_heads_without_the_auxiliary() -> None:
     head = shaken(small(auxiliary=True)).eval()
     tokens = some_tokens()
     stack = head(tokens)
     assert stack.shape == (4, 4, CLASSES)
     assert head.classifiers == 4
-    torch.testing.assert_close(head.fuse(stack), stack[:, 0] + stack[:, 1] + stack[:, 2])
+    torch.testing.assert_close(head.fuse(stack), (stack[:, 0] + stack[:, 1] + stack[:, 2]) / 3)
     torch.testing.assert_close(stack[:, 3], head.auxiliary(tokens)[:, 0])
 
 
@@ -337,7 +337,7 @@ def test_kept_heads_are_smaller_and_give_their_own_logits() -> None:
     kept = head.keep([2, 0])
     assert isinstance(kept, GramianHead)
     torch.testing.assert_close(kept(tokens), stack[:, [2, 0]])
-    torch.testing.assert_close(kept.fuse(kept(tokens)), stack[:, 2] + stack[:, 0])
+    torch.testing.assert_close(kept.fuse(kept(tokens)), (stack[:, 2] + stack[:, 0]) / 2)
     per_head = sum(p.numel() for n, p in head.named_parameters() if not n.startswith("auxiliary")) // 3
     assert sum(p.numel() for p in kept.parameters()) == 2 * per_head
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in kept.parameters()}

@@ -10,13 +10,12 @@ import torch
 from PIL import Image
 
 import vitrail
-from vitrail.model.residual import DropPath, LayerScale, drop_path_rates
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Mean
 from vitrail.model.positions import resize_positions
+from vitrail.model.residual import DropPath, LayerScale, drop_path_rates
 from vitrail.model.store import load_model, read_tensors
 from vitrail.model.tokens import Tokens, reset
-from vitrail.model.zoo import ZOO
 
 
 def small(name: str = "deit3_tiny", **changes: object) -> vitrail.api.Classifier:
@@ -174,24 +173,6 @@ def test_a_model_on_meta_can_be_filled_and_reset() -> None:
 def test_layerscale_multiplies_each_channel() -> None:
     scale = LayerScale(3, 0.5)
     assert torch.equal(scale(torch.tensor([[2.0, 4.0, 6.0]])), torch.tensor([[1.0, 2.0, 3.0]]))
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_every_model_runs_is_saved_and_loaded(name: str, tmp_path) -> None:
-    row = ZOO[name].trunk
-    size = 4 * row.patch
-    model = create_model(name, classes=["a", "b", "<c>"], depth=2, width=64, heads=2, image_size=size).eval()
-    images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
-    logits = model(images)
-    logits.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    model.save(tmp_path / "model")
-    again = vitrail.load(tmp_path / "model")
-    assert again.classes == ("a", "b", "<c>")
-    assert torch.equal(again(images), logits)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(images.float()), model(images.float()))
-    assert model(images[:1]).shape == (1, 3)
 
 
 def test_bytes_are_normalised_and_floats_are_taken_as_they_are() -> None:

@@ -8,10 +8,13 @@ import torch
 
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Mean
-from vitrail.model.timm import load_weights, to_timm
+from vitrail.model.timm import from_timm_names, load_weights, to_timm
 from vitrail.model.zoo import ZOO
 
-FAMILIES = ["vit_tiny", "vit_small", "deit_tiny", "deit_small", "deit3_small"]
+FAMILIES = [
+    *("vit_tiny", "vit_small", "deit_tiny", "deit_small", "deit_tiny_distilled", "deit3_small"),
+    *("cait_xxs24", "resmlp_s12", "resmlp_s24"),
+]
 
 
 def random_timm(name: str, **options: object) -> torch.nn.Module:
@@ -33,6 +36,28 @@ def test_logits_equal_timm(name: str) -> None:
         assert (ours(images) - theirs(images)).abs().max() < 1e-4
         ours, theirs, images = ours.double(), theirs.double(), images.double()
         assert (ours(images) - theirs(images)).abs().max() < 1e-9
+
+
+def test_the_stack_of_a_distilled_model_is_timms_pair() -> None:
+    theirs = random_timm("deit_tiny_distilled_patch16_224")
+    ours = create_model("deit_tiny_distilled").eval()
+    load_weights(ours, theirs.state_dict())
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        features = theirs.forward_features(images)
+        pair = torch.stack([theirs.head(features[:, 0]), theirs.head_dist(features[:, 1])], 1)
+        torch.testing.assert_close(ours.stack(images), pair)
+
+
+@pytest.mark.parametrize("name", [n for n, spec in ZOO.items() if spec.timm])
+def test_every_published_model_is_ours_tensor_by_tensor(name: str) -> None:
+    """Names and shapes of all weights that timm publishes, at full size, without memory."""
+    with torch.device("meta"):
+        theirs = timm.create_model(ZOO[name].timm, num_classes=1000)
+    size = theirs.pretrained_cfg["input_size"][-1]
+    ours = create_model(name, device="meta", image_size=size)
+    renamed = {k: v.squeeze().shape for k, v in from_timm_names(theirs.state_dict()).items()}
+    assert renamed == {k: v.squeeze().shape for k, v in ours.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", ["deit_tiny", "deit3_small"])
@@ -114,7 +139,7 @@ def test_a_timm_model_takes_a_head_of_ours() -> None:
 
 
 def test_a_head_that_needs_a_token_is_refused_on_a_convolutional_trunk() -> None:
-    with pytest.raises(ValueError, match=r"needs 1; use --model\.head mean"):
+    with pytest.raises(ValueError, match="needs 1; heads that pool patches work: mean"):
         create_model("timm:resnet18", classes=5, head="class_token")
 
 

@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import Run, cost, create_model, evaluate, list_models, load, open_data, recipe, train
+    from vitrail.api import (
+        Run,
+        cost,
+        create_model,
+        evaluate,
+        fold_affine,
+        fold_layerscale,
+        list_models,
+        load,
+        open_data,
+        recipe,
+        replace_head,
+        train,
+    )
 
 __all__ = [
     "Run",
@@ -19,10 +32,13 @@ __all__ = [
     "cost",
     "create_model",
     "evaluate",
+    "fold_affine",
+    "fold_layerscale",
     "list_models",
     "load",
     "open_data",
     "recipe",
+    "replace_head",
     "train",
 ]
 

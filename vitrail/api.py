@@ -30,10 +30,11 @@ from vitrail.engine.schedule import make_schedule
 from vitrail.learn.supervised import Supervised
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import EVALUATORS, Loaders, Predictions, predict_all
-from vitrail.model.build import create_model
+from vitrail.model.build import create_model, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.cost import cost
+from vitrail.model.fold import fold_affine, fold_layerscale
 from vitrail.model.store import load_model
 from vitrail.model.zoo import list_models
 from vitrail.recipes import recipe
@@ -45,10 +46,13 @@ __all__ = [
     "cost",
     "create_model",
     "evaluate",
+    "fold_affine",
+    "fold_layerscale",
     "list_models",
     "load",
     "open_data",
     "recipe",
+    "replace_head",
     "train",
 ]
 

@@ -40,7 +40,7 @@ def svpn(matrix: Tensor, alpha: float) -> Tensor:
     [2.0, 3.0]
     """
     _check_alpha(alpha)
-    with _without_autocast(matrix):
+    with without_autocast(matrix):
         matrix = _raised(matrix)
         # One backward formula is enough: a wide matrix is a tall one on its side.
         wide = matrix.shape[-2] < matrix.shape[-1]
@@ -69,7 +69,7 @@ class _ExactSvpn(torch.autograd.Function):
         if torch.is_grad_enabled():  # once_differentiable would drop the second derivative in silence
             raise RuntimeError("exact svpn cannot be differentiated twice (create_graph=True); use svpn_fast")
         U, s, Vh = ctx.saved_tensors
-        with _without_autocast(grad):
+        with without_autocast(grad):
             gain = _gain(s, ctx.alpha)
             GV = grad @ Vh.mT
             P = U.mT @ GV
@@ -135,7 +135,7 @@ def svpn_fast(matrix: Tensor, alpha: float, singular_values: int, iterations: in
             f"matrices of {rows} x {columns} cannot be normalised with {singular_values} singular values and "
             f"{iterations} iterations; use 1 to {min(rows, columns)} singular values and at least one iteration"
         )
-    with _without_autocast(matrix):
+    with without_autocast(matrix):
         remainder = _raised(matrix)
         start = start.to(remainder.dtype)
         powers = []
@@ -174,7 +174,7 @@ def matrix_sqrt_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     The matrix is divided by its trace, so that the steps converge, and the root multiplied by the trace's root. A trace
     below `TRACE_FLOOR` is taken as that: convergence is then slower and the limit the same; a zero matrix gives zeros.
     """
-    with _without_autocast(matrix):
+    with without_autocast(matrix):
         matrix = _raised(matrix)
         trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=TRACE_FLOOR)
         identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -196,7 +196,7 @@ def upper_triangle(matrix: Tensor) -> Tensor:
 
 def gram_vector(x: Tensor) -> Tensor:
     """Gram matrix over tokens as a unit vector: `[..., d, tokens]` to `[..., d(d+1)/2]`; zero tokens give zeros."""
-    with _without_autocast(x):
+    with without_autocast(x):
         return F.normalize(upper_triangle(cross_covariance(x, x)), dim=-1)
 
 
@@ -210,7 +210,7 @@ def cross_covariance(x: Tensor, y: Tensor, mask: Tensor | None = None, center: s
     """
     if center not in ("none", "channel", "scalar"):
         raise ValueError(f"center must be none, channel or scalar, not {center!r}")
-    with _without_autocast(x):
+    with without_autocast(x):
         x, y = _raised(x), _raised(y)
         if mask is None:
             count: Tensor | int = max(1, x.shape[-1])
@@ -234,7 +234,7 @@ def _centred(x: Tensor, mask: Tensor | None, count: Tensor | int, center: str) -
 
 def signed_root(x: Tensor) -> Tensor:
     """sign(x) sqrt(|x|), element by element, any shape; smooth at zero by `ROOT_FLOOR` under the root."""
-    with _without_autocast(x):
+    with without_autocast(x):
         x = _raised(x)
         return x * (x.abs() + ROOT_FLOOR).rsqrt()
 
@@ -248,6 +248,7 @@ def _raised(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which operations keep the dtype of their inputs, on the device of `x`."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

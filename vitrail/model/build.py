@@ -57,9 +57,9 @@ def create_model(
 ) -> Classifier:
     """A classifier by name.
 
-    `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be overridden
-    by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights` is `none`,
-    `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
+    `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be
+    overridden by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights`
+    is `none`, `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
     `device="meta"` builds without memory. Raises `ValueError` for an unknown name or override, with near matches.
 
     >>> create_model("deit_tiny", classes=10, depth=2).head.fc.out_features
@@ -155,8 +155,8 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
     head = build_head(parts.head, trunk.width, classes)
     if head.prefix > trunk.prefix:
         raise ValueError(
-            f"{parts.name or config.kind} has {trunk.prefix} class tokens, the head {parts.head.kind} needs {head.prefix}; "
-            "heads that pool patches work: mean, class_attention, attention_pool, gramian, "
+            f"{parts.name or config.kind} has {trunk.prefix} class tokens, the head {parts.head.kind} needs "
+            f"{head.prefix}; heads that pool patches work: mean, class_attention, attention_pool, gramian, "
             "or second_order with class_token none and fusion words_only"
         )
     return trunk, head

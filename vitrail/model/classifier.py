@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -41,9 +42,19 @@ class Outputs:
     """Everything one forward pass can tell."""
 
     stack: Tensor  # [batch, classifiers, classes]
-    embedding: Tensor  # [batch, features]
     tokens: Tokens
+    head: Head
     captured: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """The vector that is classified, [batch, features]; computed when it is asked for."""
+        return self.head.embed(self.tokens)
+
+    @cached_property
+    def maps(self) -> Tensor | None:
+        """Where the head looks, [batch, maps, patches]; none where it has no maps."""
+        return self.head.maps(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Classifier(nn.Module):
         self.classes = tuple(classes)
         self.preprocess = preprocess
         self.multilabel = multilabel
+        self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
 
     def _images(self, images: Tensor) -> Tensor:
@@ -106,7 +118,7 @@ class Classifier(nn.Module):
         """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""
         trunk = cast("AnyTrunk", self.trunk)
         tokens, captured = trunk.encode(trunk.embed(self._images(images)), want, given)
-        return Outputs(self.head(tokens), self.head.embed(tokens), tokens, captured)
+        return Outputs(self.head(tokens), tokens, self.head, captured)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax, or one sigmoid a class where several classes may hold."""
@@ -163,7 +175,23 @@ class Classifier(nn.Module):
         """Write weights (safetensors) and description (JSON) into `folder`; `vitrail.load` reads them back."""
         from vitrail.model.store import save_model
 
+        if self.folded:
+            raise ValueError("a folded model is for inference only; save it before folding")
         return save_model(self, Path(folder))
+
+    def keep_heads(self, indices: Sequence[int]) -> Classifier:
+        """Leave only these of several heads, in place; with none, a mean-pooling classifier remains (heads §3.6).
+
+        That classifier is the auxiliary one where it was trained along; otherwise it is new: train it on the frozen
+        trunk (a linear probe) or with it (fine-tuning). Raises `ValueError` where the head has no parts to leave out.
+        """
+        keep = getattr(self.head, "keep", None)
+        if keep is None:
+            raise ValueError(f"the head {self.spec['head']['kind']} has no heads to choose from; gramian has")
+        self.head = keep(list(indices))
+        kept = {**self.spec["head"], "heads": len(indices), "auxiliary": False} if indices else {"kind": "mean"}
+        self.spec = {**self.spec, "head": kept}
+        return self
 
     def head_parameters(self) -> set[str]:
         """Names of the parameters that belong to the classifier itself."""

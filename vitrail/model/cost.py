@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.model.mixers.mixer import Mixer
-
 NORM_COST = 5  # operations an element of a LayerNorm with gain and shift, as the usual profilers count them
 
 
@@ -39,7 +37,7 @@ def cost(
     """Parameters and multiply-accumulates of one forward pass on one image.
 
     Conventions differ between papers: `attention_products=False` leaves out the products of queries with keys and of
-    maps with values in the trunk (SoT), `norms=True` adds five operations for each element that a LayerNorm touches.
+    maps with values in stem and trunk (SoT), `norms=True` adds five operations for each element of a LayerNorm.
     Counted on the meta device, so nothing is computed and a model of any size is counted in seconds; `model` itself is
     not touched and may live on any device.
     """
@@ -68,11 +66,11 @@ def cost(
 
 
 def _attention_flops(model: nn.Module, counter: FlopCounterMode) -> int:
-    """Of products of activations with activations inside attention mixers (linear layers are other operations)."""
+    """Of products of activations with activations inside attention (linear layers are other operations)."""
     products = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
     total = 0
     for name, module in model.named_modules():
-        if isinstance(module, Mixer) and module.attention_products:
+        if getattr(module, "attention_products", False):
             counted = counter.get_flop_counts().get(f"{type(model).__name__}.{name}", {})
             total += sum(n for op, n in counted.items() if op in products or "attention" in str(op))
     return total

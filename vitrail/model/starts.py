@@ -26,7 +26,7 @@ def fixup(module: nn.Module, depth: int) -> None:
 
 @torch.no_grad()
 def t_fixup(module: nn.Module, depth: int) -> None:
-    """T-Fixup: Xavier weights; values, projections and both layers of the channel branch scaled by 0.67 depth^(-1/4)."""
+    """T-Fixup: Xavier weights; values, projections and the channel branch scaled by 0.67 depth^(-1/4)."""
     gain = 0.67 * depth**-0.25
     for part in module.modules():
         if isinstance(part, SoftmaxMixer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class PatchEmbed(Stem):
 
 
 class ConvEmbed(Stem):
-    """3x3 convolutions of stride 2, each doubling the width, GELU between (PatchConvNet, architectures-and-training §7.1).
+    """3x3 convolutions of stride 2, each doubling the width, GELU between (architectures-and-training §7.1).
 
     With BatchNorm and without convolution biases: only that gives the printed parameter counts. For patches of 16 there
     are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
@@ -59,9 +60,7 @@ class ConvEmbed(Stem):
             raise ValueError(f"a convolutional stem halves the image step by step: patch {patch} is no power of 2")
         self.patch = patch
         widths = [3, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(nn.BatchNorm2d(b) if norm else nn.Identity() for b in widths[1:])
 
     def features(self, images: Tensor) -> Tensor:

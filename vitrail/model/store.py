@@ -114,5 +114,9 @@ def load_model(path: str | Path, device: str | torch.device | None = None) -> Cl
         device="meta",
     )
     model.load_state_dict(tensors, strict=True, assign=True)
+    for module in model.modules():  # what is computed and not stored still lives on the meta device
+        fill = getattr(module, "fill_buffers", None)
+        if callable(fill):
+            fill()
     model.stated = description.get("stated", {})
     return model.to(device or "cpu").eval()

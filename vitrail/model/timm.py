@@ -1,4 +1,4 @@
-"""timm: weights in and out. A family's rename table is short because attributes inside our trunks follow timm's names."""
+"""timm: weights in and out. Rename tables are short because attributes inside our trunks follow timm's names."""
 
 from __future__ import annotations
 

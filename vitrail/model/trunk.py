@@ -62,11 +62,17 @@ class Trunk(nn.Module):
         if isinstance(self.pos_embed, nn.Parameter):
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         elif self.pos_embed is not None and not self.pos_embed.is_meta:
-            self.pos_embed.copy_(sinusoid(self.pos_embed.shape[1], self.width))
+            self.fill_buffers()
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
         if self.config.start != "default" and not next(self.blocks.parameters()).is_meta:
             (fixup if self.config.start == "fixup" else t_fixup)(self.blocks, self.config.depth)
+
+    def fill_buffers(self) -> None:
+        """Compute what is not stored: the fixed table of positions."""
+        if self.pos_embed is not None and not isinstance(self.pos_embed, nn.Parameter):
+            device = next(self.blocks.parameters()).device
+            self.pos_embed = sinusoid(self.pos_embed.shape[1], self.width).to(device)
 
     def _blocks(self) -> list[Block | ParallelBlock]:
         return cast("list[Block | ParallelBlock]", list(self.blocks))

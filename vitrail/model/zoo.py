@@ -288,7 +288,9 @@ def gramians() -> Rows:
         ("small", 70.4, 10.5, 688, 168, 4),
         ("base", 124.3, 19.0, 976, 240, 4),
     ):
-        backbone = TimmBackbone(name=f"convnext_{size}", image_size=224, stages=True, taps=taps, width=width, narrow=True)
+        backbone = TimmBackbone(
+            name=f"convnext_{size}", image_size=224, stages=True, taps=taps, width=width, narrow=True
+        )
         head = Gramian(gram_layer=True, attention_width=inner)
         rows[f"ga_convnext_{size}"] = Spec(backbone, head, "GA-ConvNeXt, table 3", Stated(parameters, macs))
     return rows

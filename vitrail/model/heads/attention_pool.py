@@ -17,8 +17,8 @@ class AttentionPoolHead(Head):
     """A learned query attends to the patches; weighted sum, projection, MLP, norm, classifier (§7.1).
 
     `per_class` has one query, hence one map, for each class, all in one batched product; each class's vector gives its
-    logit by a linear map of its own or one shared by all (the thesis does not say; §12 item 7). No biases on q, k and v:
-    the counts allow none. The MLP ratio is 3: the counts fix it.
+    logit by a linear map of its own or one shared by all (the thesis does not say; §12 item 7). The counts allow no
+    biases on q, k and v, and fix the MLP ratio at 3.
     """
 
     own_norm = True
@@ -38,7 +38,8 @@ class AttentionPoolHead(Head):
         self.norm1, self.norm2, self.norm = (nn.LayerNorm(width, eps=1e-6) for _ in range(3))
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.proj = nn.Linear(width, width)
-        self.ls1, self.ls2 = LayerScale(width, start), LayerScale(width, start)
+        self.ls1: nn.Module = LayerScale(width, start)
+        self.ls2: nn.Module = LayerScale(width, start)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), "gelu")
         if self.per_class:
             self.fc = nn.Linear(width, classes if self.own_logits else 1)
@@ -94,4 +95,4 @@ class AttentionPoolHead(Head):
         _, q, k, _, mask = self._parts(tokens)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1).flatten(1, 2)[..., -tokens.patches.shape[1] :]
+        return scores[..., -tokens.patches.shape[1] :].softmax(-1).flatten(1, 2)

@@ -78,7 +78,8 @@ class ClassBlock(nn.Module):
         self.norm1, self.norm2 = make_norm(norm, width), make_norm(norm, width)
         self.attn = mixer
         self.mlp = Mlp(width, int(width * mlp_ratio), "gelu")
-        self.ls1, self.ls2 = (nn.Identity() if layerscale is None else LayerScale(width, layerscale) for _ in range(2))
+        self.ls1: nn.Module = nn.Identity() if layerscale is None else LayerScale(width, layerscale)
+        self.ls2: nn.Module = nn.Identity() if layerscale is None else LayerScale(width, layerscale)
 
     def forward(self, token: Tensor, patches: Tensor, mask: Tensor | None) -> Tensor:
         z = self.norm1(torch.cat([token, patches], 1))
@@ -130,4 +131,5 @@ class ClassDecoderHead(LinearHead):
         patches = tokens.patches
         token = self.cls_token.expand(len(patches), -1, -1).to(patches.dtype)
         weights = first.attn.map(first.norm1(torch.cat([token, patches], 1)), self._mask(tokens))
-        return weights[:, :, -patches.shape[1] :]
+        seen = weights[:, :, -patches.shape[1] :]
+        return seen / seen.sum(-1, keepdim=True)

@@ -16,15 +16,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.second_order import gram_vector
+from vitrail.kernels.second_order import gram_vector, without_autocast
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.mean import MeanHead
@@ -96,7 +94,7 @@ class GramianHead(Head):
             contracted = self.gram_layer(_zeroed(contracted, mask), _whole_grid(tokens))
         contracted = _zeroed(contracted, mask)  # only scales the Gram matrix, and its vector has length 1
         vector = gram_vector(contracted.unflatten(-1, (self.heads, -1)).permute(0, 2, 3, 1))
-        with _without_autocast(vector):
+        with without_autocast(vector):
             return self.token_norm(self.token(vector.flatten(1).to(self.token.weight.dtype)))
 
     def forward(self, tokens: Tokens) -> Tensor:
@@ -104,8 +102,11 @@ class GramianHead(Head):
         return stack if self.auxiliary is None else torch.cat([stack, self.auxiliary(tokens)], dim=1)
 
     def fuse(self, stack: Tensor) -> Tensor:
-        """Sum of the heads' logits; the auxiliary classifier has no part in it."""
-        return stack[:, : self.heads].sum(1)
+        """Mean of the heads' logits; the auxiliary classifier has no part in it.
+
+        The paper sums, which decides alike; but probabilities of a sum are as many times too sure as there are heads.
+        """
+        return stack[:, : self.heads].mean(1)
 
     def losses(self, stack: Tensor, target: Tensor) -> dict[str, Tensor]:
         """`decorrelation`: weight * sum over heads of KL(anchor || head), held at `limit` of the task loss (§3.2).
@@ -370,8 +371,3 @@ def _whole_grid(tokens: Tokens) -> tuple[int, int]:
             "use gram_layer=False where tokens are left out"
         )
     return rows, columns
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

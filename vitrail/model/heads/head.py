@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 class LinearHead(Head):
-    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3); their logits are averaged."""
+    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3), fused by their mean."""
 
     def __init__(self, width: int, classes: int, drop: float = 0.0, copies: int = 1) -> None:
         super().__init__()

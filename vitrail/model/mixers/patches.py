@@ -22,8 +22,9 @@ class FixedPatches(Mixer):
         if tuple(tokens.grid) != tuple(self.grid) or tokens.mask is not None:
             rows, columns = self.grid
             raise ValueError(
-                f"this model mixes exactly {rows}x{columns} patches, the images have {tokens.grid[0]}x{tokens.grid[1]}; "
-                "build it with image_size=... for another size (weights are then interpolated when loaded)"
+                f"this model mixes exactly {rows}x{columns} patches, the images have "
+                f"{tokens.grid[0]}x{tokens.grid[1]}; build it with image_size=... for another size "
+                "(weights are then interpolated when loaded)"
             )
 
 
@@ -74,7 +75,7 @@ class NoMixer(Mixer):
 
 
 class GridMixer(Mixer):
-    """A mixer on the patch grid as an image [batch, width, rows, columns]; any image size, no class tokens, no padding."""
+    """A mixer on the patch grid as an image [batch, width, rows, columns]; any size, no class tokens, no padding."""
 
     takes_prefix = False
 

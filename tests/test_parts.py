@@ -1,0 +1,300 @@
+"""Mixers, norms, gains, starts and folding: identities of architectures-and-training §10.2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from vitrail.model.build import create_model
+from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp, Mean
+from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
+from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, PatchConvMixer
+from vitrail.model.mixers.softmax import SoftmaxMixer
+from vitrail.model.mixers.talking_heads import TalkingHeadsMixer
+from vitrail.model.norms import Affine, TokenBatchNorm
+from vitrail.model.positions import sinusoid
+from vitrail.model.residual import LayerScale, ScalarGate
+from vitrail.model.tokens import Tokens
+
+
+def shake(model: nn.Module) -> None:
+    """Random weights and statistics everywhere, so that nothing hides behind a start of 0, 1 or 1e-6."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(0, 0.2, generator=generator)
+            module.running_var.uniform_(0.5, 1.5, generator=generator)
+
+
+def small(name: str, **changes: object) -> vitrail.api.Classifier:
+    options = {"classes": 5, "depth": 2, "width": 64, "heads": 2, "image_size": 64, "patch": 16, **changes}
+    model = create_model(name, **options).eval()
+    shake(model)
+    return model
+
+
+FOLDED = [
+    ("deit3_tiny", {}),
+    ("deit3_huge26x2", {}),
+    ("cait_xxs24", {}),
+    ("deit_tiny", {"gate": 0.5}),
+    ("deit_tiny", {"start": "fixup"}),
+    ("patchconvnet_s20", {"heads": 1}),
+    ("resmlp_s12", {"heads": 1}),
+    ("resmlp_s12_class_mlp", {"heads": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), FOLDED)
+def test_folding_layerscale_changes_nothing(name: str, changes: dict[str, object]) -> None:
+    model = small(name, **changes).double()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        before = model(images)
+        vitrail.fold_layerscale(model)
+        torch.testing.assert_close(model(images), before, rtol=1e-10, atol=1e-10)
+    left = [m for m in model.modules() if isinstance(m, (LayerScale, ScalarGate))]
+    over_patches = "resmlp" in name
+    assert bool(left) == over_patches  # a gain a channel cannot enter a product over patches
+    with pytest.raises(ValueError, match="save it before folding"):
+        model.save("nowhere")
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_folding_affine_leaves_no_affine_and_no_gain(shift: bool) -> None:
+    model = small("resmlp_s12", heads=1, layerscale_shift=shift).double()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        before = model(images)
+        vitrail.fold_affine(model)
+        torch.testing.assert_close(model(images), before, rtol=1e-10, atol=1e-10)
+    assert not [m for m in model.modules() if isinstance(m, (Affine, LayerScale))]
+
+
+def test_resmlp_sees_the_order_of_patches_and_a_bag_of_patches_does_not() -> None:
+    order = torch.randperm(16)
+    for mixer, sees in ((LinearPatches(), True), (NoMixing(), False)):
+        model = small("resmlp_s12", heads=1, mixer=mixer)
+        tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
+        with torch.no_grad():
+            straight = model.head(model.trunk.encode(tokens)[0])
+            shuffled = model.head(model.trunk.encode(tokens.but(tokens.sequence[:, order]))[0])
+        assert (not torch.allclose(straight, shuffled, atol=1e-4)) is sees
+
+
+def test_talking_heads_equal_timms() -> None:
+    from timm.models.cait import TalkingHeadAttn
+
+    theirs = TalkingHeadAttn(48, num_heads=4, qkv_bias=True).eval()
+    ours = TalkingHeadsMixer(48, 4).eval()
+    shake(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, 48)
+    torch.testing.assert_close(ours(x, Tokens(x, 0, (3, 3))), theirs(x))
+
+
+def test_talking_heads_that_do_not_talk_are_plain_attention() -> None:
+    talking, plain = TalkingHeadsMixer(32, 2), SoftmaxMixer(32, 2)
+    shake(plain)
+    talking.load_state_dict(plain.state_dict(), strict=False)
+    for layer in (talking.proj_l, talking.proj_w):
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    x = torch.randn(2, 7, 32)
+    mask = torch.arange(7).expand(2, 7) < torch.tensor([[5], [7]])
+    for tokens in (Tokens(x, 0, (1, 7)), Tokens(x, 0, (1, 7), mask=mask)):
+        torch.testing.assert_close(talking(x, tokens), plain(x, tokens))
+
+
+def test_captured_talking_heads_are_what_was_used() -> None:
+    model = small("cait_xxs24")
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        found = model.outputs(images, want={"attention.0"})
+        given = model.outputs(images, given={"attention.0": found.captured["attention.0"]})
+    torch.testing.assert_close(found.stack, model.stack(images))
+    torch.testing.assert_close(given.stack, found.stack)
+
+
+def test_linear_patches_is_a_matrix_product_over_patches() -> None:
+    mixer = LinearPatchesMixer((2, 3))
+    shake(mixer)
+    x = torch.randn(4, 6, 8)
+    expected = torch.einsum("ij,bjd->bid", mixer.tokens.weight, x) + mixer.tokens.bias[:, None]
+    torch.testing.assert_close(mixer(x, Tokens(x, 0, (2, 3))), expected)
+
+
+@pytest.mark.parametrize("mixer", [LinearPatches(), PatchMlp()])
+def test_fixed_patches_refuse_another_size_in_words(mixer: LinearPatches | PatchMlp) -> None:
+    model = small("resmlp_s12", heads=1, mixer=mixer)
+    with pytest.raises(ValueError, match="mixes exactly 4x4 patches, the images have 5x5"):
+        model(torch.randn(1, 3, 80, 80))
+
+
+def test_patch_mixing_moves_to_another_grid_with_the_weights() -> None:
+    from vitrail.model.timm import load_weights
+
+    model = small("resmlp_s12", heads=1)
+    larger = create_model("resmlp_s12", classes=5, depth=2, width=64, heads=1, image_size=128, patch=16).eval()
+    notes = load_weights(larger, model.state_dict())
+    assert notes == ["patch mixing interpolated from 4x4 patches; fine-tune before you use it"]
+    old, new = model.trunk.blocks[0].attn.tokens, larger.trunk.blocks[0].attn.tokens
+    # A constant image: what the middle of the grid receives is about what it received before.
+    assert new.weight.sum(1).mean().item() == pytest.approx(old.weight.sum(1).mean().item(), abs=0.05)
+
+
+@pytest.mark.parametrize("style", ["full", "depthwise", "separable"])
+def test_patch_convolutions_act_on_the_grid(style: str) -> None:
+    mixer = PatchConvMixer(8, style)
+    x = torch.randn(2, 12, 8)
+    expected = mixer.point(mixer.conv(x.transpose(1, 2).reshape(2, 8, 3, 4))).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(mixer(x, Tokens(x, 0, (3, 4))), expected)
+    with pytest.raises(ValueError, match="needs the whole grid"):
+        mixer(x[:, :11], Tokens(x[:, :11], 0, (3, 4)))
+
+
+def test_gated_convolution_is_what_the_paper_draws() -> None:
+    mixer = GatedConvMixer(16, 0.25)
+    shake(mixer)
+    x = torch.randn(2, 16, 3, 4)
+    h = nn.functional.gelu(mixer.fc1(x))
+    h = nn.functional.gelu(nn.functional.conv2d(h, mixer.depthwise.weight, mixer.depthwise.bias, padding=1, groups=16))
+    pooled = h.mean((2, 3))
+    gate = torch.sigmoid(
+        torch.relu(pooled @ mixer.squeeze.weight[:, :, 0, 0].T + mixer.squeeze.bias) @ mixer.excite.weight[:, :, 0, 0].T
+        + mixer.excite.bias
+    )
+    torch.testing.assert_close(mixer.on_grid(x), mixer.fc2(h * gate[:, :, None, None]))
+    assert mixer.squeeze.out_channels == 4
+
+
+def test_patchconvnet_takes_any_multiple_of_its_patch_and_costs_by_area() -> None:
+    model = create_model("patchconvnet_s60", device="meta")
+    small_cost, large_cost = vitrail.cost(model, 224), vitrail.cost(model, 384)
+    assert small_cost.parameters == large_cost.parameters
+    assert large_cost.macs / small_cost.macs == pytest.approx(2.936, abs=0.002)  # §10.2 item 12
+
+
+def test_class_attention_costs_linearly_and_self_attention_quadratically() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = create_model("deit_small", head=ClassAttention(layers=1), device="meta").requires_grad_(False)
+    head = model.head.blocks[0].attn
+    costs = []
+    for patches in (196, 392):
+        z = torch.empty(1, patches, 384, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            head(z, None)
+        costs.append(counter.get_total_flops() / 2 - 2 * 384**2)  # less the query and the output projection
+    assert costs[1] == 2 * costs[0]
+
+
+def test_affine_is_a_gain_and_a_shift() -> None:
+    affine = Affine(3)
+    assert torch.equal(affine(torch.ones(2, 3)), torch.ones(2, 3))
+    affine.alpha.data, affine.beta.data = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0])
+    assert torch.equal(affine(torch.full((1, 3), 2.0)), torch.tensor([[2.0, 5.0, 6.0]]))
+
+
+def test_token_batchnorm_takes_statistics_over_all_tokens() -> None:
+    norm = TokenBatchNorm(4)
+    x = torch.randn(3, 5, 4)
+    expected = (x - x.mean((0, 1))) / (x.var((0, 1), unbiased=False) + norm.eps).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_layerscale_starts() -> None:
+    assert torch.equal(LayerScale(4, 0.1).gamma, torch.full((4,), 0.1))
+    drawn = LayerScale(10_000, 0.1, "uniform").gamma
+    assert drawn.min() >= 0
+    assert drawn.max() <= 0.2
+    assert drawn.mean().item() == pytest.approx(0.1, abs=0.002)
+    assert not LayerScale(4, 0.1, learned=False).gamma.requires_grad
+
+
+def test_rezero_begins_as_the_identity() -> None:
+    model = create_model("deit_tiny", classes=5, depth=2, width=64, heads=2, image_size=64, gate=0.0)
+    tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
+    assert torch.equal(model.trunk.encode(tokens)[0].sequence, model.trunk.norm(tokens.sequence))
+
+
+def test_fixup_begins_as_the_identity_and_scales_by_depth() -> None:
+    options = {"classes": 5, "width": 64, "heads": 2, "image_size": 64, "start": "fixup"}
+    for depth in (4, 16):
+        torch.manual_seed(0)
+        model = create_model("deit_tiny", depth=depth, **options)
+        tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
+        assert torch.equal(model.trunk.encode(tokens)[0].sequence, model.trunk.norm(tokens.sequence))
+        assert model.trunk.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.02 * depth**-0.5, rel=0.05)
+
+
+def test_t_fixup_scales_values_and_projections() -> None:
+    torch.manual_seed(0)
+    model = create_model("deit_tiny", classes=5, width=64, heads=2, depth=16, image_size=64, start="t_fixup")
+    attention = model.trunk.blocks[3].attn
+    xavier = (2 / (64 + 64)) ** 0.5
+    q, _, v = attention.qkv.weight.chunk(3)
+    assert q.std().item() == pytest.approx(xavier, rel=0.05)
+    assert v.std().item() == pytest.approx(xavier * 0.67 * 16**-0.25, rel=0.05)
+
+
+def test_a_late_class_token_leaves_earlier_blocks_without_it() -> None:
+    model = small("deit_tiny", class_token_at=1, depth=3)
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        found = model.outputs(images, want={"tokens.0", "tokens.1"})
+    assert found.captured["tokens.0"].shape[1] == 16
+    assert found.captured["tokens.1"].shape[1] == 17
+    assert model.trunk.pos_embed.shape[1] == 16
+    last = small("deit_tiny", class_token_at=2)
+    assert last(images).shape == (1, 5)
+    with pytest.raises(ValueError, match="only 2 blocks"):
+        small("deit_tiny", class_token_at=3)
+
+
+def test_parallel_blocks_add_their_branches() -> None:
+    model = small("deit3_huge26x2")
+    block = model.trunk.blocks[0]
+    tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
+    x = tokens.sequence
+    with torch.no_grad():
+        x = x + sum(b.ls(b.attn(b.norm(x), tokens)) for b in block.attns)
+        x = x + sum(b.ls(b.mlp(b.norm(x))) for b in block.ffns)
+        torch.testing.assert_close(block(tokens).sequence, x)
+
+
+def test_parallel_blocks_equal_timms() -> None:
+    from timm.models.vision_transformer import ParallelThingsBlock
+
+    theirs = ParallelThingsBlock(64, 2, num_parallel=2, qkv_bias=True, init_values=1e-4).eval()
+    shake(theirs)
+    model = small("deit3_huge26x2")
+    block = model.trunk.blocks[0]
+    block.load_state_dict(theirs.state_dict())
+    tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(block(tokens).sequence, theirs(tokens.sequence))
+
+
+def test_sinusoids_are_unit_pairs() -> None:
+    table = sinusoid(197, 240)[0]
+    torch.testing.assert_close(table[:, 0::2] ** 2 + table[:, 1::2] ** 2, torch.ones(197, 120))
+    assert table[3, 0] == pytest.approx(torch.tensor(3.0).sin().item())
+    assert "pos_embed" not in dict(create_model("sot_7_32", device="meta").named_parameters())
+
+
+@pytest.mark.parametrize("head", ["class_token", "distilled", "second_order"])
+def test_a_head_that_needs_a_class_token_is_refused_on_a_trunk_without(head: str) -> None:
+    with pytest.raises(ValueError, match="use a head that pools patches: mean, class_attention"):
+        small("resmlp_s12", heads=1, head=head)
+
+
+@pytest.mark.parametrize("head", [Mean(), ClassAttention(heads=2), AttentionPool(), ClassMlp()])
+@pytest.mark.parametrize("mixer", [LinearPatches(), PatchMlp(), PatchConv(), TalkingHeads()])
+def test_mixers_and_heads_combine_freely(head: object, mixer: object) -> None:
+    model = small("deit_tiny", mixer=mixer, head=head)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
