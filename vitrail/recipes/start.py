@@ -20,9 +20,10 @@ def demo() -> RunConfig:
     """
     return RunConfig(
         recipe="demo",
-        data=DataConfig(uri="embedded:fashion", batch=100, augment=AugmentConfig(crop="pad", padding=2)),
+        data=DataConfig(uri="embedded:fashion", batch=50, augment=AugmentConfig(crop="pad", padding=1)),
         model=ModelConfig(name="vit_micro_28"),
-        optim=OptimConfig(lr=3e-3, epochs=12, warmup=1, floor=1e-5, weight_decay=0.05, clip=1.0),
+        optim=OptimConfig(lr=3e-3, epochs=36, warmup=1, floor=1e-5, weight_decay=0.3, clip=1.0),
+        engine=EngineConfig(evaluate_every=3, checkpoint_every=3),
     )
 
 
