@@ -26,7 +26,8 @@ def counted(name: str, size: int | None = None, **options: object) -> Cost:
     """The generated table where it has the answer (a test below recomputes all of it), else a fresh count."""
     native = ZOO[name].trunk.image_size
     if not options and size in (None, native) and native is not None:
-        return Cost(**TABLE[name], image_size=native, trainable=TABLE[name]["parameters"])
+        row = TABLE[name]
+        return Cost(row["parameters"], row["macs"], native, row["parameters"])
     attention = options.pop("attention_products", True)
     return cost(create_model(name, device="meta", **options), size, attention_products=attention)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +23,7 @@ VERBS: dict[str, str] = {
     "evaluate": "figures of a trained model on any data",
     "predict": "what a trained model says of some images",
     "check": "look for trouble in a data set before training on it",
+    "pack": "decode a data set once, so that no epoch decodes it again",
     "list": "names of models, heads, mixers, recipes, data sources",
     "show": "one model or recipe in full",
 }
@@ -33,6 +36,7 @@ EXAMPLES = """\
   vitrail evaluate runs/demo --data embedded:fashion    figures as a table (or --json)
   vitrail predict runs/demo cat.jpg dog.jpg --json
   vitrail check photos/
+  vitrail pack photos/ packed/                          decoded once; then --data packed/
   vitrail list models
 """
 
@@ -53,6 +57,7 @@ def run(words: Sequence[str]) -> int:
         "evaluate": lambda: _call(evaluate, rest),
         "predict": lambda: _call(predict, rest),
         "check": lambda: _call(check, rest),
+        "pack": lambda: _call(pack, rest),
         "list": lambda: _call(list_, rest),
         "show": lambda: _call(show, rest),
     }
@@ -282,6 +287,56 @@ def check(
     return report.exit_code(strict)
 
 
+def pack(
+    data: tyro.conf.Positional[str | None] = None,
+    out: tyro.conf.Positional[Path | None] = None,
+    /,
+    size: int = 256,
+    workers: int | None = None,
+    verify: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Decode a data set once into raw pixels, which every epoch then reads without decoding.
+
+    Interrupted, the same command goes on where it was. Exit code: 1 where --verify finds damage.
+    Example: vitrail pack photos/ packed/ --size 256, then vitrail train vit --data packed/
+
+    Args:
+        data: folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion, synthetic:shapes
+        out: folder to write
+        size: longest shorter side, larger images are shrunk to it (0: keep as they are)
+        workers: threads that decode (default: one a core, at most 16)
+        verify: compare every byte of this packed folder with its checksum, and pack nothing
+        json: print one JSON object
+    """
+    if verify is not None:
+        from vitrail.data.packed import verify as find_damage
+
+        with _rate("verify", "MB/s", 1e6, quiet=json) as told:
+            faults = find_damage(verify, told)
+        if json:
+            _print_json({"path": str(verify), "faults": faults})
+        else:
+            print("\n".join(faults) or f"{verify}: every byte is as it was written")
+        return 1 if faults else 0
+    if data is None or out is None:
+        return _fail("name a data set and a folder to pack it into, or a packed folder with --verify")
+    from vitrail.data.open import open_source
+    from vitrail.data.pack import pack as write_pack
+
+    with _rate("pack", "img/s", quiet=json) as told:
+        made = write_pack(open_source(data), out, size, workers, told)
+    if json:
+        _print_json(made.to_json())
+        return 0
+    for split, key, reason in made.skipped:
+        print(f"left out of {split}: {key}: {reason}", file=sys.stderr)
+    done = "already packed" if made.already else "packed"
+    left_out = f", {len(made.skipped)} left out" if made.skipped else ""
+    print(f"{done}: {made.images} images, {made.bytes / 1e6:.1f} MB in {out}{left_out}")
+    return 0
+
+
 def list_(
     what: tyro.conf.Positional[Literal["models", "heads", "mixers", "recipes", "data"]] = "models",
     pattern: tyro.conf.Positional[str] = "*",
@@ -326,6 +381,23 @@ def show(name: tyro.conf.Positional[str], /, json: bool = False) -> int:
     else:
         print(catalogue.text(found))
     return 0
+
+
+@contextmanager
+def _rate(what: str, unit: str, scale: float = 1.0, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """For work that tells `(done, total)`: a bar from the first time it does, with the rate since then."""
+    from vitrail.engine.progress import Progress
+
+    with ExitStack() as stack:
+        bars: list[tuple[Progress, float]] = []
+
+        def told(done: int, total: int) -> None:
+            if not bars:
+                bars.append((stack.enter_context(Progress(what, total, quiet=quiet)), time.monotonic()))
+            bar, began = bars[0]
+            bar.advance(done - bar.done, f"{done / scale / max(time.monotonic() - began, 1e-3):.0f} {unit}")
+
+        yield told
 
 
 def _print(thing: Any) -> None:

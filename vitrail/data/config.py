@@ -14,8 +14,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 class AugmentConfig:
     """How a training image is changed. Every random draw is a function of (seed, epoch, image index, view)."""
 
-    crop: Literal["resized", "pad", "evaluation"] = "resized"
-    """`resized`: random resized crop; `pad`: pad by `padding` and crop; `evaluation`: as for evaluation."""
+    crop: Literal["resized", "simple", "pad", "evaluation"] = "resized"
+    """`resized`: random resized crop; `simple`: resize the shorter side, reflect-pad, crop (DeiT III); `pad`: the same for
+    images that already have the size; `evaluation`: as for evaluation."""
     scale: tuple[Fraction, Fraction] = (0.08, 1.0)
     """Share of the image's area that a random resized crop covers."""
     ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
@@ -26,6 +27,14 @@ class AugmentConfig:
     """Probability of a horizontal flip."""
     jitter: NotNegative = 0.0
     """Strength of brightness, contrast and saturation jitter."""
+    three: bool = False
+    """3-Augment: exactly one of grey, solarise and blur for each image (DeiT III, architectures-and-training §8.2)."""
+    grey: Fraction = 0.0
+    """Probability of greyscale."""
+    solarise: Fraction = 0.0
+    """Probability of inverting bytes of 128 and more."""
+    blur: Fraction = 0.0
+    """Probability of a Gaussian blur of radius 0.1 to 2."""
     rand_ops: Whole = 0
     """RandAugment: operations an image (0: off). torchvision's set of operations."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9

@@ -1,6 +1,7 @@
 """One door for all sources: a URI in, a divided data set out.
 
     photos/                             class folders, or train, val and test folders of class folders
+    packed/                             what `vitrail pack` made of any of these
     labels.csv, .tsv, .parquet          columns path, label and perhaps split, coarse
     arrays.npz                          x_train, y_train, x_test, y_test, classes, ...
     torchvision:CIFAR10?root=data       a data set of torchvision
@@ -18,12 +19,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+from vitrail.data.packed import drop_unreadable, is_packed, open_packed
 from vitrail.data.source import DataSet
 from vitrail.data.split import carve, limit_train
 from vitrail.schema import near
 
 FORMS = (
-    "a folder of class folders, a .csv, .tsv or .parquet table, an .npz file, "
+    "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
     "torchvision:NAME, embedded:fashion or synthetic:shapes"
 )
 _SCHEMES = ("torchvision", "embedded", "synthetic")
@@ -49,14 +51,15 @@ def open_data(
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
     (9000, 1000, 2000, 'Trouser')
     """
-    data = _open(str(uri))
+    data = open_source(str(uri))
     if len(data.classes) < 2:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
     data = carve(data, val_fraction, test_fraction, split_seed)
-    return data if limit is None else limit_train(data, limit, split_seed)
+    return drop_unreadable(data if limit is None else limit_train(data, limit, split_seed))
 
 
-def _open(uri: str) -> DataSet:
+def open_source(uri: str) -> DataSet:
+    """The data set a URI names, divided only as far as the source itself is. Raises as `open_data`."""
     scheme, colon, rest = uri.partition(":")
     if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9_+-]+", scheme) and not Path(uri).exists():
         if scheme not in _SCHEMES:
@@ -68,7 +71,7 @@ def _open(uri: str) -> DataSet:
         from vitrail.data.folder import open_folder
 
         _refuse_unknown(options, (), uri)
-        return open_folder(path, uri)
+        return open_packed(path, uri) if is_packed(path) else open_folder(path, uri)
     suffix = path.suffix.lower()
     if suffix in _TABLES:
         from vitrail.data.table import COLUMNS, open_table

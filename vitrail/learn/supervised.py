@@ -9,14 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.batch import Batch
+from vitrail.data.mixing import soft
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
-
-
-def dense_target(target: Tensor, classes: int) -> Tensor:
-    """Targets as float weights [batch, classes]."""
-    return F.one_hot(target, classes).float() if target.ndim == 1 else target.float()
 
 
 def smooth(target: Tensor, smoothing: float, style: str) -> Tensor:
@@ -85,7 +81,7 @@ class Supervised(Objective):
         config = self.config
         if not self.binary and target.ndim == 1 and config.smoothing == 0 and self.weights is None:
             return F.cross_entropy(logits.float(), target)
-        dense = dense_target(target, logits.shape[-1])
+        dense = soft(target, logits.shape[-1])
         if self.model.multilabel:  # each class is a choice of two, so smoothing moves it towards one half
             dense = dense * (1 - config.smoothing) + config.smoothing / 2
         else:

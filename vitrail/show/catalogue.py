@@ -57,6 +57,11 @@ def _model(name: str) -> dict[str, Any]:
     spec, counted = ZOO[name], counts().get(name, {})
     stated = spec.stated.parameters
     parameters = counted.get("parameters")
+    macs = counted.get("macs_as_stated", counted.get("macs"))
+
+    def differs(found: float | None, said: float | None) -> float | None:
+        return None if found is None or said is None else found / said - 1
+
     return {
         "name": name,
         "parameters": parameters,
@@ -65,7 +70,9 @@ def _model(name: str) -> dict[str, Any]:
         "head": spec.head.kind,
         "stated_parameters_millions": stated,
         "stated_macs_billions": spec.stated.macs,
-        "difference": None if stated is None or parameters is None else parameters / 1e6 / stated - 1,
+        "stated_counts_attention_products": spec.stated.attention_products,
+        "difference": differs(parameters, stated and stated * 1e6),
+        "macs_difference": differs(macs, spec.stated.macs and spec.stated.macs * 1e9),
         "source": spec.source,
         "weights": None if spec.timm is None else f"timm:{spec.timm}",
     }
@@ -95,20 +102,24 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, header_style="bold", pad_edge=False)
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     if what == "models":
-        for column in ("model", "parameters", "MACs", "size", "stated", "differs"):
-            made.add_column(column, justify="left" if column == "model" else "right")
+        for column in ("model", "parameters", "MACs", "px", "stated", "off", "MACs", "off"):
+            made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
         for row in found:
-            stated, off = row["stated_parameters_millions"], row["difference"]
+            stated, macs = row["stated_parameters_millions"], row["stated_macs_billions"]
             made.add_row(
                 row["name"],
-                f"{row['parameters']:,}" if row["parameters"] else "",
-                f"{row['macs'] / 1e9:.2f} G" if row["macs"] else "",
+                f"{row['parameters'] / 1e6:.2f} M",
+                f"{row['macs'] / 1e9:.2f} G",
                 str(row["size"]),
                 "" if stated is None else f"{stated:g} M",
-                "" if off is None else f"{off:+.1%}",
+                "" if row["difference"] is None else f"{row['difference']:+.1%}",
+                "" if macs is None else f"{macs:g} G",
+                "" if row["macs_difference"] is None else f"{row['macs_difference']:+.0%}",
             )
+        made.caption = "stated: what the source prints, and how far our count is off"
+        made.caption_justify = "left"
         return made
     made.add_column(what.rstrip("s"), no_wrap=True)
     made.add_column("")

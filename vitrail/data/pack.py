@@ -1,0 +1,250 @@
+"""Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
+
+Shards are written one after the other, each under a temporary name, and a record of it after it; so a kill leaves whole
+shards, and the same command goes on behind the last one. `pack.json` comes last of all.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.folder import FileReader
+from vitrail.data.packed import FORMAT, LISTING, UNFINISHED, Pack, PackedSplit, Stored, checksum, open_packed, read_pack
+from vitrail.data.shard import Record, decoded, kept_shards, write_shard
+from vitrail.data.source import DataSet, Split
+from vitrail.files import replacing, write_text
+from vitrail.version import __version__
+
+SHARD_BYTES = 256 * 2**20
+
+_EVERY = 32  # images between calls of `progress`
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What a packed folder holds."""
+
+    path: str
+    images: int  # with pixels
+    bytes: int  # of pixels
+    shards: int
+    skipped: tuple[tuple[str, str, str], ...]  # split, key, reason of each image that could not be read
+    already: bool  # nothing was left to do
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("split", "key", "reason")
+        return {**asdict(self), "skipped": [dict(zip(names, bad, strict=True)) for bad in self.skipped]}
+
+
+def pack(
+    data: DataSet,
+    out: Path,
+    size: int = 256,
+    workers: int | None = None,
+    progress: Report | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> PackReport:
+    """Store the images of a data set in the folder `out`, with their shorter side at most `size` (0: as they are).
+
+    `data` should be what `open_source` gives, so that the packed set can be divided as its source. Where the same call
+    was interrupted, shards whose size and checksum are right are kept. Pillow works outside the interpreter lock, so
+    workers are threads. `progress(done, total)` counts the images of this call. Raises `ValueError` for a folder that
+    holds anything else, and `OSError` where the disk is full; what is finished stays.
+    """
+    if size < 0 or (workers is not None and workers < 1):
+        what = f"size {size} must be 0 (keep) or more" if size < 0 else f"workers {workers} must be at least 1"
+        raise ValueError(f"{what}, see `vitrail pack --help`")
+    data = replace(data, splits={name: replace(split, name=name) for name, split in data.splits.items()})
+    plan = {"format": FORMAT, "source": data.uri, "identity": _identity(data), "size": size}
+    try:
+        with _held(out):
+            if _begun(out, plan):
+                return _report(out, read_pack(out), already=True)
+            return _report(out, _fill(data, out, plan, workers, progress, shard_bytes), already=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"no space left for {out}; free some and run the same command again, it will go on") from None
+
+
+def _fill(
+    data: DataSet, out: Path, plan: dict[str, Any], workers: int | None, progress: Report | None, shard_bytes: int
+) -> Pack:
+    kept = {name: kept_shards(out, split) for name, split in data.splits.items()}
+    total = sum(map(len, data.splits.values())) - sum(r.stop - r.start for _, rs in kept.values() for r in rs.values())
+    done = 0
+
+    def count(images: int) -> None:
+        nonlocal done
+        done += images
+        if progress is not None and (images == 0 or done % _EVERY == 0 or done == total):
+            progress(done, total)
+
+    count(0)
+    splits = []
+    threads = workers or min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for name, split in data.splits.items():
+                records: list[Record] = []
+                stops, good = kept[name]
+                while (number := len(records)) in good or (records[-1].stop if records else 0) < len(split):
+                    if number in good:
+                        records.append(good[number])
+                        continue
+                    start = records[-1].stop if records else 0
+                    # A shard that is made again must end where it did: the next one begins there.
+                    stop, limit = (stops[number], None) if number < len(stops) else (len(split), shard_bytes)
+                    with closing(decoded(pool, split, range(start, stop), plan["size"], 4 * threads)) as images:
+                        records.append(write_shard(out, split, number, start, images, limit, count))
+                splits.append(_write_arrays(out, split, records))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for what nobody will use
+            raise
+    if not any(shard.bytes for split in splits for shard in split.shards):
+        bad = splits[0].skipped[0]
+        raise ValueError(f"none of the images of {data.uri} could be read, the first being {bad[1]} ({bad[2]})")
+    made = Pack(
+        **plan,
+        made_by=f"vitrail {__version__}",
+        classes=data.classes,
+        coarse_classes=data.coarse_classes,
+        multilabel=data.multilabel,
+        notes=data.notes,
+        splits=tuple(splits),
+    )
+    write_text(out / LISTING, json.dumps(asdict(made), indent=1))
+    (out / UNFINISHED).unlink()
+    return made
+
+
+def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedSplit:
+    heights = np.array([h for record in records for h in record.heights], np.int32)
+    widths = np.array([w for record in records for w in record.widths], np.int32)
+    offsets = np.cumsum([0, *(heights.astype(np.int64) * widths * 3)], dtype=np.int64)
+    arrays: dict[str, NDArray[Any] | None] = {
+        "offsets": offsets,
+        "heights": heights,
+        "widths": widths,
+        "index": split.index,
+        "labels": split.labels,
+        "coarse": split.coarse,
+    }
+    if split.boxes is not None:
+        arrays["boxes"] = np.array([box for r in records for box in r.boxes], np.int64).reshape(-1, 4)
+    stored = []
+    for what, array in arrays.items():
+        if array is not None:
+            path = out / f"{split.name}-{what}.npy"
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+            stored.append(_stored(path))
+    keys = out / f"{split.name}-keys.json"
+    write_text(keys, "[\n" + ",\n".join(json.dumps(key) for key in split.keys) + "\n]\n")
+    return PackedSplit(
+        split.name,
+        len(split),
+        tuple(record.shard for record in records),
+        (*stored, _stored(keys)),
+        tuple((row, split.keys[row], reason) for record in records for row, reason in record.skipped),
+    )
+
+
+def _stored(path: Path) -> Stored:
+    return Stored(path.name, path.stat().st_size, checksum(path))
+
+
+def _identity(data: DataSet) -> str:
+    """Changes with the source: its place, its rows, labels and class names, and the size of every file."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((data.classes, data.coarse_classes, data.multilabel)).encode("utf-8", "surrogateescape"))
+    for name, split in data.splits.items():
+        arrays = [a for a in (split.index, split.labels, split.coarse, split.boxes) if a is not None]
+        digest.update(json.dumps([name, list(split.keys), [a.shape for a in arrays]]).encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(pickle.dumps(split.reader, protocol=4))  # by contract small, and all that pixels depend on
+        if isinstance(split.reader, FileReader):
+            digest.update(json.dumps([_size(split.reader.path(int(i))) for i in split.index]).encode())
+    return digest.hexdigest()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return -1
+
+
+def _begun(out: Path, plan: dict[str, Any]) -> bool:
+    """Whether `out` is finished already. Otherwise it is now begun; raises `ValueError` where it holds other things."""
+    if (out / LISTING).is_file():
+        pack = read_pack(out)
+        _refuse_other(out, asdict(pack), plan)
+        try:
+            open_packed(out, plan["source"])
+            return True
+        except ValueError:  # a file is missing or cut short: make that one again
+            pass
+    elif (out / UNFINISHED).is_file():
+        try:
+            found = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+        except ValueError:
+            found = {}
+        _refuse_other(out, found if isinstance(found, dict) else {}, plan)
+    elif any(not path.name.startswith(".") for path in out.iterdir()):
+        raise ValueError(f"{out} holds other files; name a new or an empty folder to pack into")
+    write_text(out / UNFINISHED, json.dumps(plan, indent=1))
+    (out / LISTING).unlink(missing_ok=True)
+    for torn in out.glob(".*.tmp"):  # left by a kill; the lock tells that nobody is writing them
+        torn.unlink()
+    return False
+
+
+def _refuse_other(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
+    if all(found.get(key) == plan[key] for key in ("format", "identity", "size")):
+        return
+    if all(found.get(key) == plan[key] for key in ("format", "source", "size")):
+        raise ValueError(f"{plan['source']} is not what it was when {out} was begun; pack into another folder")
+    was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (found, plan))
+    raise ValueError(f"{out} holds {was}, not {asked}; pack into another folder, or delete that one")
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """The folder, made where it is not there, with no other process packing into it."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; name a folder to pack into")
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # no such locks on this system
+            pass
+        except OSError:
+            raise FileExistsError(f"another process is packing into {out}; wait for it") from None
+        yield
+
+
+def _report(out: Path, made: Pack, already: bool) -> PackReport:
+    shards = [shard for split in made.splits for shard in split.shards]
+    skipped = tuple((split.name, key, reason) for split in made.splits for _, key, reason in split.skipped)
+    images = sum(split.images for split in made.splits) - len(skipped)
+    return PackReport(str(out), images, sum(shard.bytes for shard in shards), len(shards), skipped, already)
