@@ -69,39 +69,45 @@ def through_svd(matrices: Tensor, alpha: float) -> Tensor:
 def measure_svpn(setting: Setting) -> None:
     """Fast (1, 1), exact, and autograd through torch.linalg.svd, on cross-covariances of random tokens."""
     heads, tokens, alpha = 6, 196, 0.5
-    print(f"\nsvPN, batch x {heads} heads, float32: ms forward and backward, times the fast one [quartiles]")
-    print(
-        f"{'batch':>5} {'size':>5} {'fast':>8} {'exact':>9} {'svd':>9}   {'exact / fast':24} {'svd / fast':24} rounds"
-    )
     batches = (16, 64) if setting.quick else (128, 256, 512, 1024)
+    print(f"\nsvPN, batch x {heads} heads, float32: ms forward and backward; 'queued': launched ahead, device alone")
+    print(
+        f"{'batch':>5} {'size':>5} {'exact':>9} {'svd':>9} {'fast':>8}   {'svd / fast':21} "
+        + "".join(f"{f'{mode}, queued':>17} {'svd / it':>9}" for mode in setting.modes if setting.accelerated)
+        + " rounds"
+    )
     for size in (14, 24, 38):
+        torch.compiler.reset()
+        compiled = torch.compile(svpn_fast)
         for batch in batches:
             # Made in pieces: tokens take far more memory than their matrices.
             pieces = [torch.randn(2, 16, heads, size, tokens, device=setting.device) for _ in range(batch // 16)]
             matrices = torch.cat([cross_covariance(x, y) for x, y in pieces]).requires_grad_()
-            slope = torch.randn_like(matrices)
             start = torch.randn(size, device=setting.device, requires_grad=True)
-
-            def there_and_back(normalize: Callable[[], Tensor], slope: Tensor, leaf: Tensor) -> None:
-                leaf.grad = None
-                normalize().backward(slope)
-
+            fast = partial(there_and_back, partial(svpn_fast, matrices, alpha, 1, 1, start), matrices)
             ways = {
-                "fast": partial(svpn_fast, matrices, alpha, 1, 1, start),
-                "exact": partial(svpn, matrices, alpha),
-                "svd": partial(through_svd, matrices, alpha),
+                "fast": fast,
+                "exact": partial(there_and_back, partial(svpn, matrices, alpha), matrices),
+                "svd": partial(there_and_back, partial(through_svd, matrices, alpha), matrices),
             }
-            steps = {name: partial(there_and_back, way, slope, matrices) for name, way in ways.items()}
-            steps["fast"]()
-            # Decompositions of a thousand matrices take seconds on an accelerator: warmed up at the first batch only.
+            fast()
+            # Decompositions of larger matrices take seconds on an accelerator: warmed up at the first batch only.
             warm_up = 1 if batch == batches[0] else 0
-            rounds = in_turns(steps, setting.device, setting.size(9, 9, 3), warm_up=warm_up, patience=4)
-            print(
-                f"{batch:>5} {size:>5} {MILLI * rounds.median('fast'):>8.3f} {MILLI * rounds.median('exact'):>9.2f} "
-                f"{MILLI * rounds.median('svd'):>9.2f}   {shown(rounds, 'exact', 'fast'):24} "
-                f"{shown(rounds, 'svd', 'fast'):24} {len(rounds.seconds['svd']):>6}",
-                flush=True,
-            )
+            rounds = in_turns(ways, setting.device, setting.size(9, 9, 3), warm_up=warm_up, patience=2)
+            line = f"{batch:>5} {size:>5} {MILLI * rounds.median('exact'):>9.2f} {MILLI * rounds.median('svd'):>9.2f} "
+            line += f"{MILLI * rounds.median('fast'):>8.3f}   {shown(rounds, 'svd', 'fast'):21} "
+            if setting.accelerated:
+                once = partial(there_and_back, partial(compiled, matrices, alpha, 1, 1, start), matrices)
+                queued = in_turns({"eager": fast, "compiled": once}, setting.device, 15, warm_up=3, lead=True)
+                for mode in setting.modes:
+                    took = queued.median(mode)
+                    line += f"{MILLI * took:>17.4f} {rounds.median('svd') / took:>9.1f}"
+            print(f"{line} {len(rounds.seconds['svd']):>6}", flush=True)
+
+
+def there_and_back(normalize: Callable[[], Tensor], matrices: Tensor) -> None:
+    matrices.grad = None
+    normalize().backward(matrices.detach())
 
 
 # ---- the second-order head on a trunk --------------------------------------------------------------------------------

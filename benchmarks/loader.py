@@ -1,4 +1,4 @@
-"""How fast images reach the model: a plain torchvision pipeline, our loader on the same JPEGs, our loader on a packed set.
+"""How fast images reach the model: a plain torchvision pipeline, our loader on the same JPEGs, and on a packed set.
 
     python benchmarks/loader.py [--data imagenette] [--images 2048] [--rounds 5] [--workers 0 2]
 
@@ -131,7 +131,7 @@ def main() -> None:
         rows = np.random.default_rng(0).permutation(len(jpegs))[:count].tolist()
         print(f"{where(cpu)}, {len(os.sched_getaffinity(0))} cores, {count} images a round, {asked.rounds} rounds")
         print(f"packing: {made.images} images, {made.bytes / 1e6:.0f} MB, {made.images / took:.0f} img/s, once")
-        print(f"{'':<46} {'workers':>7} {'img/s':>8} {'x torchvision':>14} {'quartiles':>15}")
+        print(f"{'':<46} {'workers':>7} {'img/s':>8} {'x our JPEG':>11} {'x torchvision':>14} {'quartiles':>15}")
         for workers in asked.workers:
             for title, ways in (
                 (
@@ -155,9 +155,10 @@ def main() -> None:
                 timed = in_turns({name: passed(loader) for name, loader in ways.items()}, cpu, asked.rounds)
                 for name in ways:
                     middle, low, high = timed.ratio("torchvision, JPEG", name)
-                    label = f"{title:<14} {name}"
-                    speed = count / timed.median(name)
-                    print(f"{label:<46} {workers:>7} {speed:>8.0f} {middle:>14.2f} {low:>7.2f}..{high:.2f}", flush=True)
+                    own, _, _ = timed.ratio("vitrail, JPEG", name)
+                    label, speed = f"{title:<14} {name}", count / timed.median(name)
+                    ratios = f"{own:>11.2f} {middle:>14.2f} {low:>7.2f} .. {high:.2f}"
+                    print(f"{label:<46} {workers:>7} {speed:>8.0f} {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -407,6 +407,12 @@ def test_gram_vector_ignores_scale_and_token_order_and_is_safe_at_zero() -> None
     assert zero.grad.isfinite().all()
 
 
+def test_gram_vector_gradients_are_exact_and_can_be_differentiated() -> None:
+    x = random_matrix(2, 3, 4, 6).transpose(0, 1).requires_grad_()
+    assert torch.autograd.gradcheck(gram_vector, x)
+    assert torch.autograd.gradgradcheck(gram_vector, x)
+
+
 def test_upper_triangle_follows_numpy() -> None:
     S = random_matrix(2, 3, 5, 5)
     np.testing.assert_array_equal(upper_triangle(S).numpy(), S.numpy()[(..., *np.triu_indices(5))])
@@ -501,7 +507,7 @@ def test_autocast_changes_nothing(name: str) -> None:
         found = FUNCTIONS[name](Q)
         grad = gradient(FUNCTIONS[name], Q, torch.ones(()))
     torch.testing.assert_close(found, FUNCTIONS[name](Q), rtol=0, atol=0)
-    if name == "svpn":  # its backward is ours; that of the others is torch's
+    if name in ("svpn", "gram"):  # their backward is ours; that of the others is torch's
         torch.testing.assert_close(grad, gradient(FUNCTIONS[name], Q, torch.ones(())), rtol=0, atol=0)
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 found problems (check, predict); 2 the request cannot be c
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,12 +67,13 @@ def run(words: Sequence[str]) -> int:
     except ConfigError as error:
         lines = [f"{len(error.problems)} problems:" if len(error.problems) > 1 else "1 problem:", *error.problems]
         return _fail("\n  ".join(lines))
+    except BrokenPipeError:  # `vitrail list models | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, KeyError) as error:
         return _fail(str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:
-        return 0
 
 
 def _call(function: Callable[..., int | None], words: list[str]) -> int | None:
@@ -288,12 +290,12 @@ def check(
 
 
 def pack(
-    data: tyro.conf.Positional[str | None] = None,
-    out: tyro.conf.Positional[Path | None] = None,
+    data: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="URI")] = None,
+    out: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FOLDER")] = None,
     /,
     size: int = 256,
     workers: int | None = None,
-    verify: Path | None = None,
+    verify: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     json: bool = False,
 ) -> int:
     """Decode a data set once into raw pixels, which every epoch then reads without decoding.

@@ -15,8 +15,8 @@ class AugmentConfig:
     """How a training image is changed. Every random draw is a function of (seed, epoch, image index, view)."""
 
     crop: Literal["resized", "simple", "pad", "evaluation"] = "resized"
-    """`resized`: random resized crop; `simple`: resize the shorter side, reflect-pad, crop (DeiT III); `pad`: the same for
-    images that already have the size; `evaluation`: as for evaluation."""
+    """`resized`: random resized crop; `simple`: resize the shorter side, reflect-pad, crop (DeiT III); `pad`: the same
+    for images that already have the size; `evaluation`: as for evaluation."""
     scale: tuple[Fraction, Fraction] = (0.08, 1.0)
     """Share of the image's area that a random resized crop covers."""
     ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
@@ -69,7 +69,7 @@ class DataConfig:
     """Where images come from and how they are batched."""
 
     uri: str = "embedded:fashion"
-    """Folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=..&seed=..]."""
+    """Folder, packed folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=..&seed=..]."""
     batch: Count = 128
     """Images an optimiser step, over all processes and accumulation steps."""
     workers: Whole | None = None

@@ -197,7 +197,34 @@ def upper_triangle(matrix: Tensor) -> Tensor:
 def gram_vector(x: Tensor) -> Tensor:
     """Gram matrix over tokens as a unit vector: `[..., d, tokens]` to `[..., d(d+1)/2]`; zero tokens give zeros."""
     with without_autocast(x):
-        return F.normalize(upper_triangle(cross_covariance(x, x)), dim=-1)
+        # Token by token, as features lie in memory: the one copy that the batched product needs is no transposition.
+        rows = _raised(x.mT).contiguous()
+        triangle: Tensor = _GramTriangle.apply(rows.reshape(-1, *rows.shape[-2:]))
+        return F.normalize(triangle.reshape(*rows.shape[:-2], triangle.shape[-1]), dim=-1)
+
+
+class _GramTriangle(torch.autograd.Function):
+    """Upper triangle of X^T X, `[n, tokens, d]` to `[n, d(d+1)/2]`.
+
+    The gradient is one product with a symmetric matrix that is read from the triangle's gradient; autograd would
+    scatter it into a matrix of zeros and multiply twice. It can be differentiated again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return upper_triangle(x.mT @ x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        d = x.shape[-1]
+        with without_autocast(grad):
+            i = torch.arange(d, device=x.device)
+            row, column = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
+            place = row * d - row * (row + 1) // 2 + column
+            matrix = grad.index_select(-1, place.flatten()).unflatten(-1, (d, d))
+            return x @ (matrix + torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1)))
 
 
 def cross_covariance(x: Tensor, y: Tensor, mask: Tensor | None = None, center: str = "none") -> Tensor:
@@ -217,7 +244,8 @@ def cross_covariance(x: Tensor, y: Tensor, mask: Tensor | None = None, center: s
         else:
             count = mask.sum(-1).clamp(min=1)[..., None, None]
         x, y = _centred(x, mask, count, center), _centred(y, mask, count, center)
-        return x @ y.mT / count
+        # Token by token, as projections lie in memory: the copy that the batched product needs is no transposition.
+        return x.mT.contiguous().mT @ y.mT.contiguous() / count
 
 
 def _centred(x: Tensor, mask: Tensor | None, count: Tensor | int, center: str) -> Tensor:
@@ -251,4 +279,5 @@ def _raised(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which operations keep the dtype of their inputs, on the device of `x`."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    # Not torch.amp.is_autocast_available: torch 2.11 cannot trace it and cuts a compiled graph in two at every call.
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)

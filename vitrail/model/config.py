@@ -64,8 +64,9 @@ class TrunkConfig:
     """Add a learned shift after the gain (ResMLP's equations; its published counts have none)."""
     gate: NotNegative | None = None
     """Start of one scalar gain a branch, in place of LayerScale (ReZero: 0)."""
-    start: Literal["default", "fixup", "t_fixup"] = "default"
-    """Initial weights that need no norm: Fixup (scalar gains of 1, last layers 0) or T-Fixup (scaled by depth)."""
+    start: Literal["default", "xavier", "fixup", "t_fixup"] = "default"
+    """Initial weights: truncated normal of 0.02; Xavier, better for narrow models; Fixup (scalar gains of 1, last
+    layers 0) and T-Fixup (scaled by depth), which need no norm."""
     parallel: Count = 1
     """Branches side by side in each block (2: ViT-H-26x2)."""
     drop_path: Fraction = 0.0

@@ -14,7 +14,7 @@ from vitrail.model.config import TrunkConfig
 from vitrail.model.norms import make_norm
 from vitrail.model.positions import resize_positions, sinusoid
 from vitrail.model.residual import drop_path_rates
-from vitrail.model.starts import fixup, t_fixup
+from vitrail.model.starts import STARTS
 from vitrail.model.stems import build_stem
 from vitrail.model.tokens import Probe, Tokens
 
@@ -66,7 +66,7 @@ class Trunk(nn.Module):
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
         if self.config.start != "default" and not next(self.blocks.parameters()).is_meta:
-            (fixup if self.config.start == "fixup" else t_fixup)(self.blocks, self.config.depth)
+            STARTS[self.config.start](self.blocks, self.config.depth)
 
     def fill_buffers(self) -> None:
         """Compute what is not stored: the fixed table of positions."""

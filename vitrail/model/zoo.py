@@ -338,7 +338,7 @@ def small_images() -> Rows:
             classes=100,
         ),
         "vit_micro_28": Spec(
-            TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu"),
+            TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu", start="xavier"),
             ClassToken(),
             "the demonstration; ReLU, because GELU's backward is slow on a CPU",
             classes=10,

@@ -22,6 +22,7 @@ from vitrail.schema import near, plain
 DATA_FORMS = {
     "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders",
     "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
+    "PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read",
     "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*)",
     "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
     "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",

@@ -216,13 +216,25 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.groups == 1:
             return F.linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, self.groups, self.weight.shape[1]).transpose(0, 1)
-        weight = self.weight.unflatten(0, (self.groups, -1)).mT
-        if self.bias is None:
-            out = torch.bmm(rows, weight)
-        else:
-            out = torch.baddbmm(self.bias.view(self.groups, 1, -1), rows, weight)
-        return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, self.groups, self.weight.shape[1])
+        bias = None if self.bias is None else self.bias.unflatten(0, (self.groups, -1))
+        out = grouped_product(rows, self.weight.unflatten(0, (self.groups, -1)), bias)
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map for every group, `[n, groups, inputs]` to `[n, groups, outputs]`.
+
+    weight `[groups, outputs, inputs]`, bias `[groups, outputs]`
+    """
+    if len(rows) <= weight.shape[-1]:
+        # The weights come first, so that their gradient comes out as they lie; of the few results a copy is cheaper.
+        columns = rows.permute(1, 2, 0)
+        out = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)
+        return out.permute(2, 0, 1)
+    rows = rows.transpose(0, 1)
+    out = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
+    return out.transpose(0, 1)
 
 
 class HeadwiseNorm(nn.Module):
@@ -296,7 +308,7 @@ class ClassAttention(nn.Module):
         gain, shift = (t.view(self.heads, 1, self.width) for t in (self.norm.weight, self.norm.bias))
         found = torch.addcmul(shift, found, gain).flatten(1, 2)
         value = self.value.weight.unflatten(0, (self.many, -1))
-        return self.proj(torch.einsum("bgc,gec->bge", found, value).flatten(1))
+        return self.proj(grouped_product(found, value).flatten(1))
 
     def maps(self, token: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
         """Attention to the features, `[batch, heads * attention heads, tokens]`, without the token's own share."""

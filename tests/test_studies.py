@@ -1,0 +1,99 @@
+"""The studies run as documented, and their smallest size already shows the direction of their claims."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+STUDIES = Path(__file__).parents[1] / "studies"
+IMAGES = 1024  # of the quick test draw
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the quick study of heads wrote."""
+    out = tmp_path_factory.mktemp("study")
+    command = [sys.executable, str(STUDIES / "heads.py"), "--quick", "--seeds", "1", "--workers", "1", "--out", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    written: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    return written
+
+
+def accuracy(heads: dict[str, Any], task: str, head: str) -> float:
+    (found,) = (r["test"] for r in heads["results"] if (r["task"], r["head"]) == (task, head))
+    return float(found)
+
+
+def at_level(found: float, level: float) -> bool:
+    """Within three standard errors of a coin that hits with this probability."""
+    return abs(found - level) < 3 * (level * (1 - level) / IMAGES) ** 0.5
+
+
+def test_mean_pooling_is_at_chance_where_only_covariances_differ(heads: dict[str, Any]) -> None:
+    assert heads["size"]["test"] == IMAGES
+    assert at_level(accuracy(heads, "covariance", "mean"), 0.25)
+
+
+@pytest.mark.parametrize("head", ["second_order, covariance", "second_order, cross, svpn_fast"])
+def test_second_order_heads_read_covariances(heads: dict[str, Any], head: str) -> None:
+    assert accuracy(heads, "covariance", head) > 0.9
+
+
+@pytest.mark.parametrize("head", ["mean", "second_order, covariance", "second_order, cross, svpn_fast"])
+def test_all_heads_read_means(heads: dict[str, Any], head: str) -> None:
+    assert accuracy(heads, "mean", head) > 0.9
+
+
+@pytest.mark.parametrize("head", ["class_only", "second_order, cross, svpn_fast"])
+def test_class_token_or_words_alone_give_one_of_two_bits(heads: dict[str, Any], head: str) -> None:
+    assert at_level(accuracy(heads, "mixed", head), 0.5)
+
+
+def test_class_token_and_words_together_give_both_bits(heads: dict[str, Any]) -> None:
+    assert accuracy(heads, "mixed", "sum") > 0.9
+
+
+@pytest.fixture(scope="module")
+def draw() -> Callable[[str, int, int, int], tuple[Tensor, Tensor]]:
+    """How the study of heads draws its tokens."""
+    spec = importlib.util.spec_from_file_location("study_of_heads", STUDIES / "heads.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    drawn: Callable[[str, int, int, int], tuple[Tensor, Tensor]] = module.draw
+    return drawn
+
+
+@pytest.mark.parametrize(("task", "differ"), [("covariance", "covariances"), ("mean", "means")])
+def test_classes_differ_in_one_moment_only(draw: Callable[..., tuple[Tensor, Tensor]], task: str, differ: str) -> None:
+    tokens, labels = draw(task, 0, 0, 4000)
+    words = [tokens[labels == c, 1:].flatten(0, 1).double().numpy() for c in range(4)]
+    means = np.stack([w.mean(0) for w in words])
+    covariances = np.stack([np.cov(w.T) for w in words])
+    error = (2 / (1000 * 32)) ** 0.5  # of a unit variance over a class of 1000 images; means and covariances have less
+    spread = {"means": np.ptp(means, axis=0).max(), "covariances": np.ptp(covariances, axis=0).max()}
+    assert spread.pop(differ) > 0.5
+    assert max(spread.values()) < 8 * error
+    assert np.ptp(covariances.diagonal(axis1=1, axis2=2), axis=0).max() < 8 * error
+
+
+def test_word_means_spread_alike_whatever_the_covariance(draw: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Else a linear classifier of the mean would be above chance: it can tell a wide class from a narrow one."""
+    tokens, labels = draw("covariance", 0, 0, 4000)
+    for c in range(4):
+        found = np.cov(tokens[labels == c, 1:].mean(1).double().numpy().T) * 32
+        assert np.abs(found - np.eye(16)).max() < 5 * (2 / 1000) ** 0.5
