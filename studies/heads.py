@@ -1,6 +1,6 @@
 """Which heads can read a class that is written in the covariance of the tokens, and not in their mean?
 
-    python studies/heads.py [--seeds 3] [--quick] [--heads mean sum] [--steps 200] [--workers 2] [--out runs/study-heads]
+    python studies/heads.py [--seeds 3] [--quick] [--heads mean sum] [--steps 200] [--workers 2] [--out FOLDER]
 
 Token sets are drawn from Gaussians and given to the heads directly, without a trunk. Three tasks (heads §7 item 12):
 

@@ -206,6 +206,12 @@ def test_kept_heads_are_saved_and_are_the_heads_they_were(tmp_path) -> None:
         small("deit_tiny").keep_heads([0])
 
 
+@pytest.mark.parametrize("head", [Distilled(fusion="softmax"), SecondOrder(fusion="late")], ids=lambda h: h.kind)
+def test_summed_softmax_is_refused_where_several_labels_may_hold(head: object) -> None:
+    with pytest.raises(ValueError, match="several labels may hold"):
+        create_model("deit_tiny", classes=5, head=head, multilabel=True, device="meta")
+
+
 def test_a_head_takes_its_open_options_from_the_trunk() -> None:
     model = create_model("cait_s24", device="meta")
     assert model.head.blocks[0].attn.heads == 8

@@ -308,6 +308,15 @@ def test_finetuning_the_head_of_a_run_leaves_the_trunk_alone(tmp_path: Path, pho
     assert changed == {"head.fc.weight", "head.fc.bias"}
 
 
+def test_without_val_nothing_is_watched_and_test_is_judged(tmp_path: Path, photos: Path) -> None:
+    flags = f"--data {photos} --out {tmp_path / 'a'} --optim.epochs 1 --data.val_fraction 0"
+    run = vitrail.train(configure(flags), quiet=True)
+    assert run.split == "test"
+    assert {line["split"] for line in lines(run.path)} == {"train", "test"}
+    with pytest.raises(ValueError, match="neither val nor test"):
+        vitrail.train(configure(f"{flags} --data.test_fraction 0".replace("/a ", "/b ")), quiet=True)
+
+
 def test_few_images_from_scratch_are_warned_about(tmp_path: Path, photos: Path, capsys) -> None:
     config = configure(f"--data {photos} --out {tmp_path / 'a'} --optim.steps 1 --model.trunk.width 192")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, trunk={"width": 192, "depth": 3}))

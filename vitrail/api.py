@@ -187,12 +187,13 @@ class _Trainer:
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
-        val = self._eval_loader("val")
+        val = self._eval_loader("val") if "val" in self.data.splits else None
         judges = {name: EVALUATORS[name] for name in config.evaluators}
 
         def look(model: Classifier) -> dict[str, float]:
             found: dict[str, float] = {}
             for judge in judges.values():
+                assert val is not None
                 seen = Loaders(self.data.classes, {"val": val}, "val")
                 found |= judge(model, seen, device=self.device, autocast=self.precision)["numbers"]
             return found
@@ -217,7 +218,7 @@ class _Trainer:
             autocast=self.precision,
             compile=self.compile,
             group=group,
-            evaluate=look,
+            evaluate=None if val is None else look,
             indices=lambda step: [int(train.index[d.row]) for d in self.order.draws(step)],
             facts={"data": _fingerprint(self.data), "world": group.world},
             quiet=self.quiet,
@@ -230,7 +231,8 @@ class _Trainer:
                 self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
             result = fit.run()
         finally:
-            val.close()
+            if val is not None:
+                val.close()
             for loader in loaders:
                 loader.close()
         skipped = [*self.bad, *(row for loader in loaders for row in loader.skipped)]
@@ -375,6 +377,8 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
         split_seed=chosen.split_seed,
         limit=chosen.limit,
     )
+    if "val" not in data.splits and "test" not in data.splits:
+        raise ValueError(f"{chosen.uri} has neither val nor test images to judge by; set --data.val_fraction above 0")
     for split in data.splits.values():
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no images")

@@ -7,10 +7,12 @@ objects cost more than the work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -19,15 +21,22 @@ from vitrail.data.counter import seed_of
 from vitrail.data.preprocess import Preprocess, as_tensor, resized, shorter_side
 
 RAND_MAGNITUDES = 31  # 0 to 30
+SOLARISE_FROM = 128
+BLUR_SIGMA = (0.1, 2.0)
 
 
 class Augment:
-    """RGB image and key -> uint8 tensor [3, size, size]: crop, RandAugment, colour jitter, mirror, erase.
+    """RGB image and key -> uint8 tensor [3, size, size].
+
+    In this order: crop; one of grey, solarise and blur (`three`), or each with its own probability; RandAugment;
+    colour jitter; mirror; erase.
 
     The key is (seed, epoch, index, view, repeat). The same key gives the same pixels in any process, in any order, and
     the caller's random state is as before. Mirroring comes after the colour and geometry operations, since those are
     symmetric in distribution and a mirrored view of an array costs nothing.
 
+    `simple` and `pad` crops are one operation: both bring the shorter side to the size (which leaves alone what has it)
+    and take a window of the reflected image, at random on both axes (architectures-and-training §12, item 20).
     RandAugment is torchvision's with its defaults: 14 operations, nearest neighbour, black where the image has left.
     Erasing covers 2 to 33 % of the image with what is N(0, 1) after normalisation, as far as bytes can show it.
     """
@@ -35,11 +44,7 @@ class Augment:
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         self.config = config
         self.preprocess = preprocess
-        if config.crop == "pad" and config.padding >= preprocess.size:
-            raise ValueError(
-                f"data.augment.padding: a border of {config.padding} pixels cannot be reflected from an image of "
-                f"{preprocess.size}; use at most {preprocess.size - 1}"
-            )
+        check_possible(config, preprocess.size)
         self._evaluation = Preprocess(preprocess)
         self._resized_crop = v2.RandomResizedCrop(
             preprocess.size,
@@ -72,14 +77,32 @@ class Augment:
 
     def _augment(self, image: Image.Image) -> Tensor:
         flip, top, left, erase = torch.rand(4).tolist()
-        if self.config.crop == "pad":
+        operations = [*self._drawn_looks(), *self._image_operations]
+        if self.config.crop in ("simple", "pad"):
             pixels = self._padded_crop(image, top, left)
-        elif self.config.crop == "resized":
-            pixels = np.asarray(self._changed(self._resized_crop(image)))
+            image = Image.fromarray(pixels) if operations else image
         else:
-            pixels = np.asarray(self._changed(self._evaluation.square(image)))
+            image = self._resized_crop(image) if self.config.crop == "resized" else self._evaluation.square(image)
+            pixels = np.asarray(image)
+        for operation in operations:
+            image = operation(image)
+        if operations:
+            pixels = np.asarray(image)
         tensor = as_tensor(pixels[:, ::-1] if flip < self.config.flip else pixels)
         return self._erased(tensor) if erase < self.config.erasing else tensor
+
+    def _drawn_looks(self) -> list[Callable[[Image.Image], Image.Image]]:
+        """Those of grey, solarise and blur that fall to this image."""
+        config = self.config
+        if not (config.three or config.grey or config.solarise or config.blur):
+            return []  # without a draw: what else is random stays as it is without these settings
+        which, grey, solarise, blur, radius = torch.rand(5).tolist()
+        blurred = ImageFilter.GaussianBlur(BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius)
+        looks: list[Callable[[Image.Image], Image.Image]] = [greyed, solarised, lambda image: image.filter(blurred)]
+        if config.three:
+            return [looks[int(3 * which)]]
+        wanted = (grey < config.grey, solarise < config.solarise, blur < config.blur)
+        return [look for look, want in zip(looks, wanted, strict=True) if want]
 
     def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[np.uint8]:
         """A window at the given shares of the room that a reflected border leaves it."""
@@ -89,12 +112,7 @@ class Augment:
         rows = reflected(int(top * (height + 2 * padding - size + 1)) - padding, size, height)
         columns = reflected(int(left * (width + 2 * padding - size + 1)) - padding, size, width)
         pixels: NDArray[np.uint8] = np.asarray(image)[rows][:, columns]
-        return np.asarray(self._changed(Image.fromarray(pixels))) if self._image_operations else pixels
-
-    def _changed(self, image: Image.Image) -> Image.Image:
-        for operation in self._image_operations:
-            image = operation(image)
-        return image
+        return pixels
 
     def _erased(self, image: Tensor) -> Tensor:
         drawn = self._erasing.make_params([image])
@@ -103,6 +121,30 @@ class Augment:
             noise = (drawn["v"] * self._std + self._mean) * 255
             image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, 255).to(torch.uint8)
         return image
+
+
+def check_possible(config: AugmentConfig, size: int) -> None:
+    """Raise `ValueError` where settings exclude one another or the size."""
+    if config.crop in ("simple", "pad") and config.padding >= size:
+        raise ValueError(
+            f"data.augment.padding: a border of {config.padding} pixels cannot be reflected from an image of {size}; "
+            f"use at most {size - 1}"
+        )
+    if config.three and (config.grey or config.solarise or config.blur):
+        raise ValueError(
+            "data.augment.three: it draws one of grey, solarise and blur for every image; leave it off, or set the "
+            "probabilities data.augment.grey, solarise and blur to 0"
+        )
+
+
+def greyed(image: Image.Image) -> Image.Image:
+    """Luminance, in three equal channels."""
+    return image.convert("L").convert("RGB")
+
+
+def solarised(image: Image.Image) -> Image.Image:
+    """The image with its bright bytes inverted."""
+    return ImageOps.solarize(image, SOLARISE_FROM)
 
 
 def reflected(start: int, count: int, length: int) -> NDArray[np.int64]:

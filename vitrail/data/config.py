@@ -69,7 +69,7 @@ class DataConfig:
     """Where images come from and how they are batched."""
 
     uri: str = "embedded:fashion"
-    """Folder, packed folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=..&seed=..]."""
+    """Folder, packed folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=...]."""
     batch: Count = 128
     """Images an optimiser step, over all processes and accumulation steps."""
     workers: Whole | None = None

@@ -14,7 +14,7 @@ from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import AnyTrunkConfig, CifarResNet, TimmBackbone, TrunkConfig
 from vitrail.model.heads.build import build_head
-from vitrail.model.heads.config import HeadConfig, Own
+from vitrail.model.heads.config import Distilled, HeadConfig, Own, SecondOrder
 from vitrail.model.heads.head import Head
 from vitrail.model.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
 from vitrail.model.trunk import Trunk
@@ -122,6 +122,11 @@ def _assemble(
     device: str | torch.device | None,
     pretrained: bool = False,
 ) -> Classifier:
+    if multilabel and _sums_probabilities(parts.head):
+        raise ValueError(
+            f"the head {parts.head.kind} adds softmax probabilities, but several labels may hold here; "
+            "use fusion logits (distilled) or late_rule logits (second_order)"
+        )
     if isinstance(parts.trunk, TimmBackbone):
         count, size = len(classes) if isinstance(parts.head, Own) else 0, parts.trunk.image_size
         backbone, taken = build_backbone(parts.trunk, count, pretrained, device)
@@ -135,6 +140,12 @@ def _assemble(
         trunk, head = _trunk_and_head(parts, len(classes), backbone)
     model = Classifier(trunk, head, spec=plain(parts), classes=classes, preprocess=preprocess, multilabel=multilabel)
     return model.to(device) if pretrained and device is not None else model
+
+
+def _sums_probabilities(head: HeadConfig) -> bool:
+    if isinstance(head, SecondOrder):
+        return head.fusion == "late" and head.late_rule == "softmax"
+    return isinstance(head, Distilled) and head.fusion == "softmax"
 
 
 def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> tuple[nn.Module, Head]:

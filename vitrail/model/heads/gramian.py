@@ -228,10 +228,10 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     weight `[groups, outputs, inputs]`, bias `[groups, outputs]`
     """
     if len(rows) <= weight.shape[-1]:
-        # The weights come first, so that their gradient comes out as they lie; of the few results a copy is cheaper.
+        # Weights first: their gradient then comes out as they lie, and what is transposed are the few results.
         columns = rows.permute(1, 2, 0)
         out = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)
-        return out.permute(2, 0, 1)
+        return out.permute(2, 0, 1).contiguous()
     rows = rows.transpose(0, 1)
     out = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
     return out.transpose(0, 1)

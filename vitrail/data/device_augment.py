@@ -1,0 +1,252 @@
+"""How a whole batch is changed where it lies: the operations of `vitrail.data.augment`, batched, on any device.
+
+What is random is drawn on the host, for all images at once and as a function of each image's key; it goes to the device
+in one small copy, and from there on there are only tensor operations. So an image does not depend on the batch, the
+process or the device it is in, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.data.augment import BLUR_SIGMA, check_possible
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.counter import bits, seed_of, uniform
+from vitrail.data.device_pixels import (
+    Boxes,
+    blur_weights,
+    blurred,
+    jittered,
+    luminance,
+    normal_noise,
+    reflected_window,
+    resampled,
+    solarised,
+    within,
+)
+
+_TRIES = 10  # of a random rectangle, as in torchvision
+_ERASED_SHARE, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+_JITTER_ORDERS = np.array(list(itertools.permutations(range(3))))
+_SEED_BITS = 24  # of each of the two numbers that carry a seed: float32 holds them exactly
+_BOX = ("top", "left", "height", "width")
+
+
+def supports(config: AugmentConfig) -> bool:
+    """Whether `DeviceAugment` has all that is wanted; what is mixed is mixed elsewhere."""
+    return config.rand_ops == 0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Parameters of a batch, by name, and how many of its images are blurred and erased.
+
+    `blur_rows` and `erase_rows` begin with the rows that are. Those operations are too dear to be done for all, and as
+    the host draws it also knows how many there are.
+    """
+
+    columns: dict[str, Any]  # [batch] each: arrays on the host, float32 tensors on the device
+    blurs: int = 0
+    erasures: int = 0
+
+    def to(self, device: torch.device) -> Drawn:
+        """The parameters on a device, in one copy that the host does not wait for."""
+        if not self.columns:
+            return self
+        packed = torch.from_numpy(np.stack(list(self.columns.values())).astype(np.float32))
+        if device.type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        else:
+            packed = packed.to(device)
+        return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures)
+
+    def boxes(self, what: str) -> Boxes:
+        """The rectangles of `crop` or `erase`."""
+        return Boxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
+
+
+def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int, width: int) -> Drawn:
+    """Parameters for images of height x width with keys [batch, 5] of (seed, epoch, index, view, repeat).
+
+    Distributed as in `Augment`; other numbers, since those come out of torch's generator one after the other.
+    """
+    key = bits(seed_of("device"), *keys.T)
+    columns: dict[str, NDArray[Any]] = {}
+    if config.crop == "resized":
+        columns |= _named("crop", _resized_crop(config, _uniform(key, "crop", 2 * _TRIES + 2), height, width))
+    elif config.crop in ("simple", "pad"):
+        down, right = _uniform(key, "crop", 2).T
+        columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
+        columns["crop_left"] = np.floor(right * (width + 2 * config.padding - size + 1)) - config.padding
+    if config.flip:
+        columns["flip"] = _uniform(key, "flip", 1)[:, 0] < config.flip
+    blurs = 0
+    if config.three or config.grey or config.solarise or config.blur:
+        which, grey, solarise, blur, radius = _uniform(key, "looks", 5).T
+        one = np.floor(3 * which) if config.three else np.full(len(key), -1)
+        columns["grey"] = (one == 0) | (grey < config.grey)
+        columns["solarise"] = (one == 1) | (solarise < config.solarise)
+        wanted = (one == 2) | (blur < config.blur)
+        blurs = int(wanted.sum())
+        columns["blur_rows"] = np.argsort(~wanted, kind="stable")
+        columns["blur_sigma"] = BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius
+        columns |= dict(zip(("blur_0", "blur_1", "blur_2"), blur_weights(columns["blur_sigma"]), strict=True))
+    if config.jitter:
+        order, *strengths = _uniform(key, "jitter", 4).T
+        least = max(0.0, 1 - config.jitter)
+        factors = np.stack([least + (1 + config.jitter - least) * u for u in strengths], 1)
+        orders = _JITTER_ORDERS[np.floor(order * len(_JITTER_ORDERS)).astype(np.int64)]
+        for turn, which in enumerate(orders.T):
+            columns[f"jitter_{turn}"] = which
+            columns[f"factor_{turn}"] = factors[np.arange(len(key)), which]
+    erasures = 0
+    if config.erasing:
+        found, boxes = _erased(_uniform(key, "erase", 2 * _TRIES + 3), size)
+        wanted = found & (_uniform(key, "erase", 1)[:, 0] < config.erasing)
+        erasures = int(wanted.sum())
+        columns["erase_rows"] = np.argsort(~wanted, kind="stable")
+        columns |= _named("erase", boxes)
+        noise = bits(seed_of("noise"), key)
+        columns["noise_high"] = (noise >> np.uint64(64 - _SEED_BITS)).astype(np.int64)
+        columns["noise_low"] = (noise & np.uint64((1 << _SEED_BITS) - 1)).astype(np.int64)
+    return Drawn(columns, blurs, erasures)
+
+
+class DeviceAugment:
+    """uint8 images [batch, 3, height, width] and keys -> uint8 [batch, 3, size, size], on the images' device.
+
+    Parameters and their distributions are those of `Augment`, and so are the pixels for the same parameters: equal for
+    windows, mirroring, grey and solarising, and within a grey level for resizing, blur and jitter, whose roundings can
+    fall differently. Erasing fills with the same distribution from a generator of its own. What is not random is not
+    done here: for `simple` and `pad` crops the shorter side must have the size already, for `evaluation` the image must
+    be the preprocessed one. Raises `ValueError` for other images and for settings that `supports` does not have.
+    """
+
+    def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
+        check_possible(config, preprocess.size)
+        if not supports(config):
+            raise ValueError("data.augment.rand_ops: RandAugment runs on the host only; use the host loader, or set it to 0")
+        self.config, self.preprocess = config, preprocess
+        self._colours: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
+        """Augment images with keys [batch, 5] of (seed, epoch, index, view, repeat)."""
+        height, width = images.shape[-2:]
+        self._check(images, keys)
+        return self.apply(images, draw(self.config, self.preprocess.size, keys, height, width).to(images.device))
+
+    def apply(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Change images by parameters that are on their device. Tensor operations only, so it can be compiled."""
+        images = self._cropped(images, drawn)
+        if "grey" in drawn.columns or "jitter_0" in drawn.columns:
+            images = self._coloured(images.to(torch.float32), drawn)
+        if "flip" in drawn.columns:
+            images = torch.where(drawn.columns["flip"].view(-1, 1, 1, 1) > 0, images.flip(-1), images)
+        images = images.to(torch.uint8)
+        return self._erased(images, drawn) if drawn.erasures else images
+
+    def _check(self, images: Tensor, keys: NDArray[np.int64]) -> None:
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be uint8 [batch, 3, height, width], not {images.dtype} {list(images.shape)}")
+        if keys.shape != (len(images), 5):
+            raise ValueError(f"keys must be [{len(images)}, 5] for these images, not {list(keys.shape)}")
+        size, crop = self.preprocess.size, self.config.crop
+        height, width = images.shape[-2:]
+        if crop == "evaluation" and (height, width) != (size, size):
+            raise ValueError(f"images of {height} x {width} must first be preprocessed to {size} x {size}")
+        if crop in ("simple", "pad") and min(height, width) != size:
+            raise ValueError(f"images of {height} x {width} must first be resized to a shorter side of {size}")
+
+    def _cropped(self, images: Tensor, drawn: Drawn) -> Tensor:
+        size, crop = self.preprocess.size, self.config.crop
+        if crop == "resized":
+            return resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
+        if crop == "evaluation":
+            return images
+        return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
+
+    def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
+        columns = drawn.columns
+        if "grey" in columns:
+            images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+            images = torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
+        if drawn.blurs:
+            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
+            weights = torch.stack([columns[f"blur_{i}"] for i in range(3)])[:, rows]
+            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        if "jitter_0" in columns:
+            for turn in range(3):
+                images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        return images
+
+    def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
+        rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
+        high, low = (drawn.columns[name][rows].to(torch.int64) for name in ("noise_high", "noise_low"))
+        mean, std = self._colours_on(images.device)
+        noise = normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
+        noise = ((noise * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
+        inside = within(Boxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
+        return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
+
+    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
+            mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
+            self._colours[device] = mean, std
+        return self._colours[device]
+
+
+def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.float64]:
+    """[batch, count] in [0, 1): the same for a purpose whatever else is drawn."""
+    return uniform(seed_of(purpose), key[:, None], np.arange(count))
+
+
+def _named(what: str, box: tuple[NDArray[np.float64], ...]) -> dict[str, NDArray[np.float64]]:
+    return {f"{what}_{side}": values for side, values in zip(_BOX, box, strict=True)}
+
+
+def _resized_crop(
+    config: AugmentConfig, drawn: NDArray[np.float64], height: int, width: int
+) -> tuple[NDArray[np.float64], ...]:
+    """Top, left, height, width, each [batch], as torchvision: ten tries, then the centre at the nearest ratio."""
+    tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
+    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
+    found, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
+    least, most = min(config.ratio), max(config.ratio)
+    other_width, other_height = width, height
+    if width / height < least:
+        other_height = round(width / least)
+    elif width / height > most:
+        other_width = round(height * most)
+    tall, wide = np.where(found, tall[first], other_height), np.where(found, wide[first], other_width)
+    down, right = drawn[:, -2:].T
+    top = np.where(found, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
+    left = np.where(found, np.floor(right * (width - wide + 1)), (width - other_width) // 2)
+    return top, left, tall, wide
+
+
+def _erased(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
+    """Whether ten tries found a rectangle, and its top, left, height, width; as torchvision. The first draw is not used."""
+    # torchvision's ratio is height over width here, and width over height when it crops.
+    wide, tall = _rectangles(drawn[:, 1:], size * size, _ERASED_SHARE, _ERASED_RATIO)
+    fits = (tall < size) & (wide < size)
+    first = np.arange(len(drawn)), fits.argmax(1)
+    tall, wide = tall[first], wide[first]
+    down, right = drawn[:, -2:].T
+    return fits.any(1), (np.floor(down * (size - tall + 1)), np.floor(right * (size - wide + 1)), tall, wide)
+
+
+def _rectangles(
+    drawn: NDArray[np.float64], area: int, share: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Heights and widths [batch, tries], of a uniform share of the area and a log-uniform ratio of width to height."""
+    areas = area * (share[0] + (share[1] - share[0]) * drawn[:, :_TRIES])
+    low, high = np.log(ratio)
+    ratios = np.exp(low + (high - low) * drawn[:, _TRIES : 2 * _TRIES])
+    return np.rint(np.sqrt(areas / ratios)), np.rint(np.sqrt(areas * ratios))

@@ -1,0 +1,176 @@
+"""Operations on a batch of images where every image has its own parameters, in tensor operations only.
+
+Images are [batch, 3, height, width] with values 0 to 255, parameters [batch]. Each operation is Pillow's: it rounds where
+Pillow rounds, so that bytes come out as those of the host. Values are whole numbers in float32, which holds all that
+appear here exactly. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.data.augment import SOLARISE_FROM
+from vitrail.data.config import Interpolation
+
+BLUR_PASSES = 3
+_BLUR_REACH = 2  # pixels that one pass reaches, up to a sigma of 2.4
+_FIXED = 1 << 24  # Pillow's weights are whole parts of this
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
+
+
+class Boxes(NamedTuple):
+    """A rectangle of pixels for each image."""
+
+    top: Tensor
+    left: Tensor
+    height: Tensor
+    width: Tensor
+
+
+def resampled(images: Tensor, boxes: Boxes, size: int, interpolation: Interpolation) -> Tensor:
+    """What is in the boxes, at size x size: Pillow's antialiased resize, columns first and in bytes between the two.
+
+    Each axis is one matrix product with weights [batch, size, pixels]. Pillow computes in fixed point, so a value that
+    lies within about 1e-4 of a half may come out one grey level apart.
+    """
+    height, width = images.shape[-2:]
+    across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation)
+    down = _resampling_weights(boxes.top, boxes.height, size, height, interpolation)
+    columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, (3, height))
+    return _bytes(down[:, None] @ columns)
+
+
+def reflected_window(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
+    """Windows of size x size that begin at the given rows and columns of images mirrored at their borders; exact."""
+    height, width = images.shape[-2:]
+    rows, columns = _reflected(top, size, height), _reflected(left, size, width)
+    places = (rows[:, :, None] * width + columns[:, None, :]).view(len(images), 1, size * size)
+    return images.flatten(2).gather(2, places.expand(-1, 3, -1)).unflatten(2, (size, size))
+
+
+def luminance(images: Tensor) -> Tensor:
+    """[batch, 1, height, width]; exact: the weights are 16-bit and so the sums below 2^24."""
+    red, green, blue = images.unbind(1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 32768).div_(65536).floor_()[:, None]
+
+
+def solarised(images: Tensor) -> Tensor:
+    """Bright values inverted; exact."""
+    return torch.where(images < SOLARISE_FROM, images, 255 - images)
+
+
+def blended(images: Tensor, toward: Tensor, factor: Tensor) -> Tensor:
+    """toward + factor * (images - toward), cut to bytes: every enhancement of Pillow is this."""
+    return (toward + _per_image(factor) * (images - toward)).clamp_(0, 255).floor_()
+
+
+def jittered(images: Tensor, which: Tensor, factor: Tensor) -> Tensor:
+    """Brightness (0), contrast (1) or saturation (2) of each image, times its factor."""
+    grey = luminance(images)
+    mean = (grey.mean((1, 2, 3), keepdim=True) + 0.5).floor_()
+    which = _per_image(which)
+    return blended(images, torch.where(which == 2, grey, torch.where(which == 1, mean, 0.0)), factor)
+
+
+def blur_weights(sigma: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[3, images]: weights of a pixel, its neighbours and theirs in one of the three box filters of Pillow's blur.
+
+    Pillow's Gaussian is three extended boxes (Gwosdek et al., 2011) whose variances sum to that of the Gaussian.
+    """
+    variance = sigma**2 / BLUR_PASSES
+    whole = np.floor((np.sqrt(12 * variance + 1) - 1) / 2)
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
+    inner = np.floor(_FIXED / (2 * (whole + part) + 1))
+    outer = np.floor((_FIXED - (2 * whole + 1) * inner) / 2)
+    assert whole.max(initial=0) < _BLUR_REACH
+    return np.stack([inner, np.where(whole >= 1, inner, outer), np.where(whole >= 1, outer, 0)]) / _FIXED
+
+
+def blurred(images: Tensor, weights: Tensor) -> Tensor:
+    """Gaussian blur as Pillow's, by `blur_weights` [3, batch]: passes over rows, then over columns, in bytes between."""
+    centre, near, far = (_per_image(w) for w in weights)
+    for axis in (-1, -2):
+        length = images.shape[axis]
+        border = (_BLUR_REACH, _BLUR_REACH, 0, 0) if axis == -1 else (0, 0, _BLUR_REACH, _BLUR_REACH)
+        for _ in range(BLUR_PASSES):
+            wide = F.pad(images, border, mode="replicate")
+            shifted = [wide.narrow(axis, start, length) for start in range(2 * _BLUR_REACH + 1)]
+            images = _bytes(centre * images + near * (shifted[1] + shifted[3]) + far * (shifted[0] + shifted[4]))
+    return images
+
+
+def normal_noise(seeds: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """N(0, 1) numbers [batch, channels, height, width], a function of each image's seed (int64) and of the place."""
+    places = torch.arange(channels * height * width, device=seeds.device)
+    state = _mixed(_mixed(seeds[:, None]) + places)
+    first, second = (state >> 40) & 0xFFFFFF, (state >> 16) & 0xFFFFFF
+    radius = torch.log((first.to(torch.float32) + 0.5) / 2**24).mul_(-2).sqrt_()
+    return (radius * torch.cos(second.to(torch.float32) * (2 * math.pi / 2**24))).view(-1, channels, height, width)
+
+
+def within(boxes: Boxes, height: int, width: int) -> Tensor:
+    """[batch, 1, height, width]: which pixels are in the boxes."""
+    top, left, tall, wide = (_per_image(side) for side in boxes)
+    row = torch.arange(height, device=top.device).view(-1, 1)
+    column = torch.arange(width, device=top.device)
+    return (row >= top) & (row < top + tall) & (column >= left) & (column < left + wide)
+
+
+def _per_image(values: Tensor) -> Tensor:
+    return values.view(-1, 1, 1, 1)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.add_(0.5).floor_().clamp_(0, 255)  # Pillow's rounding: halves go up
+
+
+def _reflected(start: Tensor, count: int, length: int) -> Tensor:
+    """Positions [batch, count]; as `vitrail.data.augment.reflected`."""
+    positions = (start.to(torch.int64)[:, None] + torch.arange(count, device=start.device)).abs()
+    return (length - 1) - ((length - 1) - positions).abs()
+
+
+def _resampling_weights(start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation) -> Tensor:
+    """[batch, size, extent]: what each pixel of a line gives to each new pixel of the stretch start .. start + length."""
+    start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
+    centre = (2 * torch.arange(size, device=start.device).view(-1, 1) + 1) * length / (2 * size)
+    position = torch.arange(extent, device=start.device) - start
+    if kind == "nearest":
+        return (position == centre.floor()).to(torch.float32)
+    distance = (position + 0.5 - centre) / (length / size).clamp(min=1)  # antialiasing: a smaller image, a wider filter
+    inside = (position >= 0) & (position < length)
+    weights = torch.where(inside, _FILTERS[kind](distance.abs_()), 0.0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _bilinear(d: Tensor) -> Tensor:
+    return (1 - d).clamp_(min=0)
+
+
+def _bicubic(d: Tensor) -> Tensor:
+    near = (1.5 * d - 2.5) * d * d + 1
+    far = ((2.5 - 0.5 * d) * d - 4) * d + 2
+    return torch.where(d < 1, near, torch.where(d < 2, far, 0.0))
+
+
+def _lanczos(d: Tensor) -> Tensor:
+    return torch.where(d < 3, torch.sinc(d) * torch.sinc(d / 3), 0.0)
+
+
+_FILTERS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": _bilinear, "bicubic": _bicubic, "lanczos": _lanczos}
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """SplitMix64 on int64, whose products wrap around; what is shifted in from the sign is masked away."""
+    words = words + _GOLDEN
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _FIRST
+    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _SECOND
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
