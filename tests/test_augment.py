@@ -7,7 +7,9 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
+from scipy import stats
+from torchvision.transforms.v2 import functional as tv
 
 from vitrail.data.augment import Augment, reflected
 from vitrail.data.config import AugmentConfig, PreprocessConfig
@@ -66,7 +68,7 @@ def test_the_random_state_of_the_process_is_untouched_even_by_a_failure():
 
 
 def test_every_crop_gives_bytes_of_the_wanted_size():
-    for crop in ("resized", "pad", "evaluation"):
+    for crop in ("resized", "simple", "pad", "evaluation"):
         for shape in ((16, 16), (30, 20), (9, 40)):
             made = Augment(AugmentConfig(crop=crop, rand_ops=1), SMALL)(picture(*shape), (0,))
             assert (made.shape, made.dtype) == ((3, 16, 16), torch.uint8)
@@ -142,6 +144,77 @@ def test_erasing_comes_with_its_probability():
     plain = Preprocess(SMALL)(picture())
     erased = sum(not torch.equal(augment(picture(), (0, 0, i)), plain) for i in range(1000))
     assert abs(erased - 250) < 4 * (1000 * 0.25 * 0.75) ** 0.5
+
+
+def test_a_simple_crop_is_a_window_of_the_reflected_image_with_its_shorter_side_at_the_size():
+    augment = Augment(AugmentConfig(crop="simple", padding=4, flip=0.0), SMALL)
+    image = picture(33, 24)  # 22 x 16 once resized
+    small = tv.resize(image, [16], interpolation=tv.InterpolationMode.BICUBIC)
+    padded = np.pad(np.array(small), ((4, 4), (4, 4), (0, 0)), mode="reflect").transpose(2, 0, 1)
+    windows = {
+        padded[:, i : i + 16, j : j + 16].tobytes(): (i, j)
+        for i in range(padded.shape[1] - 15)
+        for j in range(padded.shape[2] - 15)
+    }
+    seen = [windows[augment(image, (0, 0, k)).numpy().tobytes()] for k in range(3000)]
+    rows, columns = (np.bincount(axis, minlength=n) for axis, n in zip(zip(*seen, strict=True), (9, 15), strict=True))
+    assert stats.chisquare(rows).pvalue > 1e-4
+    assert stats.chisquare(columns).pvalue > 1e-4
+
+
+def looks_of(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    """Grey and solarised by other code than that under test."""
+    grey = tv.to_grayscale(image, num_output_channels=3)
+    return np.array(grey), np.array(tv.solarize(image, 128))
+
+
+def test_three_augment_is_exactly_one_of_grey_solarise_and_blur_each_as_often():
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, three=True), SMALL)
+    image = picture()
+    plain, (grey, solarised) = np.array(image), looks_of(image)
+    counts = [0, 0, 0]
+    for k in range(900):
+        made = augment(image, (0, 0, k)).permute(1, 2, 0).numpy()
+        kinds = [np.array_equal(made, grey), np.array_equal(made, solarised)]
+        kinds.append(not any(kinds))
+        counts[kinds.index(True)] += 1
+        if kinds[2] and not np.array_equal(made, plain):  # a radius near 0.1 leaves bytes as they are
+            assert made.astype(float).std() < plain.astype(float).std()
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("look", ["grey", "solarise"])
+def test_grey_and_solarise_come_with_their_probabilities_and_with_torchvisions_pixels(look):
+    augment = Augment(AugmentConfig(crop="pad", padding=0, flip=0.0, **{look: 0.3}), SMALL)
+    image = picture()
+    changed = looks_of(image)[look == "solarise"]
+    count = 0
+    for k in range(1000):
+        made = augment(image, (0, 0, k)).permute(1, 2, 0).numpy()
+        count += np.array_equal(made, changed)
+        assert np.array_equal(made, changed) or np.array_equal(made, np.array(image))
+    assert abs(count - 300) < 4 * (1000 * 0.3 * 0.7) ** 0.5
+
+
+def test_blur_is_pillows_with_a_radius_uniform_between_a_tenth_and_two(monkeypatch):
+    radii = []
+    original = ImageFilter.GaussianBlur
+
+    def remembered(radius: float) -> ImageFilter.GaussianBlur:
+        radii.append(radius)
+        return original(radius)
+
+    monkeypatch.setattr(ImageFilter, "GaussianBlur", remembered)
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), SMALL)
+    for k in range(300):
+        made = augment(picture(), (0, 0, k))
+        assert torch.equal(made, channels_first(picture().filter(original(radii[-1]))))
+    assert stats.kstest(radii, "uniform", (0.1, 1.9)).pvalue > 1e-4
+
+
+def test_three_augment_and_separate_probabilities_exclude_one_another():
+    with pytest.raises(ValueError, match="three"):
+        Augment(AugmentConfig(three=True, blur=0.5), SMALL)
 
 
 def test_an_image_that_is_not_rgb_is_refused():

@@ -61,10 +61,7 @@ class Drawn:
         if not self.columns:
             return self
         packed = torch.from_numpy(np.stack(list(self.columns.values())).astype(np.float32))
-        if device.type == "cuda":
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        else:
-            packed = packed.to(device)
+        packed = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
         return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures)
 
     def boxes(self, what: str) -> Boxes:
@@ -108,8 +105,9 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
             columns[f"factor_{turn}"] = factors[np.arange(len(key)), which]
     erasures = 0
     if config.erasing:
-        found, boxes = _erased(_uniform(key, "erase", 2 * _TRIES + 3), size)
-        wanted = found & (_uniform(key, "erase", 1)[:, 0] < config.erasing)
+        chances = _uniform(key, "erase", 2 * _TRIES + 3)
+        found, boxes = _erased_box(chances[:, 1:], size)
+        wanted = found & (chances[:, 0] < config.erasing)
         erasures = int(wanted.sum())
         columns["erase_rows"] = np.argsort(~wanted, kind="stable")
         columns |= _named("erase", boxes)
@@ -132,7 +130,9 @@ class DeviceAugment:
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
         if not supports(config):
-            raise ValueError("data.augment.rand_ops: RandAugment runs on the host only; use the host loader, or set it to 0")
+            raise ValueError(
+                "data.augment.rand_ops: RandAugment runs on the host only; use the host loader, or set it to 0"
+            )
         self.config, self.preprocess = config, preprocess
         self._colours: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -197,7 +197,9 @@ class DeviceAugment:
 
     def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
-            mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
+            mean, std = (
+                torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std)
+            )
             self._colours[device] = mean, std
         return self._colours[device]
 
@@ -231,15 +233,15 @@ def _resized_crop(
     return top, left, tall, wide
 
 
-def _erased(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
-    """Whether ten tries found a rectangle, and its top, left, height, width; as torchvision. The first draw is not used."""
+def _erased_box(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
+    """Whether ten tries found a rectangle, and its top, left, height, width; as torchvision."""
     # torchvision's ratio is height over width here, and width over height when it crops.
-    wide, tall = _rectangles(drawn[:, 1:], size * size, _ERASED_SHARE, _ERASED_RATIO)
-    fits = (tall < size) & (wide < size)
+    wide, tall = _rectangles(drawn, size * size, _ERASED_SHARE, _ERASED_RATIO)
+    fits: NDArray[np.bool_] = (tall < size) & (wide < size)
     first = np.arange(len(drawn)), fits.argmax(1)
     tall, wide = tall[first], wide[first]
     down, right = drawn[:, -2:].T
-    return fits.any(1), (np.floor(down * (size - tall + 1)), np.floor(right * (size - wide + 1)), tall, wide)
+    return fits[first], (np.floor(down * (size - tall + 1)), np.floor(right * (size - wide + 1)), tall, wide)
 
 
 def _rectangles(

@@ -1,8 +1,8 @@
 """Operations on a batch of images where every image has its own parameters, in tensor operations only.
 
-Images are [batch, 3, height, width] with values 0 to 255, parameters [batch]. Each operation is Pillow's: it rounds where
-Pillow rounds, so that bytes come out as those of the host. Values are whole numbers in float32, which holds all that
-appear here exactly. Nothing waits for the device.
+Images are [batch, 3, height, width] with values 0 to 255, parameters [batch]. Each operation is Pillow's and rounds
+where Pillow rounds, so that bytes come out as those of the host. Values are whole numbers in float32, which holds all
+that appear here exactly. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Boxes(NamedTuple):
 
 
 def resampled(images: Tensor, boxes: Boxes, size: int, interpolation: Interpolation) -> Tensor:
-    """What is in the boxes, at size x size: Pillow's antialiased resize, columns first and in bytes between the two.
+    """What is in the boxes, at size x size: Pillow's antialiased resize, first along rows and in bytes between the two.
 
     Each axis is one matrix product with weights [batch, size, pixels]. Pillow computes in fixed point, so a value that
-    lies within about 1e-4 of a half may come out one grey level apart.
+    lies within about 1e-4 of a half may come out one grey level apart; and recent versions of it begin along columns
+    where an image becomes lower and wider, which shows only where bicubic overshoots the byte range.
     """
     height, width = images.shape[-2:]
     across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation)
@@ -95,7 +96,7 @@ def blur_weights(sigma: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def blurred(images: Tensor, weights: Tensor) -> Tensor:
-    """Gaussian blur as Pillow's, by `blur_weights` [3, batch]: passes over rows, then over columns, in bytes between."""
+    """Gaussian blur as Pillow's, by `blur_weights` [3, batch]: passes along rows, then columns, in bytes between."""
     centre, near, far = (_per_image(w) for w in weights)
     for axis in (-1, -2):
         length = images.shape[axis]
@@ -139,7 +140,7 @@ def _reflected(start: Tensor, count: int, length: int) -> Tensor:
 
 
 def _resampling_weights(start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation) -> Tensor:
-    """[batch, size, extent]: what each pixel of a line gives to each new pixel of the stretch start .. start + length."""
+    """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length."""
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
     centre = (2 * torch.arange(size, device=start.device).view(-1, 1) + 1) * length / (2 * size)
     position = torch.arange(extent, device=start.device) - start

@@ -1,0 +1,325 @@
+"""Batched augmentation: Pillow's pixels for the same parameters, torchvision's distribution, a function of the key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from scipy import stats
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.device_augment import DeviceAugment, draw
+from vitrail.data.device_pixels import normal_noise
+from vitrail.data.preprocess import RESAMPLING
+
+PLAIN = {"crop": "evaluation", "flip": 0.0}
+EVERYTHING = AugmentConfig(flip=0.5, three=True, jitter=0.4, erasing=0.5)
+
+
+def keys_of(count: int, seed: int = 7) -> np.ndarray:
+    keys = np.zeros((count, 5), np.int64)
+    keys[:, 0], keys[:, 2] = seed, np.arange(count)
+    return keys
+
+
+def noise(count: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def smooth(count: int, height: int, width: int) -> np.ndarray:
+    coarse = [
+        Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC) for pixels in noise(count, 4, 5)
+    ]
+    return np.stack([np.array(image) for image in coarse])
+
+
+def tensor(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+
+def changed(pixels: np.ndarray, size: int, interpolation: str = "bicubic", **settings) -> tuple[np.ndarray, dict]:
+    """What comes out, channels last, and the parameters it was made with."""
+    config = AugmentConfig(**settings)
+    keys = keys_of(len(pixels))
+    made = DeviceAugment(config, PreprocessConfig(size=size, interpolation=interpolation))(tensor(pixels), keys)
+    assert (made.shape, made.dtype) == ((len(pixels), 3, size, size), torch.uint8)
+    columns = draw(config, size, keys, *pixels.shape[1:3]).columns
+    return made.permute(0, 2, 3, 1).numpy(), columns
+
+
+def apart(made: np.ndarray, expected: list[Image.Image]) -> np.ndarray:
+    return np.abs(made.astype(int) - np.stack([np.array(image) for image in expected]))
+
+
+def crops(pixels: np.ndarray, drawn: dict) -> list[Image.Image]:
+    boxes = np.stack([drawn[f"crop_{side}"] for side in ("left", "top", "width", "height")], 1).astype(int)
+    pairs = zip(pixels, boxes, strict=True)
+    return [Image.fromarray(image).crop((x, y, x + w, y + h)) for image, (x, y, w, h) in pairs]
+
+
+# pixels for given parameters
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_a_resized_crop_has_the_pixels_of_pillow_going_along_rows_first(interpolation, size):
+    pixels = noise(40, 40, 48)
+    made, drawn = changed(pixels, size, interpolation, flip=0.0)
+    how = RESAMPLING[interpolation]
+    difference = apart(made, [c.resize((size, c.height), how).resize((size, size), how) for c in crops(pixels, drawn)])
+    assert difference.max() <= 1
+    # Weights are ratios of small numbers, so about one value in a hundred is a half, which fixed point moves off it.
+    assert (difference > 0).mean() < 0.02
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_resized_crop_of_a_smooth_image_is_within_a_grey_level_of_pillow_in_any_order(interpolation):
+    pixels = smooth(40, 40, 48)
+    made, drawn = changed(pixels, 32, interpolation, flip=0.0)
+    assert apart(made, [c.resize((32, 32), RESAMPLING[interpolation]) for c in crops(pixels, drawn)]).max() <= 1
+
+
+@pytest.mark.parametrize("crop", ["simple", "pad"])
+def test_a_window_of_the_reflected_image_is_exact(crop):
+    pixels = noise(50, 16, 21)
+    made, drawn = changed(pixels, 16, crop=crop, padding=3, flip=0.0)
+    for image, window, top, left in zip(pixels, made, drawn["crop_top"], drawn["crop_left"], strict=True):
+        padded = np.pad(image, ((3, 3), (3, 3), (0, 0)), mode="reflect")
+        i, j = int(top) + 3, int(left) + 3
+        np.testing.assert_array_equal(window, padded[i : i + 16, j : j + 16])
+
+
+def test_mirroring_is_exact():
+    pixels = noise(50, 16, 16)
+    made, drawn = changed(pixels, 16, crop="evaluation")
+    assert 0 < drawn["flip"].sum() < 50
+    np.testing.assert_array_equal(made, np.where(drawn["flip"][:, None, None, None], pixels[:, :, ::-1], pixels))
+
+
+@pytest.mark.parametrize(
+    ("settings", "oracle"),
+    [
+        ({"grey": 1.0}, lambda image: tv.to_grayscale(image, num_output_channels=3)),
+        ({"solarise": 1.0}, lambda image: tv.solarize(image, 128)),
+        ({"grey": 1.0, "solarise": 1.0}, lambda image: ImageOps.solarize(image.convert("L")).convert("RGB")),
+    ],
+)
+def test_grey_and_solarise_are_exact(settings, oracle):
+    pixels = noise(20, 32, 32)
+    made, _ = changed(pixels, 32, **PLAIN, **settings)
+    assert apart(made, [oracle(Image.fromarray(image)) for image in pixels]).max() == 0
+
+
+def test_every_grey_equals_pillows_over_a_grid_of_colours():
+    levels = np.arange(0, 256, 5, dtype=np.uint8)
+    colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, 52 * 4, 52 * 13, 3)
+    colours = colours[:, :208, :208]
+    made, _ = changed(colours, 208, **PLAIN, grey=1.0)
+    assert apart(made, [Image.fromarray(colours[0]).convert("L").convert("RGB")]).max() == 0
+
+
+def test_blur_has_the_pixels_of_pillows_gaussian():
+    pixels = noise(60, 20, 20)
+    made, drawn = changed(pixels, 20, **PLAIN, blur=1.0)
+    pairs = zip(pixels, drawn["blur_sigma"].tolist(), strict=True)
+    difference = apart(made, [Image.fromarray(image).filter(ImageFilter.GaussianBlur(sigma)) for image, sigma in pairs])
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 1e-3
+
+
+def test_jitter_has_the_pixels_of_torchvision_on_pillow_images_in_the_drawn_order():
+    pixels = noise(60, 20, 20)
+    made, drawn = changed(pixels, 20, **PLAIN, jitter=0.6)
+    operations = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation)
+    expected = []
+    for i, image in enumerate(pixels):
+        expected.append(Image.fromarray(image))
+        for turn in range(3):
+            factor = float(drawn[f"factor_{turn}"][i])
+            expected[-1] = operations[drawn[f"jitter_{turn}"][i]](expected[-1], factor)
+    difference = apart(made, expected)
+    assert difference.max() <= 2
+    assert (difference > 0).mean() < 1e-3
+
+
+def test_erasing_changes_the_drawn_rectangle_and_nothing_else_and_noise_is_standard_normal():
+    config = AugmentConfig(**PLAIN, erasing=0.5)
+    preprocess = PreprocessConfig(size=32, mean=(0.5, 0.5, 0.5), std=(0.1, 0.1, 0.1))
+    made = DeviceAugment(config, preprocess)(torch.zeros(200, 3, 32, 32, dtype=torch.uint8), keys_of(200)).numpy()
+    drawn = draw(config, 32, keys_of(200), 32, 32)
+    erased = set(drawn.columns["erase_rows"][: drawn.erasures].tolist())
+    values = []
+    for row, image in enumerate(made):
+        expected = np.zeros((32, 32), bool)
+        if row in erased:
+            top, left, tall, wide = (int(drawn.columns[f"erase_{s}"][row]) for s in ("top", "left", "height", "width"))
+            expected[top : top + tall, left : left + wide] = True
+        np.testing.assert_array_equal((image != 0).all(0), expected)
+        np.testing.assert_array_equal((image != 0).any(0), expected)
+        values.append((image[:, expected] / 255 - 0.5) / 0.1)
+    noise = np.concatenate([v.ravel() for v in values])
+    assert abs(noise.mean()) < 4 / len(noise) ** 0.5
+    assert abs(noise.std() - 1) < 4 / (2 * len(noise)) ** 0.5
+
+
+def test_noise_is_standard_normal_and_uncorrelated_between_neighbours_channels_and_seeds():
+    drawn = normal_noise(torch.arange(64), 3, 16, 16).double()
+    assert stats.kstest(drawn.flatten().numpy(), "norm").pvalue > 1e-4
+    for one, other in (
+        (drawn[..., 1:], drawn[..., :-1]),
+        (drawn[:, 1:], drawn[:, :-1]),
+        (drawn[1:], drawn[:-1]),
+    ):
+        assert abs(float((one * other).mean())) < 4 / one.numel() ** 0.5
+
+
+# distributions
+
+
+def test_boxes_of_a_resized_crop_are_distributed_as_torchvisions():
+    count, height, width = 1500, 40, 56
+    config = AugmentConfig(scale=(0.2, 1.0), ratio=(0.5, 2.0))
+    drawn = draw(config, 32, keys_of(count), height, width).columns
+    torch.manual_seed(0)
+    theirs = v2.RandomResizedCrop(32, scale=(0.2, 1.0), ratio=(0.5, 2.0))
+    boxes = [theirs.make_params([torch.empty(3, height, width)]) for _ in range(count)]
+    for side in ("top", "left", "height", "width"):
+        assert stats.ks_2samp(drawn[f"crop_{side}"], [box[side] for box in boxes]).pvalue > 1e-4
+    ours = np.log(drawn["crop_width"] / drawn["crop_height"])
+    assert stats.ks_2samp(ours, [np.log(box["width"] / box["height"]) for box in boxes]).pvalue > 1e-4
+    assert (drawn["crop_top"] + drawn["crop_height"] <= height).all()
+    assert (drawn["crop_left"] + drawn["crop_width"] <= width).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(10, 60), (60, 10), (20, 22)])
+def test_where_no_box_fits_the_centre_is_taken_as_by_torchvision(height, width):
+    settings = {"scale": (3.9, 4.0), "ratio": (3 / 4, 4 / 3)}  # more than the image: every try fails
+    drawn = draw(AugmentConfig(**settings), 8, keys_of(3), height, width).columns
+    box = v2.RandomResizedCrop(8, **settings).make_params([torch.empty(3, height, width)])
+    for side in ("top", "left", "height", "width"):
+        assert drawn[f"crop_{side}"].tolist() == [box[side]] * 3
+
+
+def test_erased_rectangles_are_distributed_as_torchvisions():
+    drawn = draw(AugmentConfig(erasing=1.0), 32, keys_of(1500), 32, 32)
+    torch.manual_seed(0)
+    theirs = v2.RandomErasing(value="random")
+    boxes = [theirs.make_params([torch.empty(3, 32, 32)]) for _ in range(1500)]
+    rows = drawn.columns["erase_rows"][: drawn.erasures]
+    for side, name in (("top", "i"), ("left", "j"), ("height", "h"), ("width", "w")):
+        found = [box[name] for box in boxes if box["v"] is not None]
+        assert stats.ks_2samp(drawn.columns[f"erase_{side}"][rows], found).pvalue > 1e-4
+
+
+def test_choices_come_as_often_as_they_should():
+    count = 6000
+    config = AugmentConfig(crop="pad", padding=4, flip=0.3, jitter=0.4, erasing=0.25, grey=0.2, solarise=0.1, blur=0.5)
+    drawn = draw(config, 16, keys_of(count), 16, 16)
+    columns = drawn.columns
+    for name, probability in (("flip", 0.3), ("grey", 0.2), ("solarise", 0.1)):
+        assert stats.binomtest(int(columns[name].sum()), count, probability).pvalue > 1e-4
+    assert stats.binomtest(drawn.blurs, count, 0.5).pvalue > 1e-4
+    assert stats.binomtest(drawn.erasures, count, 0.25).pvalue > 1e-4
+    for axis in ("crop_top", "crop_left"):
+        assert stats.chisquare(np.bincount((columns[axis] + 4).astype(int), minlength=9)).pvalue > 1e-4
+    order = columns["jitter_0"] * 9 + columns["jitter_1"] * 3 + columns["jitter_2"]
+    assert stats.chisquare(np.unique(order, return_counts=True)[1]).pvalue > 1e-4
+    assert len(np.unique(order)) == 6
+    for turn in range(3):
+        assert stats.kstest(columns[f"factor_{turn}"], "uniform", (0.6, 0.8)).pvalue > 1e-4
+    assert stats.kstest(columns["blur_sigma"], "uniform", (0.1, 1.9)).pvalue > 1e-4
+
+
+def test_three_augment_is_exactly_one_of_the_three_each_as_often():
+    drawn = draw(AugmentConfig(three=True), 16, keys_of(3000), 16, 16)
+    blurs = np.zeros(3000, bool)
+    blurs[drawn.columns["blur_rows"][: drawn.blurs]] = True
+    kinds = np.stack([drawn.columns["grey"], drawn.columns["solarise"], blurs])
+    np.testing.assert_array_equal(kinds.sum(0), 1)
+    assert stats.chisquare(kinds.sum(1)).pvalue > 1e-4
+
+
+# a function of the key
+
+
+def test_an_image_depends_on_its_key_and_not_on_the_batch_it_is_in():
+    pixels, keys = tensor(noise(24, 20, 20)), keys_of(24)
+    augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))
+    whole = augment(pixels, keys)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(augment(pixels[order], keys[order.numpy()]), whole[order])
+    for part in (slice(0, 1), slice(3, 8)):
+        assert torch.equal(augment(pixels[part], keys[part]), whole[part])
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_every_part_of_the_key_changes_the_draws(part):
+    keys = keys_of(8)
+    other = keys.copy()
+    other[:, part] += 100
+    pixels = tensor(noise(1, 20, 20)).expand(8, -1, -1, -1)
+    augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))
+    assert not (augment(pixels, keys) == augment(pixels, other)).all((1, 2, 3)).any()
+
+
+def test_draws_of_one_operation_do_not_depend_on_the_others():
+    alone = draw(AugmentConfig(flip=0.5), 16, keys_of(100), 20, 20).columns
+    together = draw(EVERYTHING, 16, keys_of(100), 20, 20).columns
+    for name in alone:
+        np.testing.assert_array_equal(alone[name], together[name])
+
+
+def test_what_is_given_stays_as_it_was():
+    pixels, keys = tensor(noise(8, 16, 16)), keys_of(8)
+    before, state = pixels.clone(), torch.default_generator.get_state()
+    for crop in ("resized", "pad", "evaluation"):
+        config = AugmentConfig(crop=crop, three=True, jitter=0.4, erasing=1.0)
+        DeviceAugment(config, PreprocessConfig(size=16))(pixels, keys)
+    assert torch.equal(pixels, before)
+    assert torch.equal(torch.default_generator.get_state(), state)
+
+
+def test_it_is_one_graph_when_compiled():
+    pixels, keys = tensor(noise(8, 20, 20)), keys_of(8)
+    augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))
+    drawn = draw(EVERYTHING, 16, keys, 20, 20).to(pixels.device)
+    compiled = torch.compile(augment.apply, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(pixels, drawn), augment(pixels, keys))
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("crop", "shape", "message"),
+    [("evaluation", (3, 20, 16), "preprocessed to 16 x 16"), ("pad", (3, 20, 20), "shorter side of 16"),
+     ("resized", (1, 16, 16), "uint8")],
+)  # fmt: skip
+def test_images_that_do_not_fit_are_refused(crop, shape, message):
+    augment = DeviceAugment(AugmentConfig(crop=crop), PreprocessConfig(size=16))
+    with pytest.raises(ValueError, match=message):
+        augment(torch.zeros(2, *shape, dtype=torch.uint8), keys_of(2))
+
+
+def test_keys_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"keys must be \[2, 5\]"):
+        DeviceAugment(AugmentConfig(), PreprocessConfig(size=16))(
+            torch.zeros(2, 3, 16, 16, dtype=torch.uint8), keys_of(3)
+        )
+
+
+def test_randaugment_is_refused_with_a_way_out():
+    with pytest.raises(ValueError, match="rand_ops"):
+        DeviceAugment(AugmentConfig(rand_ops=2), PreprocessConfig(size=16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_an_accelerator_gives_the_same_pixels_but_for_roundings():
+    pixels, keys = tensor(noise(64, 20, 20)), keys_of(64)
+    augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))
+    difference = (augment(pixels.cuda(), keys).cpu().int() - augment(pixels, keys).int()).abs()
+    assert (difference > 0).double().mean() < 1e-2

@@ -1,0 +1,182 @@
+"""Loaders whose images live on the device: what is read, decoded and copied once is afterwards only gathered.
+
+Both are the host's loaders with another origin of pieces, so order, ranks, accumulation, labels and mixing are the same
+code. On CUDA the next batch is gathered and augmented, on a stream of its own, while the current one is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.data.augment import Augment
+from vitrail.data.device_augment import DeviceAugment
+from vitrail.data.device_images import DeviceImages
+from vitrail.data.loader import EvalLoader, TrainLoader
+from vitrail.data.order import Order
+from vitrail.data.pieces import Piece, Task
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Split
+
+
+class DeviceLoader(TrainLoader):
+    """As `TrainLoader`, with all images on the device (see `DeviceImages`) and `DeviceAugment` in place of `Augment`.
+
+    `workers` read images, once, when the first batch is wanted; `images` takes those of another loader instead. Rows
+    come in the order of `TrainLoader`, under other draws of the same augmentations. Raises as `TrainLoader`, and where
+    an operation is wanted that the device does not have.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        order: Order,
+        augment: Augment,
+        preprocess: Preprocess,
+        *,
+        classes: int,
+        multilabel: bool,
+        seed: int,
+        device: torch.device | str,
+        workers: int,
+        start: int,
+        stop: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        views: int = 1,
+        start_method: str | None = None,
+        images: DeviceImages | None = None,
+    ) -> None:
+        super().__init__(
+            split,
+            order,
+            augment,
+            preprocess,
+            classes=classes,
+            multilabel=multilabel,
+            seed=seed,
+            device=device,
+            workers=workers,
+            start=start,
+            stop=stop,
+            accumulate=accumulate,
+            rank=rank,
+            world=world,
+            views=views,
+            start_method=start_method,
+        )
+        self.views = views
+        self._change = DeviceAugment(augment.config, augment.preprocess)
+        self.images = images or DeviceImages(
+            split, augment.config, preprocess, device=device, workers=workers, start_method=start_method
+        )
+        self._labels: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def received(self) -> Iterator[Piece]:
+        """Pieces made on the device; on CUDA one ahead of what is used."""
+        pixels = self.images.pixels
+        if self._copies is None:
+            for task in self.tasks():
+                yield self._made(task, pixels)
+            return
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))  # images may still be on their way
+        ahead: Piece | None = None
+        for task in self.tasks():
+            ready = self._awaited(ahead)  # before the next is begun, or its use would wait for that as well
+            with torch.cuda.stream(self._copies):
+                ahead = self._made(task, pixels)
+            if ready is not None:
+                yield ready
+        last = self._awaited(ahead)
+        if last is not None:
+            yield last
+
+    def _made(self, task: Task, pixels: Tensor) -> Piece:
+        drawn = np.array(task.draws, dtype=np.int64).reshape(-1, 3)
+        places = np.arange(task.place, task.place + len(drawn))
+        skipped: list[tuple[str, str]] = []
+        if self.images.bad:
+            bad = [row for row in drawn[:, 0].tolist() if row in self.images.bad]
+            skipped = [(self.split.keys[row], self.images.bad[row]) for row in bad]
+            kept = ~np.isin(drawn[:, 0], bad)
+            drawn, places = drawn[kept], places[kept]
+        label, index, coarse = self._tables()
+        rows = self._sent_rows(drawn[:, 0])
+        views: list[Tensor] = []
+        if len(drawn):
+            gathered = pixels[rows]
+            for view in range(self.views):
+                keys = np.empty((len(drawn), 5), np.int64)
+                keys.T[:] = self.seed, drawn[:, 1], self.split.index[drawn[:, 0]], view, drawn[:, 2]
+                views.append(self._change(gathered, keys))
+        return Piece(
+            task=task,
+            views=tuple(views),
+            label=label[rows],
+            index=index[rows],
+            coarse=None if coarse is None else coarse[rows],
+            places=places,
+            skipped=skipped,
+        )
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Labels, stable indices and coarse labels of all rows, on the device."""
+        if self._labels is None:
+            label = torch.from_numpy(self.split.labels).to(self.device)
+            coarse = None if self.split.coarse is None else torch.from_numpy(self.split.coarse).to(self.device)
+            index = torch.from_numpy(self.split.index).to(self.device)
+            self._labels = (label.to(torch.float32) if label.ndim == 2 else label), index, coarse
+        return self._labels
+
+    def _sent_rows(self, rows: np.ndarray) -> Tensor:
+        sent = torch.from_numpy(np.ascontiguousarray(rows))
+        if self.device.type == "cuda":
+            return sent.pin_memory().to(self.device, non_blocking=True)
+        return sent.to(self.device)
+
+
+class DeviceEvalLoader(EvalLoader):
+    """As `EvalLoader`; the first complete pass leaves its batches on the device, later ones read them there.
+
+    So pixels are those of `EvalLoader`, whatever the preprocessing.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        preprocess: Preprocess,
+        *,
+        batch: int,
+        device: torch.device | str,
+        workers: int,
+        rank: int = 0,
+        world: int = 1,
+        start_method: str | None = None,
+    ) -> None:
+        super().__init__(
+            split,
+            preprocess,
+            batch=batch,
+            device=device,
+            workers=workers,
+            rank=rank,
+            world=world,
+            start_method=start_method,
+        )
+        self._kept: list[Piece] | None = None
+
+    def received(self) -> Iterator[Piece]:
+        """Pieces in bytes, from the device once they are there."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        pieces: list[Piece] = []
+        for piece in super().received():
+            pieces.append(piece)
+            yield piece
+        self._kept = pieces
+        self.close()  # workers have nothing left to do
