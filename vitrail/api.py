@@ -13,6 +13,8 @@ import torch
 
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.augment import Augment
+from vitrail.data.device_images import DeviceImages, fits
+from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
 from vitrail.data.loader import EvalLoader, TrainLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.order import Order
@@ -101,7 +103,7 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     folder = RunFolder(path)
     trainer = _Trainer(config, data, bad, group, quiet, folder)  # refuses what does not fit, before a folder is made
     if group.main:
-        trainer.folder = RunFolder.create(path, dump(config))
+        trainer.folder = RunFolder.create(path, dump(trainer.config))
     return trainer.run(None)
 
 
@@ -152,11 +154,22 @@ class _Trainer:
         wanted = config.data.workers
         self.workers = auto_workers(train) if wanted is None else wanted
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
+        if config.data.loader == "auto":  # stored as chosen, so that the run repeats and resumes as it was
+            able = self.device.type == "cuda" and fits(train, self.preprocess, self.device, config.data.augment)
+            chosen = replace(config.data, loader="device" if able else "host")
+            self.config = replace(config, data=chosen)
+        self.on_device = self.config.data.loader == "device"
+        self.images: DeviceImages | None = None
+        if self.on_device:
+            self.images = DeviceImages(
+                train, config.data.augment, self.preprocess, device=self.device, workers=self.workers
+            )
         self._loader(0, 0).close()  # refuses batches that cannot be cut, before anything is written
         _say(group, quiet, *_warnings(config, data, self.parameters))
 
     def _loader(self, start: int, stop: int) -> TrainLoader:
-        return TrainLoader(
+        options: dict[str, Any] = {"images": self.images} if self.on_device else {}
+        return (DeviceLoader if self.on_device else TrainLoader)(
             self.data["train"],
             self.order,
             self.augment,
@@ -172,10 +185,11 @@ class _Trainer:
             rank=self.group.rank,
             world=self.group.world,
             views=self.objective.views.views,
+            **options,
         )
 
     def _eval_loader(self, split: str) -> EvalLoader:
-        return EvalLoader(
+        return (DeviceEvalLoader if self.on_device else EvalLoader)(
             self.data[split],
             self.preprocess,
             batch=min(256, max(1, len(self.data[split]))),

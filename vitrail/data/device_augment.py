@@ -8,6 +8,7 @@ process or the device it is in, and nothing waits for the device.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from vitrail.data.device_pixels import (
     solarised,
     within,
 )
+from vitrail.data.device_randaugment import RandTurn, draw_turn, rand_augmented
 
 _TRIES = 10  # of a random rectangle, as in torchvision
 _ERASED_SHARE, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
@@ -39,14 +41,9 @@ _SEED_BITS = 24  # of each of the two numbers that carry a seed: float32 holds t
 _BOX = ("top", "left", "height", "width")
 
 
-def supports(config: AugmentConfig) -> bool:
-    """Whether `DeviceAugment` has all that is wanted; what is mixed is mixed elsewhere."""
-    return config.rand_ops == 0
-
-
 @dataclass(frozen=True)
 class Drawn:
-    """Parameters of a batch, by name, and how many of its images are blurred and erased.
+    """Parameters of a batch, by name, and how many of its images are blurred, erased, and in each RandAugment group.
 
     `blur_rows` and `erase_rows` begin with the rows that are. Those operations are too dear to be done for all, and as
     the host draws it also knows how many there are.
@@ -55,6 +52,7 @@ class Drawn:
     columns: dict[str, Any]  # [batch] each: arrays on the host, float32 tensors on the device
     blurs: int = 0
     erasures: int = 0
+    bounds: tuple[tuple[int, ...], ...] = ()  # a turn of RandAugment
 
     def to(self, device: torch.device) -> Drawn:
         """The parameters on a device, in one copy that the host does not wait for."""
@@ -62,7 +60,14 @@ class Drawn:
             return self
         packed = torch.from_numpy(np.stack(list(self.columns.values())).astype(np.float32))
         packed = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
-        return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures)
+        return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures, self.bounds)
+
+    def turns(self) -> Iterator[RandTurn]:
+        """What RandAugment does, one operation an image at a time."""
+        for number, bounds in enumerate(self.bounds):
+            prefix = f"rand_{number}_"
+            own = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
+            yield RandTurn(own, bounds)
 
     def boxes(self, what: str) -> Boxes:
         """The rectangles of `crop` or `erase`."""
@@ -95,6 +100,12 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
         columns["blur_sigma"] = BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius
         columns |= dict(zip(("blur_0", "blur_1", "blur_2"), blur_weights(columns["blur_sigma"]), strict=True))
+    bounds: list[tuple[int, ...]] = []
+    chances = _uniform(key, "rand", 2 * config.rand_ops)
+    for number in range(config.rand_ops):
+        drawn = draw_turn(chances[:, 2 * number : 2 * number + 2], config.rand_magnitude, size)
+        columns |= {f"rand_{number}_{name}": values for name, values in drawn.columns.items()}
+        bounds.append(drawn.bounds)
     if config.jitter:
         order, *strengths = _uniform(key, "jitter", 4).T
         least = max(0.0, 1 - config.jitter)
@@ -114,25 +125,21 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         noise = bits(seed_of("noise"), key)
         columns["noise_high"] = (noise >> np.uint64(64 - _SEED_BITS)).astype(np.int64)
         columns["noise_low"] = (noise & np.uint64((1 << _SEED_BITS) - 1)).astype(np.int64)
-    return Drawn(columns, blurs, erasures)
+    return Drawn(columns, blurs, erasures, tuple(bounds))
 
 
 class DeviceAugment:
     """uint8 images [batch, 3, height, width] and keys -> uint8 [batch, 3, size, size], on the images' device.
 
     Parameters and their distributions are those of `Augment`, and so are the pixels for the same parameters: equal for
-    windows, mirroring, grey and solarising, and within a grey level for resizing, blur and jitter, whose roundings can
-    fall differently. Erasing fills with the same distribution from a generator of its own. What is not random is not
-    done here: for `simple` and `pad` crops the shorter side must have the size already, for `evaluation` the image must
-    be the preprocessed one. Raises `ValueError` for other images and for settings that `supports` does not have.
+    windows, mirroring, grey, solarising and RandAugment, and within a grey level for resizing, blur and jitter, whose
+    roundings can fall differently. Erasing fills with the same distribution from a generator of its own. What is not
+    random is not done here: for `simple` and `pad` crops the shorter side must have the size already, for `evaluation`
+    the image must be the preprocessed one. Raises `ValueError` for other images.
     """
 
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
-        if not supports(config):
-            raise ValueError(
-                "data.augment.rand_ops: RandAugment runs on the host only; use the host loader, or set it to 0"
-            )
         self.config, self.preprocess = config, preprocess
         self._colours: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -145,7 +152,7 @@ class DeviceAugment:
     def apply(self, images: Tensor, drawn: Drawn) -> Tensor:
         """Change images by parameters that are on their device. Tensor operations only, so it can be compiled."""
         images = self._cropped(images, drawn)
-        if "grey" in drawn.columns or "jitter_0" in drawn.columns:
+        if "grey" in drawn.columns or "jitter_0" in drawn.columns or drawn.bounds:
             images = self._coloured(images.to(torch.float32), drawn)
         if "flip" in drawn.columns:
             images = torch.where(drawn.columns["flip"].view(-1, 1, 1, 1) > 0, images.flip(-1), images)
@@ -181,6 +188,8 @@ class DeviceAugment:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
             weights = torch.stack([columns[f"blur_{i}"] for i in range(3)])[:, rows]
             images = images.index_copy(0, rows, blurred(images[rows], weights))
+        for operations in drawn.turns():
+            images = rand_augmented(images, operations, self.config.rand_magnitude)
         if "jitter_0" in columns:
             for turn in range(3):
                 images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])

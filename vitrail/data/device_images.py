@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.config import AugmentConfig
-from vitrail.data.device_augment import supports
 from vitrail.data.order import Draw
 from vitrail.data.packed import PackedReader
 from vitrail.data.pieces import PieceLoader, Task
@@ -39,11 +38,10 @@ def fits(
     """Whether a split should live on the device, by the size of its first images and what is free there.
 
     On an accelerator it may take a third of the free memory; on a processor at most 1 GiB, and images of at most 64
-    pixels. With `augment`, never where an operation is wanted that the device does not have. Without it, images are
-    counted as evaluation wants them.
+    pixels. They are counted at the size in which `augment` wants them kept; without it, as for evaluation.
     """
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda") or (augment is not None and not supports(augment)):
+    if device.type not in ("cpu", "cuda"):
         return False
     size = stored_size(split, augment, preprocess)
     if size is None:

@@ -26,8 +26,7 @@ class DeviceLoader(TrainLoader):
     """As `TrainLoader`, with all images on the device (see `DeviceImages`) and `DeviceAugment` in place of `Augment`.
 
     `workers` read images, once, when the first batch is wanted; `images` takes those of another loader instead. Rows
-    come in the order of `TrainLoader`, under other draws of the same augmentations. Raises as `TrainLoader`, and where
-    an operation is wanted that the device does not have.
+    come in the order of `TrainLoader`, under other draws of the same augmentations. Raises as `TrainLoader`.
     """
 
     def __init__(
@@ -110,9 +109,8 @@ class DeviceLoader(TrainLoader):
         if len(drawn):
             gathered = pixels[rows]
             for view in range(self.views):
-                keys = np.empty((len(drawn), 5), np.int64)
-                keys.T[:] = self.seed, drawn[:, 1], self.split.index[drawn[:, 0]], view, drawn[:, 2]
-                views.append(self._change(gathered, keys))
+                key = (self.seed, drawn[:, 1], self.split.index[drawn[:, 0]], view, drawn[:, 2])
+                views.append(self._change(gathered, np.stack(np.broadcast_arrays(*key), 1)))
         return Piece(
             task=task,
             views=tuple(views),
