@@ -155,7 +155,7 @@ class _Trainer:
         self.workers = auto_workers(train) if wanted is None else wanted
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
         if config.data.loader == "auto":  # stored as chosen, so that the run repeats and resumes as it was
-            able = self.device.type == "cuda" and fits(train, self.preprocess, self.device, config.data.augment)
+            able = fits(train, self.preprocess, self.device, config.data.augment)
             chosen = replace(config.data, loader="device" if able else "host")
             self.config = replace(config, data=chosen)
         self.on_device = self.config.data.loader == "device"

@@ -74,7 +74,7 @@ class DataConfig:
     """Images an optimiser step, over all processes and accumulation steps."""
     loader: Literal["auto", "host", "device"] = "auto"
     """`host`: decode and augment in worker processes; `device`: all images live on the device as bytes and are
-    augmented there in batches; `auto`: device on an accelerator where they fit. A run stores what it chose."""
+    augmented there in batches; `auto`: device where they fit. A run stores what it chose."""
     workers: Whole | None = None
     """Processes that decode and augment (none: chosen from the machine)."""
     sampling: Literal["shuffle", "balanced"] = "shuffle"
