@@ -46,7 +46,7 @@ def training(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Ca
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc not to give freed memory back: page faults otherwise cost a tenth, and fall on either model by chance."""
+    """Tell glibc not to give freed memory back: page faults cost up to a tenth, and fall on either model by chance."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

@@ -30,8 +30,9 @@ from vitrail.recipes import recipe
 from vitrail.schema import parse_flags
 
 SMALL = (
-    "--model.name vit_micro_28 --model.trunk.depth 2 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0 "
-    "--data.loader host --data.augment.rand_ops 0 --data.batch 16 --optim.epochs 3 --optim.warmup 0.5 --engine.log_every 2 "
+    "--model.name vit_micro_28 --model.trunk.depth 2 --model.trunk.width 32 --model.trunk.heads 2 "
+    "--data.workers 0 --data.loader host --data.augment.rand_ops 0 --data.batch 16 "
+    "--optim.epochs 3 --optim.warmup 0.5 --engine.log_every 2"
 )
 
 
