@@ -17,6 +17,9 @@ def demo() -> RunConfig:
     """A small ViT on the embedded slice of Fashion-MNIST: the whole path in minutes on two CPU cores.
 
     Command:   vitrail train demo
+    Hardware:  2 cores of an x86 machine, torch 2.15
+    Expect:    85.9 % of the 2,000 test images (95 % interval 84.3 to 87.4; seed 0, twice), about two and a half minutes
+    Chosen:    on val, among 32 variants of rate, decay, width, stem, head, flips and batch
     """
     return RunConfig(
         recipe="demo",
@@ -32,6 +35,7 @@ def finetune() -> RunConfig:
     """Start from published weights and adapt the whole model to your photographs.
 
     Command:   vitrail train finetune --data photos/
+    Expect:    depends on the photographs; not measured here
     """
     return RunConfig(
         recipe="finetune",
@@ -46,6 +50,8 @@ def vit() -> RunConfig:
     """Train a plain ViT from scratch, with the augmentation that it needs.
 
     Command:   vitrail train vit --data photos/ --model.name deit_tiny
+    Source:    DeiT's recipe (architectures-and-training §4.3), shortened; no repeated augmentation
+    Expect:    depends on the data; not measured here
     """
     return RunConfig(
         recipe="vit",
