@@ -217,7 +217,7 @@ def test_writing_replaces_the_file_in_one_step(tmp_path: Path, monkeypatch: pyte
     def fails(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("vitrail.show.report.os.fsync", fails)
+    monkeypatch.setattr("vitrail.files.os.fsync", fails)
     with pytest.raises(OSError, match="disk full"):
         write_report(path, Report("second"))
     assert "first" in path.read_text(encoding="utf-8")
