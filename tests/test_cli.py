@@ -82,6 +82,7 @@ def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.Captu
         ("train demoo", "did you mean 'demo'"),
         ("train vit", "say where the images are"),
         ("train vit --data /nowhere/at/all", "/nowhere/at/all"),
+        ("train demo --evaluators clasification", "did you mean 'classification'"),
         ("train demo vit", "train takes one recipe"),
         ("train demo --config x.yaml", "give one of"),
         ("train --config /nowhere.yaml", "no configuration at"),
@@ -152,6 +153,16 @@ def test_check_finds_trouble_and_says_so_by_its_exit_code(photos: Path, tmp_path
     code, out, _ = ask(capsys, "check", str(photos))
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["cait_s36", "finetune", "second_order", "talking_heads"])
+def test_show_tells_all_of_one_thing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "show", name)
+    assert code == 0
+    assert name in out
+    code, out, _ = ask(capsys, "show", name, "--json")
+    assert code == 0
+    assert name in json.dumps(json.loads(out))
 
 
 @pytest.mark.parametrize("what", ["models", "heads", "mixers", "recipes", "data"])

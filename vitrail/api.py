@@ -90,6 +90,11 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     if isinstance(config, str):
         config = recipe(config)
     problems = validate(config)
+    problems += [
+        f"evaluators: no evaluator {name!r}{near(name, EVALUATORS)}"
+        for name in config.evaluators
+        if name not in EVALUATORS
+    ]
     if not config.data.uri:
         problems.append("data: say where the images are (--data FOLDER; `vitrail list data` names the forms)")
     if problems:

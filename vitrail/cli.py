@@ -26,7 +26,7 @@ VERBS: dict[str, str] = {
     "check": "look for trouble in a data set before training on it",
     "pack": "decode a data set once, so that no epoch decodes it again",
     "list": "names of models, heads, mixers, recipes, data sources",
-    "show": "one model or recipe in full",
+    "show": "one model, recipe, head or mixer in full",
 }
 
 EXAMPLES = """\
@@ -367,12 +367,12 @@ def list_(
 
 
 def show(name: tyro.conf.Positional[str], /, json: bool = False) -> int:
-    """One model or recipe in full.
+    """One model, recipe, head or mixer in full.
 
     Example: vitrail show deit_small
 
     Args:
-        name: a name of `vitrail list models` or `vitrail list recipes`
+        name: a name that `vitrail list` gives
         json: print one JSON object
     """
     from vitrail.show import catalogue

@@ -131,13 +131,17 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Everything about one model or recipe. Raises `ValueError` with near matches."""
+    """Everything about one model, recipe, head or mixer. Raises `ValueError` with near matches."""
     if name in ZOO:
         spec = ZOO[name]
         return {"model": _model(name), "trunk": plain(spec.trunk), "head": plain(spec.head)}
     if name in RECIPES:
         return {"recipe": name, "about": about(name), "config": plain(recipe(name))}
-    raise ValueError(f"nothing is called {name!r}{near(name, [*ZOO, *RECIPES])}")
+    for what in ("heads", "mixers"):
+        if name in names(what):
+            return {what.rstrip("s"): _part(what, name)}
+    known = [*ZOO, *RECIPES, *names("heads"), *names("mixers")]
+    raise ValueError(f"nothing is called {name!r}{near(name, known)}")
 
 
 def text(found: dict[str, Any]) -> str:
