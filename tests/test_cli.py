@@ -101,9 +101,14 @@ def test_what_cannot_be_done_is_said_in_one_line(words: str, sentence: str, caps
     assert err.startswith("vitrail: ")
 
 
-def test_train_prints_json(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (trained / "report.html").exists()
-    assert (trained / "model" / "model.safetensors").exists()
+def test_train_prints_one_json_object(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"train vit --data {photos} {SMALL} --data.batch 16 --optim.steps 1 --out {tmp_path / 'run'} --json"
+    code, out, _ = ask(capsys, *words.split())
+    found = json.loads(out)
+    assert code == 0
+    assert found["run"] == str(tmp_path / "run")
+    assert found["split"] == "test"
+    assert 0 <= found["top1"] <= 1
 
 
 def test_evaluate_as_table_and_as_json(trained: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

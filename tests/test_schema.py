@@ -87,6 +87,7 @@ def test_a_flag_given_twice_is_an_error() -> None:
         ("--model.trunk.heads 7", "cannot be cut into 7 heads"),
         ("--data.augment.scale 0.9 0.1", "must not exceed"),
         ("--optim.name adamx", "did you mean"),
+        ("--data.augment.three --data.augment.blur 0.5", "already draws grey"),
         ("--data.augment.scale 1 2 3", "expected 2 values"),
     ],
 )

@@ -282,7 +282,7 @@ MISMATCHES = {
     "deit3_huge52": "printed as 1B: one digit",
     "deit3_huge26x2": "printed as 1B: one digit",
     "cait_b12": "printed as 100.0 M; d=768, 12+2, 16 heads gives 100.77 (§5.4)",
-    "deit_tiny_sot": "FLOPs 2.3 printed, 2.3 counted without attention products",
+    "deit_tiny_sot": "printed as 7.0 M, counted 7.06: rounded down",
     "ga_convnext_tiny": "the released layout is within 2 % of the paper's (heads §4)",
     "ga_resnet50": "widths unpublished; ours were chosen near the stated count",
 }
@@ -294,12 +294,12 @@ def test_stated_parameters_agree_within_their_rounding(name: str) -> None:
     parameters = counted(name).parameters / 1e6
     if name in MISMATCHES:
         assert parameters == pytest.approx(stated, rel=0.04)
+        assert parameters != pytest.approx(stated, rel=0.0065), "no mismatch any more: take it off the list"
         return
     assert parameters == pytest.approx(stated, rel=0.0065)
 
 
 MAC_MISMATCHES = {
-    "deit_base": "17.5 printed, 17.6 elsewhere in the same source",
     "ga_vit_small": "4.3 printed without attention products of the trunk",
     "ga_resnet50": "widths unpublished",
     "ga_convnext_tiny": "6.3 printed; the released layout has 5.2 (its README: numbers are from another version)",
@@ -309,14 +309,16 @@ MAC_MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n, spec in ZOO.items() if spec.stated.macs and n not in MAC_MISMATCHES])
-def test_stated_macs_agree(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n, spec in ZOO.items() if spec.stated.macs])
+def test_stated_macs_agree_or_are_listed(name: str) -> None:
     stated = ZOO[name].stated
     found = counted(name, attention_products=stated.attention_products).macs / 1e9
-    assert found == pytest.approx(stated.macs, rel=0.04 if stated.macs < 2.6 else 0.02)
+    agrees = found == pytest.approx(stated.macs, rel=0.04 if stated.macs < 2.6 else 0.02)
+    assert agrees is (name not in MAC_MISMATCHES)
+    assert found == pytest.approx(stated.macs, rel=0.2)
 
 
-def test_a_gaussian_of_memory_table_e() -> None:
+def test_memory_formula_of_table_e() -> None:
     """heads §3.5 table E: input tensor and parameters, in MiB; its parameter column belongs to other models."""
     for name, figures in (("vit_small", (157.6, 231.1, 378.1)), ("ga_vit_small", (179.2, 252.7, 399.7))):
         parameters = counted(name).parameters if name == "vit_small" else 27.7e6

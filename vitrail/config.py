@@ -128,6 +128,9 @@ def validate(config: RunConfig) -> list[str]:
         config.data.batch // config.engine.accumulate
     ) % 2:
         problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
+    augment = config.data.augment
+    if augment.three and (augment.grey or augment.solarise or augment.blur):
+        problems.append("data.augment.three: it already draws grey, solarise or blur; leave their probabilities at 0")
     if config.data.augment.scale[0] > config.data.augment.scale[1]:
         problems.append("data.augment.scale: the first value must not exceed the second")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", config.engine.device):

@@ -1,9 +1,9 @@
 """How an image becomes the model's input wherever nothing is random: evaluation, prediction, export.
 
 One object does it everywhere, because the same weights lose points under another resize. Resizing is Pillow's, called
-directly: its pixels are those of timm's evaluation transform, which published weights were measured with (torchvision's
-tensor resize is quicker on large images but differs by a grey level), and without transform objects around it an image
-of 28 pixels takes half the time.
+directly: its pixels are those of timm's evaluation transform, which published weights were measured with, and without
+transform objects around it an image of 28 pixels takes half the time. (torchvision's tensor resize is quicker on large
+images; equality with timm is tested for this path only.)
 """
 
 from __future__ import annotations
