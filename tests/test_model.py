@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-import vitrail
 from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Mean
 from vitrail.model.positions import resize_positions
 from vitrail.model.residual import DropPath, LayerScale, drop_path_rates
@@ -18,7 +18,7 @@ from vitrail.model.store import load_model, read_tensors
 from vitrail.model.tokens import Tokens, reset
 
 
-def small(name: str = "deit3_tiny", **changes: object) -> vitrail.api.Classifier:
+def small(name: str = "deit3_tiny", **changes: object) -> Classifier:
     options = {"classes": 5, "depth": 2, "width": 64, "heads": 2, "image_size": 64, **changes}
     return create_model(name, **options).eval()
 

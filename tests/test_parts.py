@@ -8,6 +8,7 @@ from torch import nn
 
 import vitrail
 from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp, Mean
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, PatchConvMixer
@@ -30,7 +31,7 @@ def shake(model: nn.Module) -> None:
             module.running_var.uniform_(0.5, 1.5, generator=generator)
 
 
-def small(name: str, **changes: object) -> vitrail.api.Classifier:
+def small(name: str, **changes: object) -> Classifier:
     options = {"classes": 5, "depth": 2, "width": 64, "heads": 2, "image_size": 64, "patch": 16, **changes}
     model = create_model(name, **options).eval()
     shake(model)

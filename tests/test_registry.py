@@ -11,6 +11,7 @@ import torch
 import vitrail
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.build import Parts, create_model, from_spec
+from vitrail.model.classifier import Classifier
 from vitrail.model.config import CifarResNet, TimmBackbone, TrunkConfig
 from vitrail.model.heads.config import ClassAttention, Gramian
 from vitrail.model.mixers.config import LinearPatches, PatchMlp
@@ -125,7 +126,7 @@ def test_every_intermediate_can_be_captured_and_put_back(name: str) -> None:
 def test_gathered_stages_of_a_timm_backbone() -> None:
     head = Gramian(heads=2, gram_width=16, attention_width=16, attention_heads=2, gram_layer=True)
 
-    def small(**trunk: Any) -> vitrail.api.Classifier:
+    def small(**trunk: Any) -> Classifier:
         parts = Parts(TimmBackbone(stages=True, width=64, grid=4, **trunk), head)
         preprocess = PreprocessConfig(size=64)
         return from_spec(plain(parts), classes="abc", multilabel=False, preprocess=preprocess, device=None).eval()

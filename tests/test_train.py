@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import vitrail
 from vitrail import api
-from vitrail.config import RunConfig, dump, from_mapping
+from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.loader import EvalLoader
 from vitrail.data.source import Split
 from vitrail.engine import checkpoint
@@ -83,7 +83,7 @@ def test_a_run_leaves_its_folder_and_learns(photos: Path, tmp_path: Path) -> Non
 
 def test_a_run_repeats_from_its_own_config(photos: Path, tmp_path: Path) -> None:
     first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
-    stored = {**api.load_yaml(first.path / "config.yaml"), "out": str(tmp_path / "b")}
+    stored = {**load_yaml(first.path / "config.yaml"), "out": str(tmp_path / "b")}
     second = vitrail.train(from_mapping(stored), quiet=True)
     assert_same_run(first.path, second.path)
 
@@ -91,7 +91,7 @@ def test_a_run_repeats_from_its_own_config(photos: Path, tmp_path: Path) -> None
 KILLED = """
 import sys, os
 import vitrail
-from vitrail import api
+from vitrail.config import from_mapping, load_yaml
 from vitrail.engine.fit import Fit
 
 kill_at, how = int(sys.argv[2]), sys.argv[3]
@@ -105,7 +105,7 @@ def killed(self, pieces):
 
 if how != "resume":
     Fit._update = killed
-    vitrail.train(api.from_mapping(api.load_yaml(sys.argv[1])), quiet=True)
+    vitrail.train(from_mapping(load_yaml(sys.argv[1])), quiet=True)
 """
 
 

@@ -1,9 +1,10 @@
-"""The composition root: data, model, objective and engine from a `RunConfig`, and what `import vitrail` offers."""
+"""A training run from a `RunConfig`: data, model, objective and engine put together."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,32 +32,13 @@ from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.supervised import Supervised
 from vitrail.measure.classification import Figures, classification
-from vitrail.measure.evaluate import EVALUATORS, Loaders, Predictions, predict_all
-from vitrail.model.build import create_model, replace_head
+from vitrail.measure.evaluate import EVALUATORS, Loaders, predict_all
+from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
-from vitrail.model.cost import cost
-from vitrail.model.fold import fold_affine, fold_layerscale
-from vitrail.model.store import load_model
-from vitrail.model.zoo import list_models
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import report_run
-
-__all__ = [
-    "Run",
-    "cost",
-    "create_model",
-    "evaluate",
-    "fold_affine",
-    "fold_layerscale",
-    "list_models",
-    "load",
-    "open_data",
-    "recipe",
-    "replace_head",
-    "train",
-]
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
 
@@ -74,11 +56,6 @@ class Run:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
-
-
-def load(path: str | Path, device: str | torch.device | None = None) -> Classifier:
-    """The classifier of a run folder or a model folder; it preprocesses its own input."""
-    return load_model(path, device)
 
 
 def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
@@ -320,73 +297,6 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     return model
 
 
-def evaluate(
-    run: str | Path | Classifier,
-    data: str | Path,
-    *,
-    split: str | None = None,
-    batch: int = 256,
-    workers: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    quiet: bool = True,
-) -> tuple[Figures, Predictions, str]:
-    """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
-
-    Returns the figures, every prediction, and the split. Classes are matched by name; an unknown class is an error.
-    """
-    place = choose_device(device)
-    model = run if isinstance(run, Classifier) else load(run)
-    model.to(place)
-    opened = _with_classes_of(model, open_data(data))
-    split = split or ("test" if "test" in opened.splits else "val")
-    if split not in opened.splits:
-        raise ValueError(
-            f"{data} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
-        )
-    rows = opened[split]
-    count = auto_workers(rows) if workers is None else workers
-    with (
-        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=place, workers=count) as loader,
-        Progress("evaluate", len(rows), quiet=quiet) as bar,
-    ):
-        autocast = choose_precision(precision, place)
-        predictions = predict_all(model, loader, device=place, autocast=autocast, progress=bar.advance)
-        for key, reason in loader.skipped:
-            bar.say(f"skipped {key}: {reason}")
-    return classification(predictions.logits, predictions.target, model.classes), predictions, split
-
-
-def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
-    """`data` with its labels counted as the model counts them."""
-    if data.multilabel != model.multilabel:
-        kinds = ("several labels an image", "one label an image")
-        raise ValueError(
-            f"{data.uri} has {kinds[not data.multilabel]}, the model was trained with {kinds[not model.multilabel]}"
-        )
-    if data.classes == model.classes:
-        return data
-    unknown = [name for name in data.classes if name not in model.classes]
-    if unknown:
-        raise ValueError(
-            f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
-            f"{', ...' if len(unknown) > 5 else ''}; it knows {', '.join(model.classes[:5])}"
-            f"{', ...' if len(model.classes) > 5 else ''}"
-        )
-    import numpy as np
-
-    place = np.array([model.classes.index(name) for name in data.classes])
-    splits = {}
-    for name, split in data.splits.items():
-        if data.multilabel:
-            labels = np.zeros((len(split), len(model.classes)), dtype=split.labels.dtype)
-            labels[:, place] = split.labels
-        else:
-            labels = place[split.labels]
-        splits[name] = replace(split, labels=labels)
-    return replace(data, classes=model.classes, splits=splits)
-
-
 def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
     chosen = config.data
     data = open_data(
@@ -457,8 +367,6 @@ def _refuse_existing(config: RunConfig) -> None:
 
 
 def _say(group: Group, quiet: bool, *lines: str) -> None:
-    import sys
-
     if group.main and not quiet:
         for line in lines:
             print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,26 @@
+"""The composition root: data, model, objective and engine from a `RunConfig`, and what `import vitrail` offers."""
+
+from vitrail.api.evaluation import evaluate, load
+from vitrail.api.training import Run, resume, train
+from vitrail.data.open import open_data
+from vitrail.model.build import create_model, replace_head
+from vitrail.model.cost import cost
+from vitrail.model.fold import fold_affine, fold_layerscale
+from vitrail.model.zoo import list_models
+from vitrail.recipes import recipe
+
+__all__ = [
+    "Run",
+    "cost",
+    "create_model",
+    "evaluate",
+    "fold_affine",
+    "fold_layerscale",
+    "list_models",
+    "load",
+    "open_data",
+    "recipe",
+    "replace_head",
+    "resume",
+    "train",
+]
