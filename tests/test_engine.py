@@ -184,7 +184,8 @@ def test_a_bad_gradient_skips_the_update_and_leaves_no_trace(name: str) -> None:
             set_step(updater.optimizer, curve, 7)
             for i, p in enumerate(ours.parameters()):
                 p.grad = torch.full_like(p, float("nan")) if gradients is None else gradients[i].clone()
-            updater.apply(step)
+            updater.clock.fill_(step)
+            updater.apply()
         return ours.state_dict(), updater
 
     plain, _ = trained(False, False)
@@ -204,7 +205,7 @@ def test_clipping_limits_the_norm() -> None:
     for p in ours.parameters():
         p.grad = torch.randn_like(p)
     expected = torch.cat([p.grad.flatten() for p in ours.parameters()]).norm()
-    norm, good = updater.apply(0)
+    norm, good = updater.apply()
     after = torch.cat([p.detach().flatten() for p in ours.parameters()])
     assert norm == pytest.approx(expected)
     assert good == 1
@@ -227,7 +228,8 @@ def test_ema_follows_its_recurrence() -> None:
         model.weight.data.normal_()
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * model.weight.detach()
-        ema.update(model, step)
+        ema.set_step(step)
+        ema.follow(model)
         torch.testing.assert_close(ema.model.weight, expected)
     assert not ema.model.weight.requires_grad
 

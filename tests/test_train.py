@@ -21,11 +21,13 @@ from safetensors.torch import load_file
 import vitrail
 from vitrail import api
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml
+from vitrail.data.batch import Batch
 from vitrail.data.loader import EvalLoader
 from vitrail.data.source import Split
 from vitrail.engine import checkpoint
-from vitrail.engine.fit import Fit, Stopped
+from vitrail.engine.fit import Stopped
 from vitrail.engine.run import TIMING
+from vitrail.engine.step import TrainStep
 from vitrail.recipes import recipe
 from vitrail.schema import parse_flags
 
@@ -92,19 +94,19 @@ KILLED = """
 import sys, os
 import vitrail
 from vitrail.config import from_mapping, load_yaml
-from vitrail.engine.fit import Fit
+from vitrail.engine.step import TrainStep
 
 kill_at, how = int(sys.argv[2]), sys.argv[3]
-update = Fit._update
+feed = TrainStep.feed
 
-def killed(self, pieces):
-    lr = update(self, pieces)
+def killed(self, piece):
+    done = feed(self, piece)
     if self.step == kill_at:
         os.kill(os.getpid(), 9)
-    return lr
+    return done
 
 if how != "resume":
-    Fit._update = killed
+    TrainStep.feed = killed
     vitrail.train(from_mapping(load_yaml(sys.argv[1])), quiet=True)
 """
 
@@ -142,16 +144,16 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: 
     flags = f"--data {photos} --data.augment.mixup 0.5"
     config = configure(f"{flags} --out {tmp_path / 'stopped'}")
     whole = vitrail.train(configure(f"{flags} --out {tmp_path / 'whole'}"), quiet=True)
-    update = Fit._update
+    feed = TrainStep.feed
 
-    def interrupted(self: Fit, pieces: object) -> float:
-        lr = update(self, pieces)
+    def interrupted(self: TrainStep, piece: Batch) -> bool:
+        done = feed(self, piece)
         if self.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return lr
+        return done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fit, "_update", interrupted)
+        patch.setattr(TrainStep, "feed", interrupted)
         with pytest.raises(Stopped, match=f"stopped after step 5; continue with: vitrail train --resume {tmp_path}"):
             vitrail.train(config, quiet=True)
     assert_same_run(whole.path, api.resume(tmp_path / "stopped", quiet=True).path)

@@ -213,6 +213,7 @@ class _Trainer:
             device=self.device,
             autocast=self.precision,
             compile=self.compile,
+            graph=self.device.type == "cuda" if config.engine.graph is None else config.engine.graph,
             group=group,
             evaluate=None if val is None else look,
             indices=lambda step: [int(train.index[d.row]) for d in self.order.draws(step)],

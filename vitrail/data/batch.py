@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,6 +18,22 @@ class Batch:
     index: Tensor  # [batch] stable index of each image in its source
     coarse: Tensor | None = None  # [batch] coarse class
     step: int = 0  # optimiser step the batch belongs to
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with every tensor changed."""
+        return replace(
+            self,
+            views=tuple(change(view) for view in self.views),
+            label=change(self.label),
+            target=change(self.target),
+            index=change(self.index),
+            coarse=None if self.coarse is None else change(self.coarse),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        coarse = [] if self.coarse is None else [self.coarse]
+        return [*self.views, self.label, self.target, self.index, *coarse]
 
     @property
     def images(self) -> Tensor:

@@ -56,6 +56,8 @@ class EngineConfig:
     """auto: bf16 where the accelerator has it, float32 on a CPU."""
     compile: bool | None = None
     """torch.compile (none: on an accelerator only)."""
+    graph: bool | None = None
+    """Launch whole training steps as a CUDA graph (none: on CUDA, where nothing must be decided on the host)."""
     accumulate: Count = 1
     """Pieces in which a batch is computed."""
     ema: Fraction = 0.0

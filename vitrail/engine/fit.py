@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.engine.distributed import Group
-from vitrail.engine.ema import Ema
-from vitrail.engine.optimizer import build_optimizer, set_step
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder
 from vitrail.engine.schedule import Schedule
 from vitrail.engine.signals import StopRequest
-from vitrail.engine.update import Meter, Updater
+from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 
@@ -65,6 +62,7 @@ class Fit:
     device: torch.device
     autocast: torch.dtype | None = None  # none: float32
     compile: bool = False
+    graph: bool = False
     group: Group = field(default_factory=Group)
     evaluate: Callable[[Classifier], Mapping[str, float]] | None = None
     indices: Callable[[int], Sequence[int]] | None = None
@@ -72,45 +70,48 @@ class Fit:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        self.objective.to(self.device).train()
-        self.optimizer = build_optimizer(self.objective, self.optim)
-        self.updater = Updater(self.optimizer, self.optim.clip)
-        self.ema = Ema(self.objective.model, self.engine.ema) if self.engine.ema else None
-        self.meter = Meter()
-        self.step = 0
+        self.work = TrainStep(
+            self.objective,
+            self.optim,
+            self.schedule,
+            device=self.device,
+            autocast=self.autocast,
+            compile=self.compile,
+            graph=self.graph,
+            ema=self.engine.ema,
+            accumulate=self.engine.accumulate,
+            group=self.group,
+        )
         self.saved: int | None = None  # step of the last checkpoint
         self.notes: list[str] = []
 
     @property
     def kept(self) -> Classifier:
         """The weights that are evaluated and kept: the moving average where there is one."""
-        model = self.objective.model if self.ema is None else self.ema.model
+        model = self.work.model
         assert isinstance(model, Classifier)
         return model
 
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return self.work.step
+
     def run(self) -> FitResult:
         """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
-        if self.compile:
-            self.objective.compile(dynamic=False)
-        wrapped = self.group.wrap(self.objective, self.device)
         began, first = time.monotonic(), self.step
         total = self.schedule.steps
         quiet = self.quiet or not self.group.main
         with StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
             bar.advance(self.step)
             self._window = (time.monotonic(), self.step)
-            pieces: list[Mapping[str, Tensor]] = []
             for piece in self.batches(self.step, total):
-                last = len(pieces) == self.engine.accumulate - 1
-                pieces.append(self._backward(wrapped, piece, last))
-                if not last:
+                if not self.work.feed(piece):
                     continue
-                lr = self._update(pieces)
-                pieces = []
                 bar.advance(1)
                 finished = self.step == total
                 if finished or self.step % self.engine.log_every == 0:
-                    self._log(bar, lr)
+                    self._log(bar)
                 if finished or self._due(self.engine.evaluate_every):
                     self._look_at_val(bar)
                 halt = self._halt(stop, finished)
@@ -121,27 +122,6 @@ class Fit:
         seconds = time.monotonic() - began
         rate = (self.step - first) * self.batch / max(seconds, 1e-9)
         return FitResult(self.kept, self.step, seconds, rate, self.notes)
-
-    def _backward(self, wrapped: nn.Module, piece: Batch, last: bool) -> Mapping[str, Tensor]:
-        waiting = wrapped.no_sync() if self.group.world > 1 and not last else nullcontext()  # type: ignore[operator]
-        with waiting:
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                losses: dict[str, Tensor] = wrapped(piece)
-            (losses["loss"] / self.engine.accumulate).backward()
-        return losses
-
-    def _update(self, pieces: Sequence[Mapping[str, Tensor]]) -> float:
-        lr = set_step(self.optimizer, self.schedule, self.step)
-        norm, good = self.updater.apply(self.step)
-        self.objective.after_step(self.step)
-        if self.ema is not None:
-            self.ema.update(self.objective.model, self.step)
-        means = {
-            name: sum((p[name].detach() for p in pieces), torch.zeros_like(norm)) / len(pieces) for name in pieces[0]
-        }
-        self.meter.add({**means, "gradient_norm": norm}, good)
-        self.step += 1
-        return lr
 
     def _every(self, epochs: float) -> int:
         return max(1, round(epochs * self.images / self.batch))
@@ -160,9 +140,9 @@ class Fit:
         # Processes must agree on the step, so they ask each other, but only where they meet anyway.
         return self.step % self.engine.log_every == 0 and self.group.any(stop.requested, self.device)
 
-    def _log(self, bar: Progress, lr: float) -> None:
-        means = self.meter.read(self.group)
-        skipped, last = self.updater.look()
+    def _log(self, bar: Progress) -> None:
+        means = self.work.meter.read(self.group)
+        skipped, last = self.work.updater.look()
         now = time.monotonic()
         steps = self.step - self._window[1]
         rate = steps * self.batch / max(now - self._window[0], 1e-9)
@@ -173,7 +153,7 @@ class Fit:
             "epoch": round(self._epoch(), 6),
             "split": "train",
             **means,
-            "lr": lr,
+            "lr": self.work.lr,
         }
         if skipped:
             line["skipped_updates"] = skipped
@@ -226,11 +206,11 @@ class Fit:
         frozen = tuple(f"{name}." for name in self.objective.frozen)
         kept = {n: t for n, t in self.objective.state_dict().items() if not (frozen and n.startswith(frozen))}
         tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
-        if self.ema is not None:
-            tensors |= {f"ema/{n}": t for n, t in self.ema.model.state_dict().items()}
-        for group in self.optimizer.param_groups:
+        if self.work.ema is not None:
+            tensors |= {f"ema/{n}": t for n, t in self.work.ema.model.state_dict().items()}
+        for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                for key, value in self.optimizer.state[parameter].items():
+                for key, value in self.work.optimizer.state[parameter].items():
                     tensors[f"optimizer/{name}/{key}"] = value
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -238,10 +218,10 @@ class Fit:
         for rank, found in enumerate(self.group.gather(random)):
             tensors |= {f"rng/{rank}/{kind}": value for kind, value in found.items()}
         # Sums are of this process; all processes log their mean, so each keeps its own share.
-        for rank, sums in enumerate(self.group.gather({k: v.cpu() for k, v in self.meter.sums.items()})):
-            tensors |= {f"meter/{rank}/{name or 'count'}": value for name, value in sums.items()}
-        tensors["skipped"] = self.updater.skipped
-        tensors["last_skipped"] = self.updater.last_skipped
+        for rank, sums in enumerate(self.group.gather({k: v.cpu() for k, v in self.work.meter.state().items()})):
+            tensors |= {f"meter/{rank}/{name}": value for name, value in sums.items()}
+        tensors["skipped"] = self.work.updater.skipped
+        tensors["last_skipped"] = self.work.updater.last_skipped
         return checkpoint.State(self.step, tensors, dict(self.facts))
 
     def save(self) -> None:
@@ -272,20 +252,19 @@ class Fit:
         missing = [name for name in missing if not (frozen and name.startswith(frozen))]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
-        if self.ema is not None:
-            self.ema.model.load_state_dict(state.part("ema"))
+        if self.work.ema is not None:
+            self.work.ema.model.load_state_dict(state.part("ema"))
         saved = state.part("optimizer")
-        for group in self.optimizer.param_groups:
+        for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}
-                self.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in values.items()}
+                self.work.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in values.items()}
         random = state.part(f"rng/{self.group.rank}")
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
         if "cuda" in random and self.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.device)
-        sums = state.part(f"meter/{self.group.rank}")
-        self.meter.sums = {"" if n == "count" else n: v.to(self.device) for n, v in sums.items()}
-        self.updater.skipped = state.tensors["skipped"].to(self.device)
-        self.updater.last_skipped = state.tensors["last_skipped"].to(self.device)
-        self.step = self.saved = state.step
+        self.work.meter.restore(state.part(f"meter/{self.group.rank}"), self.device)
+        self.work.updater.skipped.copy_(state.tensors["skipped"])
+        self.work.updater.last_skipped.copy_(state.tensors["last_skipped"])
+        self.work.step = self.saved = state.step

@@ -98,7 +98,8 @@ def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Op
     if config.name == "adagrad":
         return torch.optim.Adagrad(groups, eps=config.eps, fused=True, **common)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return kind(groups, betas=config.betas, eps=config.eps, fused=True, **common)
+    on_cuda = common["lr"].is_cuda  # there, steps may be captured as a graph
+    return kind(groups, betas=config.betas, eps=config.eps, fused=True, capturable=on_cuda, **common)
 
 
 def set_step(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:

@@ -18,9 +18,11 @@ class Objective(nn.Module):
     model: Classifier
     views: ViewSpec = ViewSpec()
     frozen: tuple[str, ...] = ()
+    capturable: bool = True
+    """Whether forward and backward are the same device work in every step, so that a CUDA graph may replay them."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
-        """Momentum teachers, banks: what changes after an optimiser step."""
+        """Momentum teachers, banks: what changes after optimiser step `step` (0 is the first); outside any graph."""

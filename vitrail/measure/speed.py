@@ -1,11 +1,15 @@
-"""How fast a model predicts and how much memory that takes, measured on this machine."""
+"""How fast something runs on this machine: several ways in turns, so that a slow moment falls on all of them."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +17,236 @@ from torch import Tensor, nn
 
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
+MOST_CALLS = 1000  # of a round
+FRESH_SETS = 4  # different inputs, used in turn, so that no call finds its own input in a cache
+FRESH_BYTES = 2**31  # of all sets together; large batches fill the caches anyway
+NOISY_SPREAD, NOISY_DRIFT, NOISY_CONTROL = 0.10, 0.05, 0.03  # shares from which a machine is called noisy
+
+Work = Callable[[int], object]  # called with the number of the call, so that inputs can change from call to call
+Turn = Callable[[int, int], None]  # told (rounds done, rounds in all)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of several things to time; `batch` images a call."""
+
+    work: Work
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every round and, inside the rounds, of every call; all rounds have equally many calls."""
+
+    batch: int
+    rounds: tuple[float, ...]
+    calls: tuple[float, ...]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Images a second in each round."""
+        images = self.batch * len(self.calls) / len(self.rounds)
+        return [images / seconds for seconds in self.rounds]
+
+    @property
+    def images_per_second(self) -> float:
+        return statistics.median(self.speeds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Lower and upper quartile of the rounds' images a second."""
+        low, _, high = quartiles(self.speeds)
+        return low, high
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles as a share of the median."""
+        low, middle, high = quartiles(self.speeds)
+        return (high - low) / middle
+
+    def latency(self, percent: int) -> float:
+        """Seconds within which `percent` of the calls were done."""
+        return percentile(self.calls, percent)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one way is as another: median of the rounds' ratios, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far the machine can be trusted; `reasons` is empty where it was quiet."""
+
+    spread: float  # largest distance of quartiles of any way, as a share of its median
+    drift: float  # how much longer the second half of the rounds took than the first, as a share
+    control: float | None  # one way against itself: the median of the rounds' ratios, less 1
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def noisy(self) -> bool:
+        return bool(self.reasons)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile, interpolated; of one value, that value."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value below which `percent` (1 to 99) of the values lie, interpolated between neighbours.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0, 5.0], 50)
+    3.0
+    """
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def ratio(way: Timing, to: Timing) -> Ratio:
+    """How many times as fast as `to` a way is, round by round: what slows the machine for a while cancels out."""
+    low, middle, high = quartiles([a / b for a, b in zip(way.speeds, to.speeds, strict=True)])
+    return Ratio(middle, low, high)
+
+
+def in_turns(
+    ways: Mapping[str, Way],
+    device: torch.device,
+    *,
+    rounds: int = ROUNDS,
+    seconds: float = 1.0,
+    warm_up: int = WARM_UP_CALLS,
+    patience: float = float("inf"),
+    turn: Turn | None = None,
+) -> dict[str, Timing]:
+    """Time every way once a round, in an order that is turned around from round to round.
+
+    A round makes as many calls of a way as make its rounds take about `seconds` together. After `patience` seconds no
+    further round begins; two are always made, if two are asked for.
+    """
+    calls: dict[str, int] = {}
+    for name, way in ways.items():
+        for i in range(warm_up):
+            way.work(i)
+        once = sum(timed_calls(way.work, 1, device))
+        calls[name] = min(MOST_CALLS, max(1, round(seconds / rounds / max(once, 1e-7))))
+        if calls[name] > 1:  # the first call after another way may be slow; a whole round is a better probe
+            once = sum(timed_calls(way.work, calls[name], device)) / calls[name]
+            calls[name] = min(MOST_CALLS, max(1, round(seconds / rounds / max(once, 1e-7))))
+    every: dict[str, list[list[float]]] = {name: [] for name in ways}
+    began = time.perf_counter()
+    for done in range(rounds):
+        for name in reversed(ways) if done % 2 else ways:
+            every[name].append(timed_calls(ways[name].work, calls[name], device, done * calls[name]))
+        if turn is not None:
+            turn(done + 1, rounds)
+        if done and time.perf_counter() - began > patience:
+            break
+    return {
+        name: Timing(ways[name].batch, tuple(map(sum, found)), tuple(s for one in found for s in one))
+        for name, found in every.items()
+    }
+
+
+def timed_calls(work: Work, calls: int, device: torch.device, first: int = 0) -> list[float]:
+    """Seconds of each of `calls` calls made one after the other.
+
+    On CUDA, events on the stream mark where each call ends and the host waits once, after the last: a call's time is
+    what the device spent on it, waiting for the host included. Elsewhere each call is waited for.
+    """
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        stream = torch.cuda.current_stream(device)
+        torch.cuda.synchronize(device)
+        marks[0].record(stream)
+        for i in range(calls):
+            work(first + i)
+            marks[i + 1].record(stream)
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    _wait(device)
+    found = []
+    for i in range(calls):
+        start = time.perf_counter()
+        work(first + i)
+        _wait(device)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
+    """Whether the machine was quiet enough for these figures, and if not, why.
+
+    `control` is one of the ways against itself in the same rounds: how far from 1 chance alone goes.
+    """
+    widest = max(timings, key=lambda name: timings[name].spread)
+    spread, count = timings[widest].spread, len(timings[widest].rounds)
+    # One course for all ways: each round's time over the way's median, which drift of the machine moves alike.
+    courses = [[s / statistics.median(t.rounds) for s in t.rounds] for t in timings.values()]
+    course = [statistics.fmean(one) for one in zip(*courses, strict=True)]
+    half = count // 2
+    drift = statistics.median(course[count - half :]) / statistics.median(course[:half]) - 1 if half else 0.0
+    reasons = []
+    if count < 3:
+        reasons.append(f"{count} rounds are too few to tell how noisy the machine is")
+    if spread > NOISY_SPREAD:
+        reasons.append(f"the quartiles of {widest} are {spread:.0%} apart (quiet: up to {NOISY_SPREAD:.0%})")
+    if abs(drift) > NOISY_DRIFT:
+        reasons.append(f"the second half took {drift:+.0%} longer than the first (quiet: up to {NOISY_DRIFT:.0%})")
+    off = None if control is None else control.median - 1
+    if off is not None and abs(off) > NOISY_CONTROL:
+        reasons.append(f"a model against itself is off by {off:+.1%} (quiet: up to {NOISY_CONTROL:.0%})")
+    return Noise(spread, drift, off, tuple(reasons))
+
+
+def fresh_images(batch: int, size: int, device: torch.device, sets: int = FRESH_SETS) -> list[Tensor]:
+    """Different random images [batch, 3, size, size] on the device; fewer sets where they would take much memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    count = max(1, min(sets, FRESH_BYTES // (batch * 3 * size * size * 4)))
+    return [torch.randn(batch, 3, size, size, generator=generator, device=device) for _ in range(count)]
+
+
+class MemoryWatch:
+    """Bytes that tensors take on a CUDA device beyond what was there when the watch began; elsewhere none is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()
+        self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self.again()
+
+    def again(self) -> None:
+        """Forget the highest value so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc not to give freed memory back: page faults cost up to a tenth, and fall on a model by chance.
+
+    It holds for the rest of the process, so it is for programs that only measure. Other C libraries are left alone.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(option, 2**31 - 1)
+    except (OSError, AttributeError):
+        return
 
 
 def throughput(
@@ -26,43 +260,40 @@ def throughput(
 ) -> dict[str, Any]:
     """Images per second of inference on random images [batch, 3, image_size, image_size] already on the device.
 
-    `images_per_second` is the median of rounds that together take about `seconds` after a warm-up, and `spread` is
-    (fastest - slowest) / median. `peak_memory` is in bytes: on CUDA what tensors took (weights included), elsewhere the
-    highest resident memory the whole process ever had (none where the system does not tell).
+    `images_per_second` is the median of rounds that together take about `seconds` after a warm-up, and `spread` is the
+    distance of their quartiles over it. `peak_memory` is in bytes: on CUDA what tensors took (weights included),
+    elsewhere the highest resident memory the whole process ever had (none where the system does not tell).
     """
     place = torch.device(device)
-    images = torch.randn(batch, 3, image_size, image_size, generator=torch.Generator().manual_seed(0)).to(place)
+    images = fresh_images(batch, image_size, place)
     flags = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
     for module in flags:
         module.training = False
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)
-
-    def took(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            model(images)
-        if place.type != "cpu":
-            torch.accelerator.synchronize(place)
-        return time.perf_counter() - start
-
     with torch.inference_mode(), torch.autocast(place.type, autocast, enabled=autocast is not None):
-        took(WARM_UP_CALLS)
-        calls = max(1, round(seconds / ROUNDS / max(took(1), 1e-6)))
-        speeds = [calls * batch / took(calls) for _ in range(ROUNDS)]
+        way = Way(lambda i: model(images[i % len(images)]), batch)
+        timing = in_turns({"model": way}, place, seconds=seconds)["model"]
     for module, training in flags.items():
         module.training = training
-    median = statistics.median(speeds)
+    peak = _peak_memory(place)
+    if peak is not None and place.type == "cuda":
+        peak -= sum(one.nbytes for one in images[1:])  # one batch of images is what inference needs
     return {
-        "images_per_second": median,
-        "spread": (max(speeds) - min(speeds)) / median,
-        "rounds": ROUNDS,
+        "images_per_second": timing.images_per_second,
+        "spread": timing.spread,
+        "rounds": len(timing.rounds),
         "batch": batch,
         "image_size": image_size,
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
         "precision": str(autocast or torch.get_default_dtype()).removeprefix("torch."),
-        "peak_memory": _peak_memory(place),
+        "peak_memory": peak,
     }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _peak_memory(place: torch.device) -> int | None:

@@ -52,6 +52,11 @@ def branch_gain(config: TrunkConfig) -> nn.Module:
     )
 
 
+def added(x: Tensor, branch: Tensor) -> Tensor:
+    """x + branch, in the precision of the stream `x` though gains may be kept in a higher one."""
+    return (x + branch).to(x.dtype)
+
+
 class Block(nn.Module):
     """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm, eq. 3.5).
 
@@ -78,9 +83,9 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe)))
+        x = added(x, self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe))))
         if self.mlp is not None and self.norm2 is not None and self.ls2 is not None:
-            x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+            x = added(x, self.drop_path(self.ls2(self.mlp(self.norm2(x)))))
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
 
 
@@ -128,11 +133,11 @@ class ParallelBlock(nn.Module):
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        added = []
+        mixed = []
         for i, branch in enumerate(self.attns):
-            mixed = branch.attn(branch.norm(x), tokens, self.layer, probe if i == 0 else None)  # type: ignore[operator]
-            added.append(branch.drop_path(branch.ls(mixed)))  # type: ignore[operator]
-        x = x + torch.stack(added).sum(0)
+            one = branch.attn(branch.norm(x), tokens, self.layer, probe if i == 0 else None)  # type: ignore[operator]
+            mixed.append(branch.drop_path(branch.ls(one)))  # type: ignore[operator]
+        x = added(x, torch.stack(mixed).sum(0))
         changed = [b.drop_path(b.ls(b.mlp(b.norm(x)))) for b in self.ffns]  # type: ignore[operator]
-        x = x + torch.stack(changed).sum(0)
+        x = added(x, torch.stack(changed).sum(0))
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))

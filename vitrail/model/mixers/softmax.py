@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.kernels.attention import packed_attention
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.tokens import Probe, Tokens
 
@@ -64,6 +65,9 @@ class SoftmaxMixer(Mixer):
         return self.proj(out.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
+        if probe is None and tokens.mask is None and not (self.attention_drop and self.training):
+            packed = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+            return self.proj(packed_attention(packed).flatten(2))
         q, k, v = self.project(x, tokens)
         if probe is None:
             return self.mix((q, k, v), tokens)

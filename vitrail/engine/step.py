@@ -1,0 +1,160 @@
+"""One training step as one thing: forward, loss, backward, clipping, guard, optimiser, moving average, meter.
+
+On CUDA the whole of it can be one graph, which the host launches with a single call: what changes from step to step
+(images, learning rate, clock, share of the average) lies in tensors that keep their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.distributed import Group
+from vitrail.engine.ema import Ema
+from vitrail.engine.optimizer import build_optimizer, set_step
+from vitrail.engine.schedule import Schedule
+from vitrail.engine.update import Meter, Updater
+from vitrail.learn.objective import Objective
+
+WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, optimiser state
+
+
+class TrainStep:
+    """`feed` takes the pieces of each step one after the other; after `accumulate` of them the step is made.
+
+    `graph` captures steps as a CUDA graph once they are warm; pieces of another shape than the captured ones are
+    computed without it. It is left out, and `why_no_graph` says why, where something must be decided on the host.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optim: OptimConfig,
+        schedule: Schedule,
+        *,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        compile: bool = False,  # noqa: A002, as in the configuration
+        graph: bool = False,
+        ema: float = 0.0,
+        accumulate: int = 1,
+        group: Group | None = None,
+    ) -> None:
+        self.objective = objective.to(device).train()
+        self.schedule, self.device, self.autocast = schedule, device, autocast
+        self.accumulate, self.group = accumulate, group or Group()
+        self.optimizer = build_optimizer(objective, optim)
+        self.updater = Updater(self.optimizer, optim.clip)
+        self.ema = Ema(objective.model, ema) if ema else None
+        self.meter = Meter()
+        self.step = 0  # the next one
+        self.lr = 0.0  # of the last one
+        self.why_no_graph = _why_no_graph(objective, optim, device, accumulate, self.group)
+        self._graph: _Graph | None = None
+        self._wants_graph = graph and not self.why_no_graph
+        self._compile = compile
+        self._wrapped: nn.Module | None = None
+        self._pieces: list[Mapping[str, Tensor]] = []
+        self._warm = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The weights that are evaluated and kept: the moving average where there is one."""
+        return self.objective.model if self.ema is None else self.ema.model
+
+    def feed(self, piece: Batch) -> bool:
+        """Compute a piece; True where it completed a step."""
+        if len(self._pieces) == self.accumulate - 1:
+            self.lr = set_step(self.optimizer, self.schedule, self.step)
+            self.updater.clock.fill_(self.step)
+            if self.ema is not None:
+                self.ema.set_step(self.step)
+        if not self._wants_graph:
+            done = self._compute(piece)
+        elif self._graph is not None and self._graph.fits(piece):
+            self._graph.replay(piece)
+            done = True
+        elif self._graph is None and self._warm >= WARM_UP_STEPS:
+            self._graph = _Graph(self._compute, piece, self.device)
+            self._graph.replay(piece)
+            done = True
+        else:  # capture wants all of its work done once before, on another stream than the usual one
+            with _aside(self.device):
+                done = self._compute(piece)
+            self._warm += 1
+        if done:
+            self.step += 1
+            self.objective.after_step(self.step - 1)
+        return done
+
+    def _compute(self, piece: Batch) -> bool:
+        if self._wrapped is None:
+            if self._compile:
+                self.objective.compile(dynamic=False)
+            self._wrapped = self.group.wrap(self.objective, self.device)
+        last = len(self._pieces) == self.accumulate - 1
+        waiting = nullcontext() if last or self.group.world == 1 else self._wrapped.no_sync()  # type: ignore[operator]
+        with waiting:
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                losses: dict[str, Tensor] = self._wrapped(piece)
+            (losses["loss"] / self.accumulate).backward()
+        self._pieces.append({name: value.detach() for name, value in losses.items()})
+        if last:
+            norm, good = self.updater.apply()
+            if self.ema is not None:
+                self.ema.follow(self.objective.model)
+            pieces, self._pieces = self._pieces, []
+            means = {name: torch.stack([p[name] for p in pieces]).float().mean(0) for name in pieces[0]}
+            self.meter.add({**means, "gradient_norm": norm}, good)
+        return last
+
+
+def _why_no_graph(objective: Objective, optim: OptimConfig, device: torch.device, accumulate: int, group: Group) -> str:
+    if device.type != "cuda":
+        return "only CUDA has graphs"
+    if group.world > 1:
+        return "several processes"
+    if accumulate > 1:
+        return "several pieces a step"
+    if optim.weight_decay_end is not None:
+        return "weight decay changes, and fused optimisers take it from the host"
+    if not objective.capturable:
+        return f"{type(objective).__name__} decides on the host"
+    return ""
+
+
+class _Graph:
+    """A captured step and the batch it reads."""
+
+    def __init__(self, work: Callable[[Batch], object], piece: Batch, device: torch.device) -> None:
+        self.piece = piece.changed(torch.clone)
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            work(self.piece)
+
+    def fits(self, piece: Batch) -> bool:
+        own, other = self.piece.tensors(), piece.tensors()
+        return len(own) == len(other) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, other, strict=True)
+        )
+
+    def replay(self, piece: Batch) -> None:
+        torch._foreach_copy_(self.piece.tensors(), piece.tensors())
+        self.graph.replay()
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Work on a stream of its own, which begins after the current one and which that one waits for."""
+    outer, inner = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    inner.wait_stream(outer)
+    with torch.cuda.stream(inner):
+        yield
+    outer.wait_stream(inner)
