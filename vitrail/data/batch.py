@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """Some images, on the device, normalised and (in training) augmented and mixed."""
+    """Some images, on the device, and (in training) augmented and mixed."""
 
-    views: tuple[Tensor, ...]  # each [batch, 3, height, width], float
+    views: tuple[Tensor, ...]  # each [batch, 3, height, width]: bytes, which a model normalises, or normalised floats
     label: Tensor  # [batch] class, or [batch, classes] of 0/1 where several may hold
     target: Tensor  # what is learned: as `label`, or [batch, classes] of weights once images are mixed
     index: Tensor  # [batch] stable index of each image in its source

@@ -118,9 +118,10 @@ class TrainLoader(PieceLoader):
                 yield Task(step, place, self.order.draws(step, place, self.piece))
 
     def _batch(self, piece: Piece) -> Batch:
-        views = tuple(self.preprocess.normalize(view) for view in piece.views)
+        views = piece.views  # bytes: models normalise them in their first kernel
         target = piece.label
         if self.mixes:
+            views = tuple(self.preprocess.normalize(view) for view in views)
             complete = len(piece.places) == len(piece.task.draws)
             mixed = [
                 mix(

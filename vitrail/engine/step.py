@@ -61,6 +61,7 @@ class TrainStep:
         self._wrapped: nn.Module | None = None
         self._pieces: list[Mapping[str, Tensor]] = []
         self._warm = 0
+        self._aside: torch.cuda.Stream | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -84,7 +85,8 @@ class TrainStep:
             self._graph.replay(piece)
             done = True
         else:  # capture wants all of its work done once before, on another stream than the usual one
-            with _aside(self.device):
+            self._aside = self._aside or torch.cuda.Stream(self.device)
+            with _on(self._aside):
                 done = self._compute(piece)
             self._warm += 1
         if done:
@@ -135,6 +137,7 @@ class _Graph:
         self.piece = piece.changed(torch.clone)
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # a graph has memory of its own: what warming up took must not stay beside it
         # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             work(self.piece)
@@ -151,10 +154,10 @@ class _Graph:
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own, which begins after the current one and which that one waits for."""
-    outer, inner = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    inner.wait_stream(outer)
-    with torch.cuda.stream(inner):
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on `stream`, which begins after the current one and which that one waits for."""
+    outer = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
         yield
-    outer.wait_stream(inner)
+    outer.wait_stream(stream)

@@ -1,29 +1,33 @@
-"""Softmax attention for short sequences: every key of a head at once, on the output of the qkv layer as it lies.
+"""Softmax attention for short sequences, on the output of the qkv layer as it lies.
 
 Kernels made for long sequences waste most of a tile on 65 or 197 tokens, and cutting q, k and v out of one tensor and
-gluing their gradients together again costs as much as the products. Here one program holds all keys of a head, reads q,
-k and v where the linear layer left them, and writes gradients where that layer's backward wants them.
+gluing their gradients together again costs as much as the products. Here one program holds a whole head, reads q, k and
+v where the linear layer left them, and writes gradients where that layer's backward wants them. Above 128 tokens
+cuDNN's forward pass is the faster one and is used with our backward.
 
 qkv [batch, tokens, 3, heads, dim] -> [batch, tokens, heads, dim]
 """
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 MOST_TOKENS = 256
-"""Keys (and, in the backward pass, queries) that one program can hold."""
+"""Queries and keys that one program can hold in the backward pass."""
+WHOLE_TOKENS = 128
+"""Up to here the forward pass is one program a head, too."""
+_TRITON = find_spec("triton") is not None
 
 
 def packed_attention(qkv: Tensor) -> Tensor:
     """softmax(q kᵀ / √dim) v; the kernel where it is able, else its plain twin."""
     if able(qkv):
-        out: Tensor = _operator()(qkv)[0]
+        out: Tensor = torch.ops.vitrail.attention(qkv, torch.is_grad_enabled() and qkv.requires_grad)[0]
         return out
     return plain_packed_attention(qkv)
 
@@ -37,20 +41,68 @@ def plain_packed_attention(qkv: Tensor) -> Tensor:
 def able(qkv: Tensor) -> bool:
     """Whether the kernel takes this tensor: half precision, on CUDA, few tokens, heads of 16 to 128 channels."""
     return (
-        qkv.is_cuda
+        _TRITON
+        and qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and qkv.shape[1] <= MOST_TOKENS
         and 16 <= qkv.shape[-1] <= 128
-        and _triton()
     )
 
 
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
+# Operators are declared here and call Triton when they run: torch.compile can see them without importing it.
 
 
-def _operator():  # type: ignore[no-untyped-def]
+@torch.library.custom_op("vitrail::attention", mutates_args=(), device_types="cuda")
+def _attention(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    """Attention, and the base-2 logarithm of every query's sum of exponentials [batch, heads, tokens].
+
+    Without `sums` (inference) the latter need not be filled.
+    """
     from vitrail.kernels import attention_triton
 
-    return attention_triton.attention
+    qkv = qkv.contiguous()
+    if qkv.shape[1] > WHOLE_TOKENS and torch.cuda.get_device_capability(qkv.device) >= (9, 0):
+        return _by_cudnn(qkv, sums)
+    return attention_triton.forward(qkv)
+
+
+@torch.library.custom_op("vitrail::attention_backward", mutates_args=(), device_types="cuda")
+def _attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `qkv`, laid out as `qkv`."""
+    from vitrail.kernels import attention_triton
+
+    return attention_triton.backward(qkv.contiguous(), out, lse, grad.contiguous())
+
+
+def _by_cudnn(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, sums)
+    out = out.transpose(1, 2).contiguous()
+    return out, lse.view(q.shape[:3]) * 1.4426950408889634 if sums else _no_sums(qkv)  # log2(e)
+
+
+def _no_sums(qkv: Tensor) -> Tensor:
+    batch, tokens, _, heads, _ = qkv.shape
+    return qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@_attention.register_fake
+def _(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    batch, tokens, _, heads, dim = qkv.shape
+    return qkv.new_empty(batch, tokens, heads, dim), _no_sums(qkv)
+
+
+@_attention_backward.register_fake
+def _(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], *output)
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    return _attention_backward(*ctx.saved_tensors, grad), None
+
+
+_attention.register_autograd(_gradient, setup_context=_remember)

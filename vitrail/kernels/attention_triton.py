@@ -1,8 +1,10 @@
-"""Triton kernels of `vitrail.kernels.attention`, as an operator that autograd and torch.compile know."""
+"""Triton kernels of `vitrail.kernels.attention`.
+
+Up to 128 tokens a head is held in two parts, of A and B tokens: 65 tokens are 64 + 16 places and not 128, which is less
+than half of the products. Above, all queries are held in one part and keys come N at a time.
+"""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,56 +12,173 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2E = 1.4426950408889634
-
-
-class Tiles(NamedTuple):
-    """How the work of a head is cut."""
-
-    rows: int  # queries a forward program takes
-    forward_warps: int
-    keys: int  # keys a backward program takes at a time
-    backward_warps: int
-
-
-def tiles(tokens: int) -> Tiles:
-    """By measurement on an H200 (`benchmarks/attention.py`)."""
-    if tokens <= 64:
-        return Tiles(64, 4, 64, 4)
-    if tokens <= 128:
-        return Tiles(128, 8, 64, 8)
-    return Tiles(128, 8, 64, 8)
+WHOLE_TOKENS = 128
 
 
 @triton.jit
-def _forward(QKV, OUT, LSE, tokens, heads, scale, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """One program: M queries of one head against all of its keys (N, a power of two, holds them)."""
+def _load(at, first, count: tl.constexpr, tokens, row, D: tl.constexpr, DP: tl.constexpr):
+    """Rows `first` to `first + count` of a head [tokens, D], zeros beyond."""
+    n = first + tl.arange(0, count)
+    d = tl.arange(0, DP)
+    return tl.load(at + n[:, None] * row + d[None, :], mask=(n[:, None] < tokens) & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def _store(at, value, first, count: tl.constexpr, tokens, row, D: tl.constexpr, DP: tl.constexpr):
+    n = first + tl.arange(0, count)
+    d = tl.arange(0, DP)
+    tl.store(
+        at + n[:, None] * row + d[None, :],
+        value.to(at.dtype.element_ty),
+        mask=(n[:, None] < tokens) & (d[None, :] < D),
+    )
+
+
+@triton.jit
+def _scores(q, k, first, count: tl.constexpr, tokens, scale):
+    n = first + tl.arange(0, count)
+    return tl.where(n[None, :] < tokens, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+
+
+@triton.jit
+def _attend(q, ka, va, kb, vb, tokens, scale, A: tl.constexpr, B: tl.constexpr):
+    """Attention of some queries to all keys, and the base-2 logarithm of each query's sum."""
+    sa = _scores(q, ka, 0, A, tokens, scale)
+    top = tl.max(sa, 1)
+    if B > 0:
+        sb = _scores(q, kb, A, B, tokens, scale)
+        top = tl.maximum(top, tl.max(sb, 1))
+        pb = tl.exp2(sb - top[:, None])
+    pa = tl.exp2(sa - top[:, None])
+    total = tl.sum(pa, 1)
+    out = tl.dot(pa.to(va.dtype), va)
+    if B > 0:
+        total += tl.sum(pb, 1)
+        out = tl.dot(pb.to(vb.dtype), vb, out)
+    return out / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _forward_whole(
+    QKV, OUT, LSE, tokens, heads, scale, D: tl.constexpr, DP: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    """One program: a whole head of at most A + B tokens."""
     which = tl.program_id(0)
     image, head = which // heads, which % heads
     row = 3 * heads * D
-    m = tl.program_id(1) * M + tl.arange(0, M)
-    n = tl.arange(0, N)
-    d = tl.arange(0, DP)
     base = QKV + image.to(tl.int64) * tokens * row + head * D
-    q = tl.load(base + m[:, None] * row + d[None, :], mask=(m[:, None] < tokens) & (d[None, :] < D), other=0.0)
-    k = tl.load(
-        base + heads * D + n[:, None] * row + d[None, :], mask=(n[:, None] < tokens) & (d[None, :] < D), other=0.0
-    )
-    scores = tl.dot(q, tl.trans(k)) * scale
-    scores = tl.where(n[None, :] < tokens, scores, float("-inf"))
-    top = tl.max(scores, 1)
-    weights = tl.exp2(scores - top[:, None])
-    total = tl.sum(weights, 1)
-    v = tl.load(
-        base + 2 * heads * D + n[:, None] * row + d[None, :], mask=(n[:, None] < tokens) & (d[None, :] < D), other=0.0
-    )
-    out = tl.dot(weights.to(v.dtype), v) / total[:, None]
-    place = (image.to(tl.int64) * tokens + m) * heads + head
-    tl.store(OUT + place[:, None] * D + d[None, :], out.to(v.dtype), mask=(m[:, None] < tokens) & (d[None, :] < D))
-    tl.store(LSE + which.to(tl.int64) * tokens + m, top + tl.log2(total), mask=m < tokens)
+    out = OUT + (image.to(tl.int64) * tokens * heads + head) * D
+    lse = LSE + which.to(tl.int64) * tokens
+    ka = _load(base + heads * D, 0, A, tokens, row, D, DP)
+    va = _load(base + 2 * heads * D, 0, A, tokens, row, D, DP)
+    kb, vb = ka, va
+    if B > 0:
+        kb = _load(base + heads * D, A, B, tokens, row, D, DP)
+        vb = _load(base + 2 * heads * D, A, B, tokens, row, D, DP)
+    qa = _load(base, 0, A, tokens, row, D, DP)
+    oa, la = _attend(qa, ka, va, kb, vb, tokens, scale, A, B)
+    _store(out, oa, 0, A, tokens, heads * D, D, DP)
+    m = tl.arange(0, A)
+    tl.store(lse + m, la, mask=m < tokens)
+    if B > 0:
+        qb = _load(base, A, B, tokens, row, D, DP)
+        ob, lb = _attend(qb, ka, va, kb, vb, tokens, scale, A, B)
+        _store(out, ob, A, B, tokens, heads * D, D, DP)
+        n = A + tl.arange(0, B)
+        tl.store(lse + n, lb, mask=n < tokens)
 
 
 @triton.jit
-def _backward(
+def _forward_rows(
+    QKV, OUT, LSE, tokens, heads, scale, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    """One program: M queries of one head against all of its keys, at most N."""
+    which = tl.program_id(0)
+    first = tl.program_id(1) * M
+    image, head = which // heads, which % heads
+    row = 3 * heads * D
+    base = QKV + image.to(tl.int64) * tokens * row + head * D
+    k = _load(base + heads * D, 0, N, tokens, row, D, DP)
+    v = _load(base + 2 * heads * D, 0, N, tokens, row, D, DP)
+    q = _load(base, first, M, tokens, row, D, DP)
+    out, lse = _attend(q, k, v, k, v, tokens, scale, N, 0)
+    _store(OUT + (image.to(tl.int64) * tokens * heads + head) * D, out, first, M, tokens, heads * D, D, DP)
+    m = first + tl.arange(0, M)
+    tl.store(LSE + which.to(tl.int64) * tokens + m, lse, mask=m < tokens)
+
+
+@triton.jit
+def _pair(q, grad, delta, lse, k, v, first, count: tl.constexpr, tokens, scale, plain_scale):
+    """Gradients that some queries and some keys give each other: of q, of k and of v."""
+    n = first + tl.arange(0, count)
+    weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    weights = tl.where(n[None, :] < tokens, weights, 0.0)
+    grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad)
+    inner = (weights * (tl.dot(grad, tl.trans(v)) - delta[:, None]) * plain_scale).to(q.dtype)
+    return tl.dot(inner, k), tl.dot(tl.trans(inner), q), grad_v
+
+
+@triton.jit
+def _queries(QKV, OUT, GRAD, LSE, first, count: tl.constexpr, tokens, heads, D: tl.constexpr, DP: tl.constexpr):
+    """q, the gradient of what it became, their inner product with it, and the sums of some queries of a head."""
+    q = _load(QKV, first, count, tokens, 3 * heads * D, D, DP)
+    grad = _load(GRAD, first, count, tokens, heads * D, D, DP)
+    out = _load(OUT, first, count, tokens, heads * D, D, DP)
+    m = first + tl.arange(0, count)
+    # Queries that are not there have an infinite sum, so all of their weights are 0.
+    lse = tl.load(LSE + m, mask=m < tokens, other=float("inf"))
+    return q, grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1), lse
+
+
+@triton.jit
+def _backward_whole(
+    QKV,
+    OUT,
+    GRAD,
+    LSE,
+    GRAD_QKV,
+    tokens,
+    heads,
+    scale,
+    plain_scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
+    """One program: a whole head of at most A + B tokens."""
+    which = tl.program_id(0)
+    image, head = which // heads, which % heads
+    row = 3 * heads * D
+    start = image.to(tl.int64) * tokens * row + head * D
+    place = (image.to(tl.int64) * tokens * heads + head) * D
+    QKV += start
+    GRAD_QKV += start
+    LSE += which.to(tl.int64) * tokens
+    ka = _load(QKV + heads * D, 0, A, tokens, row, D, DP)
+    va = _load(QKV + 2 * heads * D, 0, A, tokens, row, D, DP)
+    qa, ga, da, la = _queries(QKV, OUT + place, GRAD + place, LSE, 0, A, tokens, heads, D, DP)
+    grad_qa, grad_ka, grad_va = _pair(qa, ga, da, la, ka, va, 0, A, tokens, scale, plain_scale)
+    if B > 0:
+        kb = _load(QKV + heads * D, A, B, tokens, row, D, DP)
+        vb = _load(QKV + 2 * heads * D, A, B, tokens, row, D, DP)
+        qb, gb, db, lb = _queries(QKV, OUT + place, GRAD + place, LSE, A, B, tokens, heads, D, DP)
+        more_qa, grad_kb, grad_vb = _pair(qa, ga, da, la, kb, vb, A, B, tokens, scale, plain_scale)
+        grad_qb, more_ka, more_va = _pair(qb, gb, db, lb, ka, va, 0, A, tokens, scale, plain_scale)
+        more_qb, more_kb, more_vb = _pair(qb, gb, db, lb, kb, vb, A, B, tokens, scale, plain_scale)
+        grad_qa += more_qa
+        grad_ka += more_ka
+        grad_va += more_va
+        _store(GRAD_QKV, grad_qb + more_qb, A, B, tokens, row, D, DP)
+        _store(GRAD_QKV + heads * D, grad_kb + more_kb, A, B, tokens, row, D, DP)
+        _store(GRAD_QKV + 2 * heads * D, grad_vb + more_vb, A, B, tokens, row, D, DP)
+    _store(GRAD_QKV, grad_qa, 0, A, tokens, row, D, DP)
+    _store(GRAD_QKV + heads * D, grad_ka, 0, A, tokens, row, D, DP)
+    _store(GRAD_QKV + 2 * heads * D, grad_va, 0, A, tokens, row, D, DP)
+
+
+@triton.jit
+def _backward_keys(
     QKV,
     OUT,
     GRAD,
@@ -74,121 +193,70 @@ def _backward(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program: a whole head. All queries (M, a power of two, holds them) against N keys at a time."""
+    """One program: a whole head of at most M tokens, N keys at a time."""
     which = tl.program_id(0)
     image, head = which // heads, which % heads
     row = 3 * heads * D
-    m = tl.arange(0, M)
-    d = tl.arange(0, DP)
-    inside = (m[:, None] < tokens) & (d[None, :] < D)
     start = image.to(tl.int64) * tokens * row + head * D
-    place = ((image.to(tl.int64) * tokens + m) * heads + head)[:, None] * D + d[None, :]
-    grad = tl.load(GRAD + place, mask=inside, other=0.0)
-    out = tl.load(OUT + place, mask=inside, other=0.0)
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    q = tl.load(QKV + start + m[:, None] * row + d[None, :], mask=inside, other=0.0)
-    lse = tl.load(LSE + which.to(tl.int64) * tokens + m, mask=m < tokens, other=float("inf"))
+    place = (image.to(tl.int64) * tokens * heads + head) * D
+    QKV += start
+    GRAD_QKV += start
+    q, grad, delta, lse = _queries(
+        QKV, OUT + place, GRAD + place, LSE + which.to(tl.int64) * tokens, 0, M, tokens, heads, D, DP
+    )
     grad_q = tl.zeros([M, DP], tl.float32)
     for first in range(0, tokens, N):
-        n = first + tl.arange(0, N)
-        there = (n[:, None] < tokens) & (d[None, :] < D)
-        key = start + heads * D + n[:, None] * row + d[None, :]
-        k = tl.load(QKV + key, mask=there, other=0.0)
-        v = tl.load(QKV + key + heads * D, mask=there, other=0.0)
-        weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-        weights = tl.where(n[None, :] < tokens, weights, 0.0)
-        grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad)
-        grad_scores = weights * (tl.dot(grad, tl.trans(v)) - delta[:, None]) * plain_scale
-        grad_scores = grad_scores.to(q.dtype)
-        grad_k = tl.dot(tl.trans(grad_scores), q)
-        grad_q += tl.dot(grad_scores, k)
-        tl.store(GRAD_QKV + key, grad_k.to(q.dtype), mask=there)
-        tl.store(GRAD_QKV + key + heads * D, grad_v.to(q.dtype), mask=there)
-    tl.store(GRAD_QKV + start + m[:, None] * row + d[None, :], grad_q.to(q.dtype), mask=inside)
+        k = _load(QKV + heads * D, first, N, tokens, row, D, DP)
+        v = _load(QKV + 2 * heads * D, first, N, tokens, row, D, DP)
+        more_q, grad_k, grad_v = _pair(q, grad, delta, lse, k, v, first, N, tokens, scale, plain_scale)
+        grad_q += more_q
+        _store(GRAD_QKV + heads * D, grad_k, first, N, tokens, row, D, DP)
+        _store(GRAD_QKV + 2 * heads * D, grad_v, first, N, tokens, row, D, DP)
+    _store(GRAD_QKV, grad_q, 0, M, tokens, row, D, DP)
+
+
+def parts(tokens: int) -> tuple[int, int]:
+    """Places of the two parts that hold at most 128 tokens.
+
+    >>> [parts(n) for n in (16, 64, 65, 100, 128)]
+    [(16, 0), (64, 0), (64, 16), (64, 64), (64, 64)]
+    """
+    if tokens <= 64:
+        return _power(tokens), 0
+    return 64, _power(tokens - 64)
 
 
 def _power(number: int) -> int:
     return max(16, triton.next_power_of_2(number))
 
 
-def forward(qkv: Tensor, cut: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def forward(qkv: Tensor, *, warps: int = 4, rows: int = 64) -> tuple[Tensor, Tensor]:
     """Attention [batch, tokens, heads, dim] and the base-2 logarithm of each query's sum [batch, heads, tokens]."""
-    qkv = qkv.contiguous()
     batch, tokens, _, heads, dim = qkv.shape
-    cut = cut or tiles(tokens)
     out = qkv.new_empty(batch, tokens, heads, dim)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
-    grid = (batch * heads, triton.cdiv(tokens, cut.rows))
-    _forward[grid](
-        qkv,
-        out,
-        lse,
-        tokens,
-        heads,
-        _LOG2E * dim**-0.5,
-        D=dim,
-        DP=_power(dim),
-        M=cut.rows,
-        N=_power(tokens),
-        num_warps=cut.forward_warps,
-    )
+    sizes = (tokens, heads, _LOG2E * dim**-0.5)
+    if tokens <= WHOLE_TOKENS:
+        a, b = parts(tokens)
+        _forward_whole[(batch * heads,)](qkv, out, lse, *sizes, D=dim, DP=_power(dim), A=a, B=b, num_warps=warps)
+    else:
+        grid = (batch * heads, triton.cdiv(tokens, rows))
+        _forward_rows[grid](qkv, out, lse, *sizes, D=dim, DP=_power(dim), M=rows, N=_power(tokens), num_warps=warps)
     return out, lse
 
 
-def backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cut: Tiles | None = None) -> Tensor:
+def backward(
+    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, *, warps: int | None = None, keys: int = 64
+) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
-    qkv, grad = qkv.contiguous(), grad.contiguous()
     batch, tokens, _, heads, dim = qkv.shape
-    cut = cut or tiles(tokens)
-    grad_qkv = torch.empty_like(qkv)
-    _backward[(batch * heads,)](
-        qkv,
-        out,
-        grad,
-        lse,
-        grad_qkv,
-        tokens,
-        heads,
-        _LOG2E * dim**-0.5,
-        dim**-0.5,
-        D=dim,
-        DP=_power(dim),
-        M=_power(tokens),
-        N=cut.keys,
-        num_warps=cut.backward_warps,
-    )
-    return grad_qkv
-
-
-@torch.library.custom_op("vitrail::attention", mutates_args=(), device_types="cuda")
-def attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """See `forward`."""
-    return forward(qkv)
-
-
-@torch.library.custom_op("vitrail::attention_backward", mutates_args=(), device_types="cuda")
-def attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    """See `backward`."""
-    return backward(qkv, out, lse, grad)
-
-
-@attention.register_fake
-def _(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    batch, tokens, _, heads, dim = qkv.shape
-    return qkv.new_empty(batch, tokens, heads, dim), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
-@attention_backward.register_fake
-def _(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], *output)
-
-
-def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> Tensor:
-    return attention_backward(*ctx.saved_tensors, grad)
-
-
-attention.register_autograd(_gradient, setup_context=_remember)
+    made = torch.empty_like(qkv)
+    arguments = (qkv, out, grad, lse, made, tokens, heads, _LOG2E * dim**-0.5, dim**-0.5)
+    if tokens <= WHOLE_TOKENS:
+        a, b = parts(tokens)
+        _backward_whole[(batch * heads,)](*arguments, D=dim, DP=_power(dim), A=a, B=b, num_warps=warps or 4)
+    else:
+        _backward_keys[(batch * heads,)](
+            *arguments, D=dim, DP=_power(dim), M=_power(tokens), N=keys, num_warps=warps or 8
+        )
+    return made

@@ -24,7 +24,7 @@ class Found:
     best: int  # the fastest batch
     largest: int  # the largest that fits, to the closeness asked for
     speeds: dict[int, float]  # images a second of every batch that fits, smallest first
-    limit: str  # what ended the search: "memory" or "cap"
+    limit: str  # what ended the search: "memory", "cap", or what `stop` said
 
     def to_json(self) -> dict[str, Any]:
         tried = {str(batch): speed for batch, speed in self.speeds.items()}
@@ -37,12 +37,12 @@ def search_batch(
     most: int,
     least: int = 1,
     closeness: float = 0.0,
-    goes_on: Callable[[], bool] = lambda: True,
+    stop: Callable[[], str] = lambda: "",
 ) -> Found:
     """Try `least`, twice that, ... up to `most`; after the first that is out of memory, halve the gap.
 
-    The gap is closed to `closeness` as a share of the batch (0: to the very last image). `goes_on` may end the doubling
-    where memory runs short without a sign. Raises `ValueError` where not even `least` fits.
+    The gap is closed to `closeness` as a share of the batch (0: to the very last image). `stop` may end the doubling
+    with a word, where memory runs short without a sign. Raises `ValueError` where not even `least` fits.
     """
     speeds: dict[int, float] = {}
     failed: int | None = None
@@ -53,8 +53,9 @@ def search_batch(
             failed = batch
             break
         speeds[batch] = speed
-        if not goes_on():
-            return _found(speeds, "memory")
+        reason = stop()
+        if reason:
+            return _found(speeds, reason)
         if batch == most:
             break
         batch = min(2 * batch, most)
@@ -74,22 +75,18 @@ def search_batch(
     return _found(speeds, "memory")
 
 
-def memory_left(device: torch.device) -> Callable[[], bool]:
-    """For `goes_on`: whether a process on a CPU still has less than `MEMORY_SHARE` of the memory (others raise)."""
+def memory_is_short(device: torch.device) -> bool:
+    """Whether a process on a CPU, given twice its memory, would have more than `MEMORY_SHARE` (accelerators raise)."""
     if device.type != "cpu":
-        return lambda: True
+        return False
+    try:
+        import resource
 
-    def left() -> bool:
-        try:
-            import resource
-
-            whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        except (ImportError, ValueError, OSError):
-            return True  # the cap alone holds
-        return 2 * peak < MEMORY_SHARE * whole  # twice: the next batch is twice as large
-
-    return left
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    except (ImportError, ValueError, OSError):
+        return False  # the cap alone holds
+    return 2 * peak > MEMORY_SHARE * whole
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -102,9 +99,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Give back what a failed attempt held."""
-    gc.collect()
+    """Give back what a failed attempt held on an accelerator."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

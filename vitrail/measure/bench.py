@@ -80,6 +80,7 @@ class Bench:
     noise: Noise | None = None
     searches: Mapping[str, Any] = field(default_factory=dict)  # of batch sizes, by model
     checks: tuple[Checked, ...] = ()
+    check_batch: int | None = None
     notes: tuple[str, ...] = ()  # what a person should know: forms left out, models without a twin
 
     def to_json(self) -> dict[str, Any]:
@@ -91,9 +92,10 @@ class Bench:
             "versions": dict(self.versions),
             "against": self.against,
             "ceiling": None if self.ceiling is None else self.ceiling.to_json(),
-            "noise": None if noise is None else {"noisy": noise.noisy, **asdict(noise)},
+            "noise": None if noise is None else {"noisy": noise.noisy, **asdict(noise), "reasons": list(noise.reasons)},
             "rows": [row.to_json() for row in self.rows],
             "searches": dict(self.searches),
             "checks": [check.to_json() for check in self.checks],
+            "check_batch": self.check_batch,
             "notes": list(self.notes),
         }

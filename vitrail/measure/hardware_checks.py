@@ -5,9 +5,8 @@ Ratios are compared, never absolute values: the document measured on other hardw
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.measure.batch_search import free_memory, out_of_memory
-from vitrail.measure.speed import MemoryWatch, Ratio, Way, fresh_images, in_turns, ratio
+from vitrail.measure.speed import MemoryWatch, Ratio, Timing, Way, fresh_images, in_turns, ratio
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -26,7 +25,7 @@ NEEDS_GPU = "needs a GPU: peak memory is not measured on a CPU"
 INFINITY = float("inf")
 
 Quantity = Literal["speed", "memory", "macs"]
-Tell = Callable[[int, int, str], None]  # told (subjects done, subjects in all, what is measured)
+Tell = Callable[[str], None]  # told what is measured
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,14 @@ class Checked:
             return None
         return self.claim.above < self.measured.median < self.claim.below
 
+    @property
+    def sure(self) -> bool:
+        """Whether the quartiles of the rounds agree with their median."""
+        found = self.measured
+        return found is not None and all(
+            (self.claim.above < value < self.claim.below) == self.holds for value in (found.low, found.high)
+        )
+
     def to_json(self) -> dict[str, Any]:
         found = self.measured
         return {
@@ -80,6 +87,7 @@ class Checked:
             "measured": None if found is None else found.median,
             "quartiles": None if found is None else [found.low, found.high],
             "holds": self.holds,
+            "sure": self.sure,
             "note": self.note,
         }
 
@@ -158,32 +166,124 @@ CLAIMS: tuple[Claim, ...] = (
 
 @dataclass(frozen=True)
 class Measures:
-    """How each quantity is measured: subjects to a ratio of any two of them, or to a number each."""
+    """How each quantity is measured; a sentence in place of a number says why it was not."""
 
-    speed: Callable[[Sequence[Subject]], Callable[[Subject, Subject], Ratio]]
-    memory: Callable[[Subject], int | None]  # none: not measured here
-    macs: Callable[[Subject], int]
+    speed: Callable[[Sequence[Subject]], Callable[[Subject, Subject], Ratio | str]]
+    """Times all subjects in turns; gives the ratio of any two."""
+    memory: Callable[[Subject], int | str]
+    macs: Callable[[Subject], int | str]
 
 
 def check_claims(claims: Sequence[Claim], measures: Measures) -> tuple[Checked, ...]:
-    """Every claim with its ratio here. Speeds of one batch of subjects are timed in turns, others one by one."""
-    timed = _once(s for c in claims if c.quantity == "speed" for s in (c.subject, c.to))
-    speeds = measures.speed(timed) if timed else None
-    numbers: dict[tuple[Quantity, Subject], int | None] = {}
-    for claim in claims:
-        for subject in (claim.subject, claim.to) if claim.quantity != "speed" else ():
-            key = (claim.quantity, subject)
-            if key not in numbers:
-                numbers[key] = (measures.memory if claim.quantity == "memory" else measures.macs)(subject)
+    """Every claim with its ratio here; each subject is measured once for all claims that name it."""
+    timed = subjects(claims, "speed")
+    compared = measures.speed(timed) if timed else None
+    memory = {subject: measures.memory(subject) for subject in subjects(claims, "memory")}
+    macs = {subject: measures.macs(subject) for subject in subjects(claims, "macs")}
     found = []
     for claim in claims:
         if claim.quantity == "speed":
-            assert speeds is not None
-            found.append(Checked(claim, speeds(claim.subject, claim.to)))
-            continue
-        over, under = (numbers[claim.quantity, s] for s in (claim.subject, claim.to))
-        if over is None or under is None:
-            found.append(Checked(claim, None, NEEDS_GPU))
+            assert compared is not None
+            result = compared(claim.subject, claim.to)
         else:
-            found.append(Checked(claim, Ratio(over / under, over / under, over / under)))
+            result = _quotient(
+                *((memory if claim.quantity == "memory" else macs)[s] for s in (claim.subject, claim.to))
+            )
+        found.append(Checked(claim, None, result) if isinstance(result, str) else Checked(claim, result))
     return tuple(found)
+
+
+def subjects(claims: Sequence[Claim], quantity: Quantity) -> list[Subject]:
+    """Whom claims of a quantity speak of, each once, in order."""
+    return list(dict.fromkeys(s for c in claims if c.quantity == quantity for s in (c.subject, c.to)))
+
+
+def on_device(
+    device: torch.device, autocast: torch.dtype | None, *, batch: int, rounds: int, seconds: float, tell: Tell
+) -> Measures:
+    """Measures of eager inference on a device; `tell` is called before each subject and each round."""
+
+    def run(model: Classifier, images: Sequence[Tensor], i: int) -> Tensor:
+        with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+            return model(images[i % len(images)])
+
+    def speed(asked: Sequence[Subject]) -> Callable[[Subject, Subject], Ratio | str]:
+        try:
+            timings = timed(asked)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return lambda one, to: f"speeds at batch {batch} do not fit into memory; use a smaller batch"
+        return lambda one, to: ratio(timings[_called(one)], timings[_called(to)])
+
+    def timed(asked: Sequence[Subject]) -> dict[str, Timing]:
+        ways: dict[str, Way] = {}
+        images: dict[int, list[Tensor]] = {}
+        for subject in asked:
+            tell(f"{_called(subject)}: speed")
+            model = make(subject, device)
+            size = model.preprocess.size
+            images[size] = images.get(size) or fresh_images(batch, size, device)
+            ways[_called(subject)] = Way(partial(run, model, images[size]), batch)
+        return in_turns(
+            ways, device, rounds=rounds, seconds=seconds, warm_up=1, turn=lambda done, _: tell(f"speed, round {done}")
+        )
+
+    def peak(subject: Subject) -> int | str:
+        watch = MemoryWatch(device)
+        model = make(subject, device)
+        images = fresh_images(batch, model.preprocess.size, device, sets=1)
+        run(model, images, 0)
+        watch.again()  # the first call also chose kernels
+        run(model, images, 0)
+        return watch.peak() or NEEDS_GPU
+
+    def memory(subject: Subject) -> int | str:
+        tell(f"{_called(subject)}: memory")
+        if device.type != "cuda":
+            return NEEDS_GPU
+        try:
+            found = peak(subject)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            found = f"{_called(subject)} does not fit into memory at batch {batch}"
+        free_memory()
+        return found
+
+    def macs(subject: Subject) -> int:
+        tell(f"{_called(subject)}: MACs")
+        model = make(subject, torch.device("meta"))
+        return cost(model, model.preprocess.size).macs
+
+    return Measures(speed, memory, macs)
+
+
+def make(subject: Subject, device: torch.device) -> Classifier:
+    """The model of a subject, with random weights, ready for inference."""
+    changes: dict[str, Any] = {} if subject.heads is None else {"heads": subject.heads}
+    model = create_model(subject.name, image_size=subject.image_size, device=device, **changes).eval()
+    if subject.explicit:
+        for module in model.modules():
+            if isinstance(module, SoftmaxMixer):
+                module.forward = partial(_explicit, module)  # type: ignore[method-assign]
+    return model
+
+
+def _explicit(mixer: SoftmaxMixer, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
+    """Attention whose map is stored, as it was computed before there were fused kernels."""
+    q, k, v = mixer.project(x, tokens)
+    return mixer.mix((q, k, v), tokens, mixer.attention(q, k, tokens))
+
+
+def _quotient(over: int | str, under: int | str) -> Ratio | str:
+    if isinstance(over, str) or isinstance(under, str):
+        return over if isinstance(over, str) else str(under)
+    return Ratio(over / under, over / under, over / under)
+
+
+def _called(subject: Subject) -> str:
+    parts = [subject.name]
+    parts += [f"{subject.heads} heads"] if subject.heads else []
+    parts += [f"{subject.image_size} px"] if subject.image_size else []
+    return ", ".join(parts + (["explicit"] if subject.explicit else []))

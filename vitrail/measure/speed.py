@@ -130,7 +130,7 @@ def in_turns(
     """Time every way once a round, in an order that is turned around from round to round.
 
     A round makes as many calls of a way as make its rounds take about `seconds` together. After `patience` seconds no
-    further round begins; two are always made, if two are asked for.
+    further round begins; three are always made, if as many are asked for.
     """
     calls: dict[str, int] = {}
     for name, way in ways.items():
@@ -144,11 +144,11 @@ def in_turns(
     every: dict[str, list[list[float]]] = {name: [] for name in ways}
     began = time.perf_counter()
     for done in range(rounds):
-        for name in reversed(ways) if done % 2 else ways:
+        for name in reversed(list(ways)) if done % 2 else ways:
             every[name].append(timed_calls(ways[name].work, calls[name], device, done * calls[name]))
         if turn is not None:
             turn(done + 1, rounds)
-        if done and time.perf_counter() - began > patience:
+        if done >= 2 and time.perf_counter() - began > patience:
             break
     return {
         name: Timing(ways[name].batch, tuple(map(sum, found)), tuple(s for one in found for s in one))
@@ -200,7 +200,8 @@ def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
     if spread > NOISY_SPREAD:
         reasons.append(f"the quartiles of {widest} are {spread:.0%} apart (quiet: up to {NOISY_SPREAD:.0%})")
     if abs(drift) > NOISY_DRIFT:
-        reasons.append(f"the second half took {drift:+.0%} longer than the first (quiet: up to {NOISY_DRIFT:.0%})")
+        more = "longer" if drift > 0 else "less"
+        reasons.append(f"the second half took {abs(drift):.0%} {more} than the first (quiet: up to {NOISY_DRIFT:.0%})")
     off = None if control is None else control.median - 1
     if off is not None and abs(off) > NOISY_CONTROL:
         reasons.append(f"a model against itself is off by {off:+.1%} (quiet: up to {NOISY_CONTROL:.0%})")
@@ -218,9 +219,10 @@ class MemoryWatch:
     """Bytes that tensors take on a CUDA device beyond what was there when the watch began; elsewhere none is known."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        gc.collect()
-        self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            gc.collect()
+            self.before = torch.cuda.memory_allocated(device)
         self.again()
 
     def again(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vitrail.kernels.gelu import Gelu
 from vitrail.model.config import TrunkConfig
 from vitrail.model.mixers.build import build_mixer
 from vitrail.model.mixers.mixer import Mixer
@@ -12,7 +13,7 @@ from vitrail.model.norms import make_norm
 from vitrail.model.residual import DropPath, LayerScale, ScalarGate
 from vitrail.model.tokens import Probe, Tokens
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": Gelu, "relu": nn.ReLU, "silu": nn.SiLU}
 
 
 def activation(name: str) -> nn.Module:

@@ -18,6 +18,8 @@ from vitrail.model.starts import STARTS
 from vitrail.model.stems import build_stem
 from vitrail.model.tokens import Probe, Tokens
 
+SMALL_GAIN = 0.01  # bf16 keeps 8 bits: what is added with a smaller gain loses most of its own
+
 
 class Trunk(nn.Module):
     """A stack of residual blocks on patch tokens.
@@ -96,7 +98,19 @@ class Trunk(nn.Module):
         if self.prefix and not self.placed_prefix and self.config.class_token_at == 0:
             x = self._with_class_tokens(x)
         prefix = self.prefix if self.config.class_token_at == 0 else 0
-        return Tokens(self.pos_drop(x), prefix, grid)
+        return Tokens(self._stream(self.pos_drop(x)), prefix, grid)
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """Tokens in the precision in which blocks add to them.
+
+        Under autocast that is its own, which halves what every norm and addition reads and writes. Branches that begin
+        far below 1 would be rounded away there: with such gains the stream stays in float32.
+        """
+        config = self.config
+        gain = min(1.0 if g is None else g for g in (config.layerscale, config.gate))
+        if gain < SMALL_GAIN or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            return x
+        return x.to(torch.get_autocast_dtype(x.device.type))
 
     def _with_class_tokens(self, x: Tensor) -> Tensor:
         assert self.cls_token is not None

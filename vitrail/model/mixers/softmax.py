@@ -18,6 +18,7 @@ class SoftmaxMixer(Mixer):
 
     shows = ("q", "k", "v", "attention")
     attention_products = True
+    fused = True  # nothing happens between scores, softmax and values
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
         super().__init__()
@@ -65,7 +66,8 @@ class SoftmaxMixer(Mixer):
         return self.proj(out.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        if probe is None and tokens.mask is None and not (self.attention_drop and self.training):
+        plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
+        if probe is None and plain:
             packed = self.qkv(x).unflatten(-1, (3, self.heads, -1))
             return self.proj(packed_attention(packed).flatten(2))
         q, k, v = self.project(x, tokens)

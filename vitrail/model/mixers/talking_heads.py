@@ -16,6 +16,8 @@ class TalkingHeadsMixer(SoftmaxMixer):
     to 1. Names follow timm's CaiT.
     """
 
+    fused = False
+
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
         super().__init__(width, heads, qkv_bias, attention_drop)
         self.proj_l = nn.Linear(heads, heads)

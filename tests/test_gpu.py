@@ -1,0 +1,128 @@
+"""What only an accelerator can show: kernels, captured steps and optimised models against their plain twins."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vitrail.data.batch import Batch
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import TrainStep
+from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.supervised import Supervised
+from vitrail.model.build import create_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator"),
+]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dim", [64, 32, 48])
+@pytest.mark.parametrize("tokens", [5, 64, 65, 100, 128, 129, 197, 256])
+def test_attention_and_its_gradient_equal_float64(tokens: int, dim: int) -> None:
+    torch.manual_seed(tokens)
+    qkv = torch.randn(3, tokens, 3, 2, dim, device="cuda").to(torch.bfloat16).requires_grad_()
+    assert able(qkv)
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = exact.permute(2, 0, 3, 1, 4).unbind(0)
+    expected = ((q @ k.transpose(-2, -1)) * dim**-0.5).softmax(-1).matmul(v).transpose(1, 2)
+    grad = torch.randn_like(expected)
+    (expected_gradient,) = torch.autograd.grad(expected, exact, grad)
+    found = packed_attention(qkv)
+    (gradient,) = torch.autograd.grad(found, qkv, grad.to(torch.bfloat16))
+    plain = plain_packed_attention(qkv)
+    (plain_gradient,) = torch.autograd.grad(plain, qkv, grad.to(torch.bfloat16))
+    # As near as PyTorch's own kernels come in the same precision, with a little room.
+    assert relative(found, expected) < 1.2 * relative(plain, expected) + 1e-4
+    assert relative(gradient, expected_gradient) < 1.2 * relative(plain_gradient, expected_gradient) + 1e-4
+
+
+def steps_of(autocast: torch.dtype | None, compiled: bool, graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = create_model("vit_tiny_32", classes=10, depth=3)
+    optim = OptimConfig(lr=1e-3, clip=1.0, warmup=0, schedule="constant")
+    step = TrainStep(
+        Supervised(model, SupervisedConfig(smoothing=0.1)),
+        optim,
+        make_schedule(optim, 64, 640),
+        device=torch.device("cuda"),
+        autocast=autocast,
+        compile=compiled,
+        graph=graph,
+        ema=0.9,
+    )
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(8):
+        images = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8, generator=generator).cuda()
+        labels = (images.float().mean((1, 2, 3)) * 3).long() % 10
+        step.feed(Batch((images,), labels, labels, torch.arange(64, device="cuda")))
+        losses.append(step.meter.read(step.group)["loss"])
+    assert graph == (step._graph is not None), step.why_no_graph
+    return losses, {k: v.detach().clone() for k, v in step.model.state_dict().items()}
+
+
+def test_a_captured_compiled_step_equals_the_plain_one_in_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+    plain, plain_weights = steps_of(None, False, False)
+    fast, fast_weights = steps_of(None, True, True)
+    assert fast == pytest.approx(plain, rel=1e-4)
+    moved = relative(
+        torch.cat([fast_weights[k].flatten() for k in plain_weights]),
+        torch.cat([v.flatten() for v in plain_weights.values()]),
+    )
+    assert moved < 1e-3  # eight steps of Adam, whose first steps have the sign of each gradient alone
+
+
+def test_a_graph_alone_changes_no_bit() -> None:
+    plain, plain_weights = steps_of(torch.bfloat16, False, False)
+    fast, fast_weights = steps_of(torch.bfloat16, False, True)
+    assert fast == plain
+    assert all(torch.equal(fast_weights[k], v) for k, v in plain_weights.items())
+
+
+def test_bf16_steps_follow_float32_ones() -> None:
+    plain, _ = steps_of(None, False, False)
+    fast, _ = steps_of(torch.bfloat16, True, True)
+    assert fast == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("float32", 1e-4), ("bf16", 0.02), ("fp8", 0.1)])
+@pytest.mark.parametrize("name", ["deit_tiny", "deit3_small"])
+def test_an_optimised_model_gives_the_same_logits(name: str, precision: str, most: float) -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.manual_seed(0)
+    model = create_model(name, classes=10, depth=4).cuda().eval()
+    for parameter in model.parameters():  # far from the start, where logits are nearly 0
+        parameter.data.add_(torch.randn_like(parameter) * 0.03)
+    images = torch.randint(256, (7, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(images)
+    fast = model.optimize(precision)  # type: ignore[arg-type]
+    assert relative(fast(images), expected) < most
+    again = torch.randint(256, (2, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    with torch.no_grad():
+        assert relative(fast(again), model(again)) < most
+    assert relative(fast(images), expected) < most  # a graph's own memory was not disturbed
+
+
+def test_gelu_compiled_is_gelu() -> None:
+    from vitrail.kernels.gelu import Gelu
+
+    x = torch.linspace(-8, 8, 4096, device="cuda", requires_grad=True)
+    made = torch.compile(Gelu())(x)
+    (gradient,) = torch.autograd.grad(made.sum(), x)
+    (expected,) = torch.autograd.grad(F.gelu(x.double()).sum(), x)
+    assert (made - F.gelu(x.double())).abs().max() < 2e-6
+    assert (gradient - expected).abs().max() < 2e-6

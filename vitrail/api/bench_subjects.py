@@ -1,0 +1,104 @@
+"""Who is measured: models by name or folder, and timm's model of the same architecture beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitrail.api.bench_forms import Form, Ready
+from vitrail.model.build import create_model
+from vitrail.model.config import TrunkConfig
+from vitrail.model.cost import Cost, cost
+from vitrail.model.store import load_model
+from vitrail.model.timm import to_timm
+from vitrail.model.zoo import ZOO
+from vitrail.schema import near
+
+
+@dataclass
+class Subject:
+    """One model that is measured."""
+
+    name: str
+    module: nn.Module
+    size: int  # of the images
+    classes: int
+    family: str = "vitrail"
+    twin: str | None = None  # name of the timm model that is its reference
+    multilabel: bool = False
+    top1: float | None = None  # as its folder states
+    batch: int = 0
+    forms: dict[Form, Ready] = field(default_factory=dict)
+
+    @cached_property
+    def cost(self) -> Cost:
+        return cost(self.module, self.size)
+
+
+def twin_of(name: str) -> str | None:
+    """timm's name of the same architecture, as `timm:NAME`; none where timm does not have it."""
+    known = ZOO[name].timm if name in ZOO else None
+    return None if known is None else f"timm:{known}"
+
+
+def choose_subjects(
+    names: Sequence[str], against: str | None, image_size: int | None, device: torch.device
+) -> tuple[list[Subject], list[str]]:
+    """Every named model once, each with its twin behind it where that is asked for; and what a person should know."""
+    found: dict[str, Subject] = {}
+    notes = []
+    for name in dict.fromkeys(names):
+        if name not in found:  # a twin that was named, too
+            found[name] = subject(name, image_size, device)
+        one = found[name]
+        if against is None or one.family == "timm":
+            continue
+        one.twin = twin_of(name)
+        if one.twin is None:
+            why = "timm has no model of this architecture" if name in ZOO else "only names of the zoo have one"
+            notes.append(f"{name} has no timm twin: {why}")
+        elif one.twin not in found:
+            found[one.twin] = twin(one, device)
+    return list(found.values()), notes
+
+
+def subject(name: str, image_size: int | None, device: torch.device) -> Subject:
+    """A model of the zoo, of timm, or of a folder. Raises `ValueError` with near matches."""
+    if name.startswith("timm:"):
+        return timm_subject(name, image_size, device)
+    if name in ZOO:
+        model = create_model(name, image_size=image_size, device=device)
+    elif Path(name).exists():
+        model = load_model(name, device)
+    else:
+        raise ValueError(f"no model and no folder {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
+    return Subject(
+        name,
+        model,
+        image_size or model.preprocess.size,
+        len(model.classes),
+        multilabel=model.multilabel,
+        top1=model.stated.get("figures", {}).get("top1"),
+    )
+
+
+def timm_subject(name: str, image_size: int | None, device: torch.device, **options: Any) -> Subject:
+    """timm's own module, without ours around it."""
+    model = create_model(name, image_size=image_size, device=device, **options)
+    return Subject(name, to_timm(model), model.preprocess.size, len(model.classes), family="timm")
+
+
+def twin(one: Subject, device: torch.device) -> Subject:
+    """timm's model of the same architecture with the same image size, classes and drop path."""
+    assert one.twin is not None
+    trunk = ZOO[one.name].trunk
+    options: dict[str, Any] = {"classes": one.classes}
+    if isinstance(trunk, TrunkConfig) and trunk.drop_path:
+        options["drop_path_rate"] = trunk.drop_path
+    return timm_subject(one.twin, one.size, device, **options)

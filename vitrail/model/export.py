@@ -1,0 +1,314 @@
+"""A classifier as one file for other programs: torch.export's `.pt2`, or ONNX.
+
+The file takes RGB images [batch, 3, size, size], in batches of any size, and gives [batch, classes]. What belongs to
+the model travels along: class names, preprocessing, what it states of itself. Every file is read back and compared with
+the model before it gets its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.files import replacing
+from vitrail.model.classifier import Classifier
+from vitrail.model.fold import fold_affine
+from vitrail.model.heads import gramian
+from vitrail.model.heads.second_order import PowerNorm
+from vitrail.schema import plain
+from vitrail.version import __version__
+
+Input = Literal["bytes", "float"]
+Output = Literal["probabilities", "logits"]
+Runner = Callable[[Tensor], Tensor]
+
+BATCHES = (1, 2, 7)
+"""Sizes at which a file is compared with its model: the most common one, that of the example, and neither."""
+TOLERANCE = 1e-4
+"""Largest difference that is accepted, as a share of the largest logit.
+
+Right programs differ in the order of their float32 sums: by 1e-7 to 6e-6 in the models of the zoo, at depth 2 and at
+full size. More than ten times that leaves room for other processors and for trained weights, whose activations are
+larger. Mistakes lie above: in DeiT-S, tanh for erf in GELU gives 3e-4, another epsilon in LayerNorm 3e-3.
+"""
+ROUNDING = 1e-6
+"""Accepted besides, where all logits are close to zero: a few roundings of numbers around 1."""
+OPSET = 18
+"""Version of the ONNX operators: the one torch's exporter is written in; onnxruntime reads it since 1.14."""
+ONNX_LIMIT = 1536 * 2**20
+"""Bytes of weights that go into one ONNX file; beyond, torch would put them into a second one beside it."""
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+DESCRIPTION = "vitrail.json"
+"""Name of the description among the `extra_files` of a `.pt2`."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, and how far it is from the model."""
+
+    path: Path
+    bytes: int
+    input: Input
+    output: Output
+    differences: dict[int, float]
+    """Largest absolute difference from the model for each batch size, in logits (in logarithms of probabilities, or
+    their logits where several classes may hold, if those are what the file gives)."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": str(self.path),
+            "bytes": self.bytes,
+            "input": self.input,
+            "output": self.output,
+            "differences": {str(batch): value for batch, value in self.differences.items()},
+        }
+
+
+def to_torch(
+    model: Classifier,
+    path: str | Path,
+    *,
+    input: Input = "bytes",  # noqa: A002, as on the command line
+    output: Output = "probabilities",
+) -> Exported:
+    """Write `model` as `.pt2`, for `torch.export.load(path).module()`; reading it takes torch and no vitrail.
+
+    With `input="bytes"` the file takes uint8 and normalises it, with `"float"` it takes normalised float32. It computes
+    in float32 on the CPU; the model itself is left as it is. The description is JSON, `extra_files["vitrail.json"]`.
+    Example inputs would be a pickle and are left out: AOTInductor wants them set again (`program.example_inputs`).
+
+    Raises `ValueError`, and leaves a file of that name as it was, where the result would differ from the model.
+    """
+    _check_request(path, ".pt2", input, output)
+    return _export(model, Path(path), input, output, _write_torch, _read_torch)
+
+
+def to_onnx(
+    model: Classifier,
+    path: str | Path,
+    *,
+    input: Input = "bytes",  # noqa: A002, as on the command line
+    output: Output = "probabilities",
+) -> Exported:
+    """Write `model` as `.onnx`: one input `images`, one output `probabilities` or `logits`.
+
+    As `to_torch`. Every part of the description is JSON in the file's metadata, which onnxruntime gives as
+    `session.get_modelmeta().custom_metadata_map`. Raises `ValueError` before any work where packages are missing, or
+    where ONNX cannot hold the model.
+    """
+    _check_request(path, ".onnx", input, output)
+    _check_onnx(model)
+    return _export(model, Path(path), input, output, _write_onnx, _read_onnx)
+
+
+def describe(model: Classifier, takes: Input, gives: Output) -> dict[str, Any]:
+    """What a file tells of itself: as a model folder does, and what goes in and comes out."""
+    return {
+        "vitrail": __version__,
+        "input": takes,
+        "output": gives,
+        "classes": list(model.classes),
+        "multilabel": model.multilabel,
+        "preprocess": plain(model.preprocess),
+        "spec": model.spec,
+        "stated": model.stated,
+    }
+
+
+def _check_request(path: str | Path, suffix: str, takes: str, gives: str) -> None:
+    for what, word, known in (("input", takes, get_args(Input)), ("output", gives, get_args(Output))):
+        if word not in known:
+            raise ValueError(f"{what} must be {' or '.join(known)}, not {word!r}")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name the {suffix} file to write")
+    if Path(path).suffix != suffix:
+        raise ValueError(f"{path} does not end in {suffix}, as such a file must for others to know it")
+
+
+def _check_onnx(model: Classifier) -> None:
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f'ONNX files need {", ".join(missing)}: pip install "vitrail[export]"')
+    if any(isinstance(module, PowerNorm) for module in model.modules()):
+        raise ValueError(
+            "the head second_order with normalization svpn takes singular values, for which ONNX has no operator; "
+            "export to torch, or train with normalization svpn_fast"
+        )
+    size = 4 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if size > ONNX_LIMIT:
+        most = ONNX_LIMIT / 1e9
+        raise ValueError(f"{size / 1e9:.1f} GB of weights do not fit into an ONNX file ({most:.1f}); export to torch")
+
+
+def _export(
+    model: Classifier,
+    path: Path,
+    takes: Input,
+    gives: Output,
+    write: Callable[[ExportedProgram, Path, dict[str, Any]], None],
+    read: Callable[[Path], Runner],
+) -> Exported:
+    model = copy.deepcopy(model).to("cpu", torch.float32).requires_grad_(False).eval()
+    program = _traced(model, takes, gives)
+    with replacing(path) as temporary:
+        write(program, temporary, describe(model, takes, gives))
+        differences = _compare(model, read(temporary), takes, gives, path)
+        size = temporary.stat().st_size
+    return Exported(path, size, takes, gives, differences)
+
+
+class _Whole(nn.Module):
+    """What the file computes."""
+
+    def __init__(self, model: Classifier, gives: Output) -> None:
+        super().__init__()
+        self.model, self.gives = model, gives
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.model(images)
+        return logits if self.gives == "logits" else self.model.probabilities(logits)
+
+
+def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
+    """The graph of the folded model, for a batch of any size."""
+    whole = _Whole(fold_affine(copy.deepcopy(model)), gives).eval()
+    # Two images: one is a size that torch treats as a constant.
+    example = (_random_images(model, 2, takes),)
+    try:
+        # Strict, because `len(images)` would otherwise be a plain number and the example's batch the only one.
+        with torch.no_grad(), _one_product_for_all_batches():
+            program = torch.export.export(whole, example, dynamic_shapes=({0: Dim("batch")},), strict=True)
+    except Exception as error:  # of many kinds, and none that says just this
+        raise ValueError(f"{_name(model)} cannot be traced for a file: {_reason(error)}") from error
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # the folders of this machine are nobody's business
+    return program
+
+
+@contextmanager
+def _one_product_for_all_batches() -> Iterator[None]:
+    """Gramian heads choose the quicker of two equal products by the size of the batch; a graph can hold only one."""
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = torch.bmm(rows.transpose(0, 1), weight.mT).transpose(0, 1)
+        return out if bias is None else out + bias
+
+    chosen = gramian.grouped_product
+    gramian.grouped_product = product
+    try:
+        yield
+    finally:
+        gramian.grouped_product = chosen
+
+
+def _write_torch(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    program.example_inputs = None
+    packed = io.BytesIO()  # not straight to the disk: torch aborts the whole process where that is full
+    torch.export.save(program, packed, extra_files={DESCRIPTION: json.dumps(about)})
+    path.write_bytes(packed.getbuffer())
+
+
+def _read_torch(path: Path) -> Runner:
+    # Safe for our own files only: graph and description are JSON, weights raw bytes. `torch.export.load` would also
+    # unpickle, without restriction, example inputs and tensors of special kinds that a foreign file may bring.
+    with path.open("rb") as file:
+        return torch.export.load(file).module()
+
+
+def _write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    try:
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=["images"],
+            output_names=[about["output"]],
+            dynamic_shapes=({0: "batch"},),
+            external_data=False,
+            verbose=False,
+        )
+    except torch.onnx.errors.OnnxExporterError as error:
+        name = about["spec"].get("name") or "the model"
+        raise ValueError(f"{name} cannot be written as ONNX ({_reason(error)}); export to torch") from error
+    assert made is not None
+    made.model.producer_name, made.model.producer_version = "vitrail", __version__
+    made.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
+    made.save(path)
+
+
+def _read_onnx(path: Path) -> Runner:
+    runtime = import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _random_images(model: Classifier, count: int, takes: Input) -> Tensor:
+    """Fields of colour under noise: to noise alone a model may answer the same whatever it holds."""
+    size = model.preprocess.size
+    generator = torch.Generator().manual_seed(count)
+    fields = torch.randint(0, 256, (count, 3, 4, 4), generator=generator)
+    side = -(-size // 4)
+    spread = fields.repeat_interleave(side, -2).repeat_interleave(side, -1)[..., :size, :size]
+    noise = torch.randint(-64, 65, (count, 3, size, size), generator=generator)
+    images = (spread + noise).clamp(0, 255).to(torch.uint8)
+    return images if takes == "bytes" else Preprocess(model.preprocess).normalize(images)
+
+
+@torch.inference_mode()
+def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, path: Path) -> dict[int, float]:
+    """Largest absolute difference at each of `BATCHES`; `ValueError` where one is more than rounding."""
+    differences, largest = {}, 0.0
+    for batch in BATCHES:
+        images = _random_images(model, batch, takes)
+        logits = model(images)
+        wanted = _as_logits(model, logits if gives == "logits" else model.probabilities(logits), gives)
+        try:
+            found = _as_logits(model, run(images), gives)
+            differences[batch] = float((found - wanted).abs().max())
+        except Exception as error:  # of torch or of onnxruntime
+            raise ValueError(f"{path} was not written, it would fail at batch {batch}: {_reason(error)}") from error
+        largest = max(largest, float(wanted.abs().max()))
+    allowed = TOLERANCE * largest + ROUNDING
+    if not all(value <= allowed for value in differences.values()):  # in these words NaN is refused, too
+        figures = ", ".join(f"{value:.2g} at batch {batch}" for batch, value in differences.items())
+        raise ValueError(
+            f"{path} was not written, its results differ from those of {_name(model)} by {figures}, where rounding "
+            f"explains {allowed:.2g}; try the other of torch and onnx, and report this"
+        )
+    return differences
+
+
+def _as_logits(model: Classifier, values: Tensor, gives: Output) -> Tensor:
+    """Results on the scale of logits.
+
+    Probabilities as they are hide mistakes: of a thousand classes each has a thousandth, and near 0 and 1 nothing
+    moves. They are cut off where float32 cannot go back: below 1e-20; sigmoids, below 0.01 and above 0.99.
+    """
+    if gives == "logits":
+        return values
+    return values.logit(eps=0.01) if model.multilabel else values.clamp(min=1e-20).log()
+
+
+def _name(model: Classifier) -> str:
+    return str(model.spec.get("name") or "the model")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,141 @@
+"""A classifier made ready for fast inference: folded, cast, compiled, and launched as one CUDA graph a batch size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from vitrail.kernels.fp8 import Fp8Linear
+from vitrail.kernels.gelu import Gelu, linear_gelu
+from vitrail.model.block import Mlp
+from vitrail.model.classifier import Classifier
+from vitrail.model.fold import fold_affine
+from vitrail.model.stems import ConvEmbed
+
+Precision = Literal["auto", "float32", "bf16", "fp8"]
+
+
+class Optimized(nn.Module):
+    """`optimized(images)` gives the logits of the model it was made from, in float32; for inference only.
+
+    images [batch, 3, height, width], bytes or normalised floats -> [batch, classes]
+    """
+
+    def __init__(self, model: Classifier, precision: str, compiled: bool, graph: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.precision, self.compiled = precision, compiled
+        self.classes, self.preprocess = model.classes, model.preprocess
+        self.graph = graph
+        self._graphs: dict[tuple[torch.Size, torch.dtype], _Replay] = {}
+        self._run: Callable[[Tensor], Tensor] = self._logits
+        if compiled:
+            # Otherwise a running sum is not stored but added up again from its terms, block after block.
+            self._run = torch.compile(self._logits, dynamic=False, options={"realize_reads_threshold": 1})
+
+    def _logits(self, images: Tensor) -> Tensor:
+        return cast("Tensor", self.model(images)).float()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.is_floating_point():
+            images = images.to(next(self.model.parameters()).dtype)
+        with torch.inference_mode():
+            if not (self.graph and images.is_cuda):
+                return self._run(images)
+            key = (images.shape, images.dtype)
+            if key not in self._graphs:
+                self._graphs[key] = _Replay(self._run, images)
+            return self._graphs[key](images)
+
+
+class LinearGelu(nn.Module):
+    """The first half of an MLP, with the activation inside the product."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_gelu(x, self.weight, self.bias)
+
+
+class _Replay:
+    """A captured forward pass. What it returns is overwritten by the next call of the same shape, so it is copied."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], images: Tensor) -> None:
+        self.images = images.clone()
+        aside = torch.cuda.Stream(images.device)
+        aside.wait_stream(torch.cuda.current_stream(images.device))
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # compilation and library handles
+                run(self.images)
+        torch.cuda.current_stream(images.device).wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.logits = run(self.images)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.images.copy_(images)
+        self.graph.replay()
+        return self.logits.clone()
+
+
+def optimize(
+    model: Classifier,
+    precision: Precision = "auto",
+    compile: bool | None = None,  # noqa: A002, torch's word
+    graph: bool | None = None,
+) -> Optimized:
+    """A copy of `model` for inference on the device where it is.
+
+    LayerScale, Affine and the BatchNorm of convolutional stems are folded into their neighbours (exactly, up to
+    rounding). `precision`: bf16 by itself on CUDA, float32 elsewhere; fp8 quantises the linear layers of the blocks,
+    one scale a token and one an output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
+    approximation, computed inside the product. `compile` and `graph` are on for CUDA.
+    Raises `ValueError` where the device lacks the precision.
+    """
+    device = next(model.parameters()).device
+    on_cuda = device.type == "cuda"
+    chosen = ("bf16" if on_cuda else "float32") if precision == "auto" else precision
+    if chosen not in ("float32", "bf16", "fp8"):
+        raise ValueError(f"precision must be auto, float32, bf16 or fp8, not {precision!r}")
+    if chosen == "fp8" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
+        raise ValueError(f"fp8 needs a CUDA accelerator that multiplies in it (Ada, Hopper or newer), not {device}")
+    made = copy.deepcopy(model).eval().requires_grad_(False)
+    fold_affine(made)
+    for module in made.modules():
+        if isinstance(module, ConvEmbed):
+            _fold_batchnorm(module)
+    if chosen != "float32":
+        made.to(torch.bfloat16)
+    if chosen == "fp8":
+        _quantise(made)
+    elif chosen == "bf16" and on_cuda:
+        for module in made.modules():
+            if isinstance(module, Mlp) and isinstance(module.act, Gelu):
+                module.fc1 = LinearGelu(module.fc1)  # type: ignore[assignment]
+                module.act = nn.Identity()
+    return Optimized(made, chosen, on_cuda if compile is None else compile, on_cuda if graph is None else graph)
+
+
+def _fold_batchnorm(stem: ConvEmbed) -> None:
+    for i, (conv, norm) in enumerate(zip(stem.convs, stem.norms, strict=True)):
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            stem.convs[i] = fuse_conv_bn_eval(conv, norm)
+            stem.norms[i] = nn.Identity()
+
+
+def _quantise(model: Classifier) -> None:
+    """Linear layers of the blocks; stem, norms and head keep their precision."""
+    blocks = getattr(model.trunk, "blocks", None)
+    if blocks is None:
+        raise ValueError(f"fp8 quantises the blocks of our own trunks; {type(model.trunk).__name__} has none")
+    for parent in list(blocks.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child.in_features % 16 == 0 and child.out_features % 16 == 0:
+                setattr(parent, name, Fp8Linear(child))
