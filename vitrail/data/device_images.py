@@ -139,7 +139,7 @@ class DeviceImages:
             self.split, view, device=self.device, workers=self.workers, start_method=self._start_method
         ) as loader:
             for piece in loader.received():
-                rows = np.array([draw.row for draw in piece.task.draws])
+                rows = piece.task.draws[:, 0]
                 kept = np.isin(np.arange(len(rows)), piece.places - piece.task.place)
                 reasons = [reason for _, reason in piece.skipped]
                 self.bad |= dict(zip(rows[~kept].tolist(), reasons, strict=True))
@@ -156,7 +156,7 @@ class _Rows(PieceLoader):
     def tasks(self) -> Iterator[Task]:
         for first in range(0, len(self.split), _CHUNK):
             rows = range(first, min(first + _CHUNK, len(self.split)))
-            yield Task(0, first, [Draw(row, 0, 0) for row in rows])
+            yield Task.once(first, rows)
 
 
 class _Fitted:

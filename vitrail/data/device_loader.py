@@ -95,7 +95,7 @@ class DeviceLoader(TrainLoader):
             yield last
 
     def _made(self, task: Task, pixels: Tensor) -> Piece:
-        drawn = np.array(task.draws, dtype=np.int64).reshape(-1, 3)
+        drawn = task.draws
         places = np.arange(task.place, task.place + len(drawn))
         skipped: list[tuple[str, str]] = []
         if self.images.bad:

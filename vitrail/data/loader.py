@@ -115,7 +115,7 @@ class TrainLoader(PieceLoader):
         for step in range(self.start, self.stop):
             for part in range(self.accumulate):
                 place = (self.rank * self.accumulate + part) * self.piece
-                yield Task(step, place, self.order.draws(step, place, self.piece))
+                yield Task(step, place, self.order.table(step, place, self.piece))
 
     def _batch(self, piece: Piece) -> Batch:
         views = piece.views  # bytes: models normalise them in their first kernel
@@ -186,7 +186,7 @@ class EvalLoader(PieceLoader):
 
     def tasks(self) -> Iterator[Task]:
         for first in range(0, len(self.rows), self.batch):
-            yield Task(0, first, [Draw(row, 0, 0) for row in self.rows[first : first + self.batch]])
+            yield Task.once(first, self.rows[first : first + self.batch])
 
 
 def auto_workers(split: Split | None = None) -> int:

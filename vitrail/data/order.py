@@ -67,19 +67,26 @@ class Order:
 
     def draws(self, step: int, first: int = 0, count: int | None = None) -> list[Draw]:
         """Places `first` to `first + count` (by default: all) of the batch of `step`."""
+        return list(map(Draw._make, self.table(step, first, count).tolist()))
+
+    def table(self, step: int, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
+        """The same as an array [places, 3] of row, epoch and repeat."""
         count = self.batch - first if count is None else count
         if step < 0 or first < 0 or count < 0 or first + count > self.batch:
             raise ValueError(f"step {step} has no places {first} to {first + count}; a batch has {self.batch}")
-        drawn: list[Draw] = []
+        drawn: list[NDArray[np.int64]] = []
         place, end = step * self.batch + first, step * self.batch + first + count
         while place < end:
             epoch, begin = divmod(place, self.rows)
             stop = min(self.rows, begin + end - place)
             rows, repeats = self._epoch(epoch)
-            counts = [0] * (stop - begin) if repeats is None else repeats[begin:stop].tolist()
-            drawn += [Draw(row, epoch, n) for row, n in zip(rows[begin:stop].tolist(), counts, strict=True)]
+            part = np.zeros((stop - begin, 3), dtype=np.int64)
+            part[:, 0], part[:, 1] = rows[begin:stop], epoch
+            if repeats is not None:
+                part[:, 2] = repeats[begin:stop]
+            drawn.append(part)
             place += stop - begin
-        return drawn
+        return np.concatenate(drawn) if drawn else np.zeros((0, 3), dtype=np.int64)
 
     def steps_for(self, epochs: float) -> int:
         """Steps that cover so many epochs, the last one rounded up.

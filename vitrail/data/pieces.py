@@ -7,7 +7,7 @@ to the device, on CUDA one ahead on a stream of its own. Everything here is pick
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,14 @@ class Task(NamedTuple):
 
     step: int
     place: int  # of the first draw in the global batch
-    draws: list[Draw]
+    draws: NDArray[np.int64]  # [rows, 3]: row, epoch, repeat, as in `Draw`
+
+    @classmethod
+    def once(cls, place: int, rows: Sequence[int]) -> Task:
+        """Each of these rows as it is: no epoch, no repeat."""
+        draws = np.zeros((len(rows), 3), dtype=np.int64)
+        draws[:, 0] = rows
+        return cls(0, place, draws)
 
 
 @dataclass
@@ -71,7 +78,7 @@ class _Pieces(Dataset[Piece]):
         rows: list[int] = []
         places: list[int] = []
         skipped: list[tuple[str, str]] = []
-        for place, draw in enumerate(task.draws, task.place):
+        for place, draw in enumerate(map(Draw._make, task.draws.tolist()), task.place):
             try:
                 image = split.read(draw.row)
             except BadImage as bad:

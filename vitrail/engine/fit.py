@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from vitrail.engine.signals import StopRequest
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
+
+SETTLED_STEPS = 10  # after which a step allocates nothing new
 
 
 class Stopped(Exception):
@@ -102,13 +106,18 @@ class Fit:
         began, first = time.monotonic(), self.step
         total = self.schedule.steps
         quiet = self.quiet or not self.group.main
-        with StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
+        with ExitStack() as stack, StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
             bar.advance(self.step)
             self._window = (time.monotonic(), self.step)
+            stack.callback(gc.unfreeze)
             for piece in self.batches(self.step, total):
                 if not self.work.feed(piece):
                     continue
                 bar.advance(1)
+                if self.step == first + SETTLED_STEPS:
+                    # What compilation left behind stays: looking through it for garbage takes a third of a second.
+                    gc.collect()
+                    gc.freeze()
                 finished = self.step == total
                 if finished or self.step % self.engine.log_every == 0:
                     self._log(bar)

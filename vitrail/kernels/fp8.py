@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 LARGEST = 448.0  # of e4m3
+_TRITON = find_spec("triton") is not None
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,29 +21,53 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
-def plain_fp8_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+def gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantise(gelu(x))`, in one pass over x on CUDA."""
+    if x.is_cuda and _TRITON:
+        small, scale = torch.ops.vitrail.gelu_quantise(x)
+        return small, scale
+    return quantise(F.gelu(x))
+
+
+@torch.library.custom_op("vitrail::gelu_quantise", mutates_args=(), device_types="cuda")
+def _gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    from vitrail.kernels import fp8_triton
+
+    return fp8_triton.gelu_quantise(x.contiguous())
+
+
+@_gelu_quantise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+def plain_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
     """What the accelerator computes, in float32: (x x_scale) (weight weight_scale)ᵀ."""
     return (x.float() * x_scale) @ (weight.float() * weight_scale).T
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer with weights quantised once, by output channel, and inputs quantised as they come, by token."""
+    """A linear layer with weights quantised once, by output channel, and inputs quantised as they come, by token.
+
+    With `gelu` its input is GELU of what it is given: the second half of an MLP.
+    """
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, gelu: bool = False) -> None:
         super().__init__()
         weight, scale = quantise(layer.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = layer.bias
+        self.prepare = gelu_quantise if gelu else quantise
 
     def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., outputs]
-        flat, factor = quantise(x.flatten(0, -2))
+        small, factor = self.prepare(x.flatten(0, -2))
         if x.is_cuda:
             out = torch._scaled_mm(
-                flat,
+                small,
                 self.weight.T,
                 scale_a=factor,
                 scale_b=self.scale.T,
@@ -48,6 +76,6 @@ class Fp8Linear(nn.Module):
                 use_fast_accum=True,
             )
         else:
-            out = plain_fp8_product(flat, self.weight, factor, self.scale).to(x.dtype)
+            out = plain_product(small, self.weight, factor, self.scale).to(x.dtype)
             out = out if self.bias is None else out + self.bias
         return out.unflatten(0, x.shape[:-1])

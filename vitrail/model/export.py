@@ -162,7 +162,7 @@ def _export(
     write: Callable[[ExportedProgram, Path, dict[str, Any]], None],
     read: Callable[[Path], Runner],
 ) -> Exported:
-    model = copy.deepcopy(model).to("cpu", torch.float32).requires_grad_(False).eval()
+    model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     program = _traced(model, takes, gives)
     with replacing(path) as temporary:
         write(program, temporary, describe(model, takes, gives))
@@ -185,7 +185,7 @@ class _Whole(nn.Module):
 
 def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
     """The graph of the folded model, for a batch of any size."""
-    whole = _Whole(fold_affine(copy.deepcopy(model)), gives).eval()
+    whole = _Whole(fold_affine(copy.deepcopy(model)), gives).eval().requires_grad_(False)
     # Two images: one is a size that torch treats as a constant.
     example = (_random_images(model, 2, takes),)
     try:
@@ -242,6 +242,9 @@ def _write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> 
             external_data=False,
             verbose=False,
         )
+    except ImportError as error:
+        remedy = f"pip install --upgrade {' '.join(PACKAGES)}"
+        raise ValueError(f"the packages for ONNX files do not fit this torch ({_reason(error)}): {remedy}") from error
     except torch.onnx.errors.OnnxExporterError as error:
         name = about["spec"].get("name") or "the model"
         raise ValueError(f"{name} cannot be written as ONNX ({_reason(error)}); export to torch") from error
@@ -310,5 +313,7 @@ def _name(model: Classifier) -> str:
     return str(model.spec.get("name") or "the model")
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:  # torch wraps what happened in several layers of advice to its developers
+        error = error.__cause__
     return " ".join(str(error).split())[:300]

@@ -138,4 +138,7 @@ def _quantise(model: Classifier) -> None:
     for parent in list(blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child.in_features % 16 == 0 and child.out_features % 16 == 0:
-                setattr(parent, name, Fp8Linear(child))
+                after_gelu = isinstance(parent, Mlp) and name == "fc2" and isinstance(parent.act, Gelu)
+                setattr(parent, name, Fp8Linear(child, gelu=after_gelu))
+                if after_gelu:
+                    parent.act = nn.Identity()
