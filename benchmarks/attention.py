@@ -114,8 +114,8 @@ def sweep(size: tuple[int, int, int], lock: object, out: object) -> None:
         f"forward warps {w} rows {r}": partial(forward, qkv, warps=w, rows=r)
         for w, r in itertools.product((2, 4, 8), (64,) if whole else (64, 128))
     } | {
-        f"backward warps {w} keys {k} turned {t}": partial(backward, qkv, result, lse, grad, warps=w, keys=k, turned=t)
-        for w, k, t in itertools.product((4, 8) if whole else (8, 16), (64,) if whole else (32, 64), (False, True))
+        f"backward warps {w} keys {k}": partial(backward, qkv, result, lse, grad, warps=w, keys=k)
+        for w, k in itertools.product((4, 8) if whole else (8, 16), (64,) if whole else (32, 64))
     }
     for name, way in ways.items():
         way()

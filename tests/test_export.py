@@ -188,13 +188,15 @@ def test_files_do_not_name_the_folders_of_the_machine(written: Any) -> None:
     assert str(Path(torch.__file__).parent).encode() not in held
 
 
-def test_nothing_is_unpickled_to_read_a_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["torch"], indirect=True)
+def test_nothing_is_unpickled_to_read_a_pt2(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was unpickled")
 
     for place, name in ((torch, "load"), (pickle, "loads"), (pickle, "load"), (pickle, "Unpickler")):
         monkeypatch.setattr(place, name, refuse)
-    to_torch(tiny(), tmp_path / "model.pt2")
+    images = images_of(tiny(), 2)
+    np.testing.assert_array_equal(in_torch(written[0])(images), written[2](images))
 
 
 def change(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Classifier], Any]) -> None:

@@ -108,27 +108,14 @@ def _forward_rows(
 
 
 @triton.jit
-def _pair(q, grad, delta, lse, k, v, first, count: tl.constexpr, tokens, scale, plain_scale, T: tl.constexpr):
-    """Gradients that some queries and some keys give each other: of q, of k and of v.
-
-    T computes the map with keys as rows: what is multiplied from the left then comes out of registers.
-    """
+def _pair(q, grad, delta, lse, k, v, first, count: tl.constexpr, tokens, scale, plain_scale):
+    """Gradients that some queries and some keys give each other: of q, of k and of v."""
     n = first + tl.arange(0, count)
-    if T:
-        turned = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
-        turned = tl.where(n[:, None] < tokens, turned, 0.0)
-        grad_v = tl.dot(turned.to(q.dtype), grad)
-        inner = (turned * (tl.dot(v, tl.trans(grad)) - delta[None, :]) * plain_scale).to(q.dtype)
-        grad_k = tl.dot(inner, q)
-        grad_q = tl.dot(tl.trans(inner), k)
-    else:
-        weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-        weights = tl.where(n[None, :] < tokens, weights, 0.0)
-        grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad)
-        inner = (weights * (tl.dot(grad, tl.trans(v)) - delta[:, None]) * plain_scale).to(q.dtype)
-        grad_k = tl.dot(tl.trans(inner), q)
-        grad_q = tl.dot(inner, k)
-    return grad_q, grad_k, grad_v
+    weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    weights = tl.where(n[None, :] < tokens, weights, 0.0)
+    grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad)
+    inner = (weights * (tl.dot(grad, tl.trans(v)) - delta[:, None]) * plain_scale).to(q.dtype)
+    return tl.dot(inner, k), tl.dot(tl.trans(inner), q), grad_v
 
 
 @triton.jit
@@ -158,7 +145,6 @@ def _backward_whole(
     DP: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    T: tl.constexpr,
 ):
     """One program: a whole head of at most A + B tokens."""
     which = tl.program_id(0)
@@ -172,14 +158,14 @@ def _backward_whole(
     ka = _load(QKV + heads * D, 0, A, tokens, row, D, DP)
     va = _load(QKV + 2 * heads * D, 0, A, tokens, row, D, DP)
     qa, ga, da, la = _queries(QKV, OUT + place, GRAD + place, LSE, 0, A, tokens, heads, D, DP)
-    grad_qa, grad_ka, grad_va = _pair(qa, ga, da, la, ka, va, 0, A, tokens, scale, plain_scale, T)
+    grad_qa, grad_ka, grad_va = _pair(qa, ga, da, la, ka, va, 0, A, tokens, scale, plain_scale)
     if B > 0:
         kb = _load(QKV + heads * D, A, B, tokens, row, D, DP)
         vb = _load(QKV + 2 * heads * D, A, B, tokens, row, D, DP)
         qb, gb, db, lb = _queries(QKV, OUT + place, GRAD + place, LSE, A, B, tokens, heads, D, DP)
-        more_qa, grad_kb, grad_vb = _pair(qa, ga, da, la, kb, vb, A, B, tokens, scale, plain_scale, T)
-        grad_qb, more_ka, more_va = _pair(qb, gb, db, lb, ka, va, 0, A, tokens, scale, plain_scale, T)
-        more_qb, more_kb, more_vb = _pair(qb, gb, db, lb, kb, vb, A, B, tokens, scale, plain_scale, T)
+        more_qa, grad_kb, grad_vb = _pair(qa, ga, da, la, kb, vb, A, B, tokens, scale, plain_scale)
+        grad_qb, more_ka, more_va = _pair(qb, gb, db, lb, ka, va, 0, A, tokens, scale, plain_scale)
+        more_qb, more_kb, more_vb = _pair(qb, gb, db, lb, kb, vb, A, B, tokens, scale, plain_scale)
         grad_qa += more_qa
         grad_ka += more_ka
         grad_va += more_va
@@ -207,7 +193,6 @@ def _backward_keys(
     M: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
-    T: tl.constexpr,
 ):
     """One program: a whole head of at most M tokens, N keys at a time and the rest in R places."""
     which = tl.program_id(0)
@@ -225,14 +210,14 @@ def _backward_keys(
     for first in range(0, full, N):
         k = _load(QKV + heads * D, first, N, tokens, row, D, DP)
         v = _load(QKV + 2 * heads * D, first, N, tokens, row, D, DP)
-        more_q, grad_k, grad_v = _pair(q, grad, delta, lse, k, v, first, N, tokens, scale, plain_scale, T)
+        more_q, grad_k, grad_v = _pair(q, grad, delta, lse, k, v, first, N, tokens, scale, plain_scale)
         grad_q += more_q
         _store(GRAD_QKV + heads * D, grad_k, first, N, tokens, row, D, DP)
         _store(GRAD_QKV + 2 * heads * D, grad_v, first, N, tokens, row, D, DP)
     if R > 0:
         k = _load(QKV + heads * D, full, R, tokens, row, D, DP)
         v = _load(QKV + 2 * heads * D, full, R, tokens, row, D, DP)
-        more_q, grad_k, grad_v = _pair(q, grad, delta, lse, k, v, full, R, tokens, scale, plain_scale, T)
+        more_q, grad_k, grad_v = _pair(q, grad, delta, lse, k, v, full, R, tokens, scale, plain_scale)
         grad_q += more_q
         _store(GRAD_QKV + heads * D, grad_k, full, R, tokens, row, D, DP)
         _store(GRAD_QKV + 2 * heads * D, grad_v, full, R, tokens, row, D, DP)
@@ -277,13 +262,12 @@ def backward(
     *,
     warps: int | None = None,
     keys: int = 64,
-    turned: bool = True,
 ) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
     batch, tokens, _, heads, dim = qkv.shape
     made = torch.empty_like(qkv)
     arguments = (qkv, out, grad, lse, made, tokens, heads, _LOG2E * dim**-0.5, dim**-0.5)
-    common = {"D": dim, "DP": _power(dim), "T": turned}
+    common = {"D": dim, "DP": _power(dim)}
     if tokens <= WHOLE_TOKENS:
         a, b = parts(tokens)
         _backward_whole[(batch * heads,)](*arguments, **common, A=a, B=b, num_warps=warps or 4)
