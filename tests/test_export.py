@@ -58,10 +58,14 @@ def in_torch(path: Path) -> Run:
 TARGETS = {"onnx": (to_onnx, ".onnx", in_onnxruntime), "torch": (to_torch, ".pt2", in_torch)}
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Any:
+def need_onnx() -> None:
     for name in export.PACKAGES:
         pytest.importorskip(name, reason=f"{name} is not installed (extra: export)")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Any:
+    need_onnx()
     import onnxruntime
 
     return onnxruntime
@@ -111,14 +115,16 @@ def logits_of(model: Classifier, images: NDArray[Any]) -> NDArray[np.float32]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_models_logits_at_any_batch_size(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Any
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {} if name.startswith("timm:") else reduced(name)[0]
     model = create_model(name, **{**options, **FAMILIES[name]}).eval()
     shake(model)
     traced = export._traced(model, "bytes", "logits")  # the slow part, and the same for both
     monkeypatch.setattr(export, "_traced", lambda *_: traced)
-    for write, suffix, read in TARGETS.values():
+    for write, suffix, read in (TARGETS["torch"], TARGETS["onnx"]):
+        if suffix == ".onnx":
+            need_onnx()
         write(model, tmp_path / f"model{suffix}", output="logits")
         run = read(tmp_path / f"model{suffix}")
         for batch in (1, 2, 7, 19):
@@ -262,6 +268,15 @@ def test_where_torch_gives_up_the_reason_is_told_and_the_old_file_kept(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.usefixtures("runtime")
+def test_a_file_that_cannot_be_read_back_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_traced", lambda *_: None)
+    monkeypatch.setattr(export, "_write_onnx", lambda _, path, __: path.write_bytes(b"no model"))
+    with pytest.raises(ValueError, match=r"model\.onnx was not written, onnxruntime cannot read it \("):
+        to_onnx(tiny(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_that_gives_no_numbers_is_refused(tmp_path: Path) -> None:
     model = tiny()
     model.head.fc.bias.data[0] = torch.nan
@@ -271,7 +286,7 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_model_itself_is_left_as_it_was(tmp_path: Path) -> None:
-    model = tiny().train()
+    model = tiny(drop_path=0.5).train()  # which the file must not have
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     to_torch(model, tmp_path / "model.pt2")
     assert model.training
@@ -280,6 +295,15 @@ def test_the_model_itself_is_left_as_it_was(tmp_path: Path) -> None:
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_model_of_halves_becomes_a_file_of_float32(tmp_path: Path) -> None:
+    model = tiny().bfloat16()
+    to_torch(model, tmp_path / "model.pt2", output="logits")
+    found = in_torch(tmp_path / "model.pt2")(images_of(model, 3))
+    expected = logits_of(model.float(), images_of(model, 3))
+    assert found.dtype == np.float32
+    assert np.abs(found - expected).max() <= CLOSE * np.abs(expected).max()
 
 
 EXACT = SecondOrder(normalization="svpn", rows=6, columns=6, heads=2)

@@ -166,7 +166,10 @@ def _export(
     program = _traced(model, takes, gives)
     with replacing(path) as temporary:
         write(program, temporary, describe(model, takes, gives))
-        differences = _compare(model, read(temporary), takes, gives, path)
+        try:
+            differences = _compare(model, read(temporary), takes, gives)
+        except ValueError as error:
+            raise ValueError(f"{path} was not written, {error}") from error
         size = temporary.stat().st_size
     return Exported(path, size, takes, gives, differences)
 
@@ -258,7 +261,10 @@ def _read_onnx(path: Path) -> Runner:
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # it has a dozen kinds of its own
+        raise ValueError(f"onnxruntime cannot read it ({_reason(error)}); export to torch") from error
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
@@ -275,7 +281,7 @@ def _random_images(model: Classifier, count: int, takes: Input) -> Tensor:
 
 
 @torch.inference_mode()
-def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, path: Path) -> dict[int, float]:
+def _compare(model: Classifier, run: Runner, takes: Input, gives: Output) -> dict[int, float]:
     """Largest absolute difference at each of `BATCHES`; `ValueError` where one is more than rounding."""
     differences, largest = {}, 0.0
     for batch in BATCHES:
@@ -286,14 +292,14 @@ def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, path: 
             found = _as_logits(model, run(images), gives)
             differences[batch] = float((found - wanted).abs().max())
         except Exception as error:  # of torch or of onnxruntime
-            raise ValueError(f"{path} was not written, it would fail at batch {batch}: {_reason(error)}") from error
+            raise ValueError(f"it would fail at batch {batch}: {_reason(error)}") from error
         largest = max(largest, float(wanted.abs().max()))
     allowed = TOLERANCE * largest + ROUNDING
     if not all(value <= allowed for value in differences.values()):  # in these words NaN is refused, too
         figures = ", ".join(f"{value:.2g} at batch {batch}" for batch, value in differences.items())
         raise ValueError(
-            f"{path} was not written, its results differ from those of {_name(model)} by {figures}, where rounding "
-            f"explains {allowed:.2g}; try the other of torch and onnx, and report this"
+            f"its results differ from those of {_name(model)} by {figures}, where rounding explains {allowed:.2g}; "
+            "try the other of torch and onnx, and report this"
         )
     return differences
 
