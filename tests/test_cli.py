@@ -88,6 +88,10 @@ def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.Captu
         ("train --config /nowhere.yaml", "no configuration at"),
         ("train --resume /nowhere", "no run folder"),
         ("evaluate /nowhere --data embedded:fashion", "no model at"),
+        ("export /nowhere model.onnx", "no model at"),
+        ("export /nowhere model.bin", "say --to torch or --to onnx"),
+        ("bench deit_smal", "did you mean 'deit_small'"),
+        ("bench deit_small --batch many", "use a number above 0, or search"),
         ("list models zzz*", "no models match"),
         ("show deit_smal", "did you mean 'deit_small'"),
         ("check /nowhere/at/all", "/nowhere/at/all"),
@@ -178,3 +182,35 @@ def test_lists_fit_a_terminal_and_come_as_json(what: str, capsys: pytest.Capture
     code, out, _ = ask(capsys, "list", what, "--json")
     assert code == 0
     assert all("name" in row for row in json.loads(out))
+
+
+@pytest.mark.slow
+def test_export_writes_what_predict_says(
+    trained: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    out = tmp_path / "model.pt2"
+    code, said, _ = ask(capsys, "export", str(trained), str(out), "--json")
+    found = json.loads(said)
+    assert code == 0
+    assert found["file"] == str(out)
+    assert found["bytes"] == out.stat().st_size
+    assert (found["input"], found["output"], list(found["differences"])) == ("bytes", "probabilities", ["1", "2", "7"])
+    picture = Image.open(photos / "red" / "00.jpg").resize((28, 28), Image.Resampling.BICUBIC, box=(4, 0, 44, 40))
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+    probabilities = torch.export.load(out).module()(pixels)
+    assert ("blue", "green", "red")[int(probabilities.argmax())] == "red"
+
+
+def test_bench_measures_a_trained_model_beside_a_named_one(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = ask(
+        capsys, "bench", str(trained), "vit_micro_28", "--batch", "2", "--rounds", "2", "--seconds", "0.02", "--json"
+    )
+    found = json.loads(said)
+    assert code == 0
+    assert [row["model"] for row in found["rows"]] == [str(trained), "vit_micro_28"]
+    assert found["rows"][0]["top1"] is not None
+    assert all(row["images_per_second"] > 0 and row["batch"] == 2 for row in found["rows"])

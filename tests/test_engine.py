@@ -11,6 +11,7 @@ import timm.optim
 import torch
 from torch import nn
 
+from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.distributed import Group
@@ -19,6 +20,7 @@ from vitrail.engine.lamb import Lamb
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_groups, set_step
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import TrainStep
 from vitrail.engine.update import Meter, Updater
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
@@ -314,3 +316,88 @@ def test_free_names_count_on(tmp_path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").mkdir()
     assert free_name(tmp_path / "a").name == "a-3"
+
+
+def batches_of(count: int, size: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(count):
+        images = torch.randint(256, (size, 3, 28, 28), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(3, (size,), generator=generator)
+        made.append(Batch((images,), labels, labels, torch.arange(size)))
+    return made
+
+
+def test_a_step_is_forward_backward_clip_adamw_and_average() -> None:
+    """Against the same done by hand with PyTorch's own parts."""
+    ours, theirs = (create_model("vit_micro_28", classes=3, depth=1, width=32, heads=2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    config = OptimConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup=2, epochs=2)
+    curve = make_schedule(config, 8, 24)
+    step = TrainStep(Supervised(ours, SupervisedConfig()), config, curve, device=torch.device("cpu"), ema=0.9)
+    no_decay = [p for n, p in theirs.named_parameters() if p.ndim < 2 or n.split(".")[-1] in ("cls_token", "pos_embed")]
+    decayed = [p for p in theirs.parameters() if all(p is not q for q in no_decay)]
+    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}])
+    average = {n: p.detach().clone() for n, p in theirs.named_parameters()}
+    for i, batch in enumerate(batches_of(5)):
+        assert step.feed(batch)
+        for group in adamw.param_groups:
+            group["lr"] = curve.lr(i)
+        adamw.zero_grad()
+        torch.nn.functional.cross_entropy(theirs(batch.images), batch.label).backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        adamw.step()
+        decay = min(0.9, (1 + i) / (10 + i))
+        average = {n: decay * average[n] + (1 - decay) * p.detach() for n, p in theirs.named_parameters()}
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        # No loss depends on the bias of the keys: its gradient is rounding alone, which Adam turns into steps of 1.
+        kept = [i for i in range(96) if not 32 <= i < 64] if name.endswith("qkv.bias") else slice(None)
+        torch.testing.assert_close(mine[kept], other[kept], msg=name)
+        torch.testing.assert_close(
+            step.model.get_parameter(name)[kept], average[name][kept], msg=name, rtol=1e-5, atol=1e-7
+        )
+
+
+def test_pieces_of_a_step_give_the_step() -> None:
+    models = [create_model("vit_micro_28", classes=3, depth=1, width=32, heads=2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = OptimConfig(name="sgd", lr=0.1, clip=0.0, warmup=0)
+    steps = [
+        TrainStep(
+            Supervised(model, SupervisedConfig()),
+            config,
+            make_schedule(config, 8, 24),
+            device=torch.device("cpu"),
+            accumulate=pieces,
+        )
+        for model, pieces in zip(models, (1, 4), strict=True)
+    ]
+    for batch in batches_of(3):
+        assert steps[0].feed(batch)
+        fed = [steps[1].feed(batch.changed(lambda t, k=k: t[2 * k : 2 * k + 2])) for k in range(4)]
+        assert fed == [False, False, False, True]
+    assert steps[0].step == steps[1].step == 3
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    one, four = (step.meter.read(step.group) for step in steps)
+    assert one == pytest.approx(four, rel=1e-5)
+
+
+def test_where_a_graph_cannot_be_is_said() -> None:
+    objective_ = objective()
+    step = TrainStep(
+        objective_, OptimConfig(), make_schedule(OptimConfig(), 8, 24), device=torch.device("cpu"), graph=True
+    )
+    assert step.why_no_graph == "only CUDA has graphs"
+
+
+def test_the_stream_under_autocast_is_narrow_only_where_gains_allow() -> None:
+    images = torch.zeros(1, 3, 28, 28)
+    half, single = torch.bfloat16, torch.float32
+    for options, dtype in (({}, half), ({"layerscale": 0.1}, half), ({"layerscale": 1e-4}, single)):
+        trunk = create_model("vit_micro_28", classes=3, depth=2, **options).trunk
+        with torch.autocast("cpu", torch.bfloat16):
+            tokens = trunk.embed(images)
+            after = trunk.encode(tokens, until=1)[0]
+        assert (tokens.sequence.dtype, after.sequence.dtype) == (dtype, dtype)
+    assert trunk.embed(images).sequence.dtype == torch.float32

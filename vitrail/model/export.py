@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,7 +26,6 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.files import replacing
 from vitrail.model.classifier import Classifier
 from vitrail.model.fold import fold_affine
-from vitrail.model.heads import gramian
 from vitrail.model.heads.second_order import PowerNorm
 from vitrail.schema import plain
 from vitrail.version import __version__
@@ -193,7 +191,7 @@ def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
     example = (_random_images(model, 2, takes),)
     try:
         # Strict, because `len(images)` would otherwise be a plain number and the example's batch the only one.
-        with torch.no_grad(), _one_product_for_all_batches():
+        with torch.no_grad():
             program = torch.export.export(whole, example, dynamic_shapes=({0: Dim("batch")},), strict=True)
     except Exception as error:  # of many kinds, and none that says just this
         raise ValueError(f"{_name(model)} cannot be traced for a file: {_reason(error)}") from error
@@ -201,22 +199,6 @@ def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)  # the folders of this machine are nobody's business
     return program
-
-
-@contextmanager
-def _one_product_for_all_batches() -> Iterator[None]:
-    """Gramian heads choose the quicker of two equal products by the size of the batch; a graph can hold only one."""
-
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.bmm(rows.transpose(0, 1), weight.mT).transpose(0, 1)
-        return out if bias is None else out + bias
-
-    chosen = gramian.grouped_product
-    gramian.grouped_product = product
-    try:
-        yield
-    finally:
-        gramian.grouped_product = chosen
 
 
 def _write_torch(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:

@@ -227,7 +227,8 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
     weight `[groups, outputs, inputs]`, bias `[groups, outputs]`
     """
-    if len(rows) <= weight.shape[-1]:
+    # A file holds one graph for all batches, so it cannot choose.
+    if torch.compiler.is_exporting() or len(rows) <= weight.shape[-1]:
         # Weights first: their gradient then comes out as they lie, and what is transposed are the few results.
         columns = rows.permute(1, 2, 0)
         out = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias[..., None], weight, columns)

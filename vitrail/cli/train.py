@@ -1,0 +1,81 @@
+"""`vitrail train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from vitrail.cli.say import fail, show
+from vitrail.schema import parse_flags
+
+
+def train(words: list[str]) -> int:
+    """`vitrail train [RECIPE] [--config FILE] [--resume RUN] [--section.name value ...]`."""
+    from vitrail.config import RunConfig, from_mapping, load_yaml
+    from vitrail.recipes import recipe
+
+    if "-h" in words or "--help" in words:
+        return _train_help([w for w in words if w not in ("-h", "--help")])
+    as_json = "--json" in words
+    positional, values = parse_flags([w for w in words if w != "--json"])
+    if len(positional) > 1:
+        return fail(f"train takes one recipe, got {', '.join(positional)}; settings are --section.name value")
+    config_file, resumed = values.pop("config", None), values.pop("resume", None)
+    if sum(x is not None for x in (config_file, resumed)) + bool(positional) > 1:
+        return fail("give one of: a recipe, --config FILE, --resume RUN")
+    if isinstance(config_file, bool) or isinstance(resumed, bool):
+        return fail("--config needs a file and --resume a run folder")
+    if resumed is not None:
+        return _run(lambda api: api.resume(resumed, values), as_json)
+    base: RunConfig | None = None
+    if config_file is not None:
+        stored = {**load_yaml(config_file), "out": None}
+        base = from_mapping(stored)
+    else:
+        base = recipe(positional[0] if positional else "vit")
+    config = from_mapping(values, base)
+    return _run(lambda api: api.train(config), as_json)
+
+
+def _run(work: Callable[[Any], Any], as_json: bool) -> int:
+    from vitrail import api
+    from vitrail.engine.distributed import join, leave
+    from vitrail.engine.fit import Stopped
+    from vitrail.show.tables import headline
+
+    try:
+        done = work(api)
+        if join().main:
+            if as_json:
+                print(json.dumps({"run": str(done.path), "split": done.split, **done.figures.scalars()}))
+            else:
+                show(headline(done.figures, f"{done.split}, {done.path}"))
+                print(f"report: {done.report}")
+    except Stopped as stopped:
+        print(str(stopped), file=sys.stderr)
+        return 130
+    finally:
+        leave()
+    return 0
+
+
+def _train_help(words: list[str]) -> int:
+    from vitrail.config import RunConfig
+    from vitrail.recipes import RECIPES, about, recipe
+
+    names = [w for w in words if not w.startswith("-")]
+    chosen = names[0] if names else "vit"
+    base = recipe(chosen)
+    summaries = "\n".join(f"  {name:<12} {about(name).splitlines()[0]}" for name in RECIPES)
+    print(
+        "usage: vitrail train [RECIPE] [--section.name value ...]\n"
+        "       vitrail train --config RUN/config.yaml [--section.name value ...]\n"
+        "       vitrail train --resume RUN\n\n"
+        f"recipes:\n{summaries}\n\nsettings, with the values of recipe {chosen} (--data X is short for --data.uri X):\n"
+    )
+    tyro.cli(RunConfig, args=["--help"], default=base, prog="vitrail train", config=(tyro.conf.FlagConversionOff,))
+    return 0
