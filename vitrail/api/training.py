@@ -30,7 +30,7 @@ from vitrail.engine.optimizer import choose_tuned
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
-from vitrail.learn.supervised import Supervised
+from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import EVALUATORS, Loaders, predict_all
 from vitrail.model.build import create_model
@@ -129,13 +129,14 @@ class _Trainer:
             self.model = build_model(config.model, config, data)
         self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
-        self.objective = Supervised(self.model, config.objective, train.labels)
+        self.schedule = make_schedule(config.optim, config.data.batch, len(train))
+        facts = TrainingFacts(train.labels, train.index, self.schedule.steps)
+        self.objective = build_objective(config.objective, self.model, facts)
         self.order = Order(len(train), config.data.batch, config.seed, config.data.sampling, train.labels)
         self.augment = Augment(config.data.augment, self.model.preprocess)
         self.preprocess = Preprocess(self.model.preprocess)
         wanted = config.data.workers
         self.workers = auto_workers(train) if wanted is None else wanted
-        self.schedule = make_schedule(config.optim, config.data.batch, len(train))
         if config.data.loader == "auto":  # stored as chosen, so that the run repeats and resumes as it was
             able = fits(train, self.preprocess, self.device, config.data.augment)
             chosen = replace(config.data, loader="device" if able else "host")

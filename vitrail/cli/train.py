@@ -77,5 +77,11 @@ def _train_help(words: list[str]) -> int:
         "       vitrail train --resume RUN\n\n"
         f"recipes:\n{summaries}\n\nsettings, with the values of recipe {chosen} (--data X is short for --data.uri X):\n"
     )
-    tyro.cli(RunConfig, args=["--help"], default=base, prog="vitrail train", config=(tyro.conf.FlagConversionOff,))
+    tyro.cli(
+        RunConfig,
+        args=["--help"],
+        default=base,
+        prog="vitrail train",
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
     return 0
