@@ -12,7 +12,8 @@ from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
 class OptimConfig:
     """Optimiser, schedule, and what is tuned."""
 
-    name: Literal["adamw", "adam", "sgd", "lamb", "adagrad"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lamb", "adagrad", "muon"] = "adamw"
+    """`muon`: orthogonal updates for the matrices of the blocks, AdamW for the rest, one rate for both."""
     lr: Positive = 1e-3
     """Peak learning rate; at batch `lr_batch` where that is set."""
     lr_batch: Count | None = None

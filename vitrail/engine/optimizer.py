@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.lamb import Lamb
+from vitrail.engine.muon import Muon
 from vitrail.engine.schedule import Schedule
 from vitrail.model.classifier import Classifier
 
@@ -51,13 +52,13 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters of an objective by (layer, decayed or not), each with its share of the learning rate.
+    """Trainable parameters of an objective by (layer, decayed, matrix of Muon), each with its share of the rate.
 
     The share is layer_decay ** (layers below the head); parts of the objective outside its model (projectors) take the
     full rate.
     """
     model = getattr(objective, "model", None)
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     deepest = model.layers if isinstance(model, Classifier) else 0
     for name, parameter in objective.named_parameters():
         if not parameter.requires_grad:
@@ -65,10 +66,11 @@ def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str
         layer = deepest
         if isinstance(model, Classifier) and name.startswith("model.") and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
-        key = (layer, decays(name, parameter))
+        matrices = config.name == "muon" and parameter.ndim == 2 and ".blocks." in name
+        key = (layer, decays(name, parameter), matrices)
         if key not in groups:
             share = config.layer_decay ** (deepest - layer)
-            groups[key] = {"params": [], "names": [], "share": share, "decayed": key[1]}
+            groups[key] = {"params": [], "names": [], "share": share, "decayed": key[1], "matrices": matrices}
         groups[key]["params"].append(parameter)
         groups[key]["names"].append(name)
     if not groups:
@@ -99,6 +101,9 @@ def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Op
         return torch.optim.Adagrad(groups, eps=config.eps, fused=True, **common)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     on_cuda = common["lr"].is_cuda  # there, steps may be captured as a graph
+    if config.name == "muon":
+        adam = {"betas": config.betas, "eps": config.eps, "fused": True, "capturable": on_cuda, **common}
+        return Muon(groups, momentum=config.momentum, **adam)
     return kind(groups, betas=config.betas, eps=config.eps, fused=True, capturable=on_cuda, **common)
 
 
