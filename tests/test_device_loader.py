@@ -52,7 +52,9 @@ def split_of(rows: int = 11, bad: tuple[int, ...] = (), multilabel: bool = False
     several = np.stack([index % 2, index % 3 == 0], 1).astype(np.int64)
     keys = [f"file {i}" for i in index]
     labels = several if multilabel else index % 3
-    return Split("train", NumberedImages(frozenset(bad), **reader), index, keys, labels, coarse=index % 2)
+    return Split(
+        "train", NumberedImages(frozenset(bad), **reader), index, keys, labels, np.stack([index % 3, index % 2], 1)
+    )
 
 
 def train(augment: AugmentConfig = SHIFTED, split: Split | None = None, batch: int = 4, kind=DeviceLoader, **more):
@@ -69,14 +71,14 @@ def assert_same(ours: list[Batch], theirs: list[Batch], pixels: bool = True) -> 
         assert [v.shape for v in a.views] == [v.shape for v in b.views]
         if pixels:
             assert all(torch.equal(v, w) for v, w in zip(a.views, b.views, strict=True))
-        for name in ("label", "target", "index", "coarse"):
+        for name in ("label", "target", "index", "levels"):
             assert torch.equal(getattr(a, name), getattr(b, name))
             assert getattr(a, name).dtype == getattr(b, name).dtype
 
 
 def joined(batches: list[Batch]) -> Batch:
     views = tuple(torch.cat(views) for views in zip(*(b.views for b in batches), strict=True))
-    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("label", "target", "index", "coarse")}
+    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("label", "target", "index", "levels")}
     return Batch(views, step=batches[0].step, **parts)
 
 

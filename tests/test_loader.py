@@ -50,7 +50,7 @@ def split_of(rows: int = 11, bad: tuple[int, ...] = (), multilabel: bool = False
         index,
         [f"file {i}" for i in index],
         np.stack([index % 2, index % 3 == 0], 1).astype(np.int64) if multilabel else labels,
-        coarse=index % 2,
+        levels=np.stack([labels, index % 2], 1),
     )
 
 
@@ -71,13 +71,13 @@ def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.step == b.step
         assert all(torch.equal(v, w) for v, w in zip(a.views, b.views, strict=True))
-        for name in ("label", "target", "index", "coarse"):
+        for name in ("label", "target", "index", "levels"):
             assert torch.equal(getattr(a, name), getattr(b, name))
 
 
 def joined(batches: list[Batch]) -> Batch:
     views = tuple(torch.cat(views) for views in zip(*(b.views for b in batches), strict=True))
-    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("label", "target", "index", "coarse")}
+    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("label", "target", "index", "levels")}
     return Batch(views, step=batches[0].step, **parts)
 
 
@@ -96,7 +96,7 @@ def test_a_batch_holds_the_rows_of_its_step_in_their_order():
         assert batch.step == step
         assert batch.index.tolist() == split.index[rows].tolist()
         assert batch.label.tolist() == (split.index[rows] % 3).tolist()
-        assert batch.coarse.tolist() == (split.index[rows] % 2).tolist()
+        assert batch.levels.tolist() == [[i % 3, i % 2] for i in split.index[rows].tolist()]
         assert torch.equal(batch.target, batch.label)
         expected = torch.stack([PREPROCESS(NumberedImages()(int(i))) for i in batch.index])
         assert torch.equal(batch.images, expected)  # bytes: a model normalises them
@@ -262,7 +262,7 @@ def test_evaluation_keeps_the_order_and_leaves_bad_images_out(workers):
     for batch in batches:
         assert torch.equal(batch.label, batch.index % 3)
         assert torch.equal(batch.target, batch.label)
-        assert torch.equal(batch.coarse, batch.index % 2)
+        assert torch.equal(batch.levels, torch.stack([batch.index % 3, batch.index % 2], 1))
         expected = torch.stack([PREPROCESS(NumberedImages()(int(i))) for i in batch.index])
         assert torch.equal(batch.images, PREPROCESS.normalize(expected))
     assert [key for key, _ in loader.skipped] == ["file 109", "file 102", "file 101", "file 100"]

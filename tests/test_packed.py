@@ -65,11 +65,11 @@ def touched(folder: Path) -> dict[str, tuple[int, int]]:
 
 def same(one: DataSet, other: DataSet) -> None:
     """Everything but pixels, reader and notes is equal."""
-    assert (one.classes, one.coarse_classes, one.multilabel) == (other.classes, other.coarse_classes, other.multilabel)
+    assert (one.classes, one.levels, one.multilabel) == (other.classes, other.levels, other.multilabel)
     assert list(one.splits) == list(other.splits)
     for name, split in one.splits.items():
         assert list(split.keys) == list(other[name].keys)
-        for field in ("index", "labels", "coarse"):
+        for field in ("index", "labels", "levels"):
             np.testing.assert_array_equal(getattr(split, field), getattr(other[name], field))
 
 
@@ -492,7 +492,7 @@ def test_a_listing_that_is_torn_later_or_hostile_is_refused_in_one_sentence(tmp_
     packed(undivided(tmp_path / "photos"), tmp_path / "packed")
     path = tmp_path / "packed/pack.json"
     good = path.read_text()
-    later = json.dumps({**json.loads(good), "format": 2})
+    later = json.dumps({**json.loads(good), "format": 3})
     outside = good.replace('"all-00000.bin"', '"../all-00000.bin"')
     for text, words in [
         (good[:200], "cannot be used"),

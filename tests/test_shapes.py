@@ -40,8 +40,9 @@ def test_coarse_labels_are_the_groups_of_the_shapes():
     data = open_data("synthetic:shapes?n=400&classes=18")
     assert data.classes == CLASSES
     for split in data.splits.values():
-        for fine, coarse in zip(split.labels, split.coarse, strict=True):
-            assert data.classes[fine].split()[1] in GROUPS[data.coarse_classes[coarse]]
+        assert np.array_equal(split.levels[:, 0], split.labels)
+        for fine, coarse in split.levels.tolist():
+            assert data.classes[fine].split()[1] in GROUPS[data.levels[1].classes[coarse]]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

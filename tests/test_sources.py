@@ -21,7 +21,7 @@ from vitrail.data.counter import bits
 from vitrail.data.folder import image_files
 from vitrail.data.open import open_data
 from vitrail.data.scan import cache_file, drop_bad, refuse_if_too_many, scan
-from vitrail.data.source import DataSet, Split
+from vitrail.data.source import DataSet, Level, Split
 from vitrail.data.split import apportion, carve, limit_train
 
 
@@ -290,11 +290,12 @@ def test_a_csv_gives_labels_splits_and_coarse_labels(tmp_path, separator):
         )
     data = open_data(table(tmp_path / "labels.csv", rows, separator))
     assert data.classes == ("2", "10")
-    assert data.coarse_classes == ("even", "odd")
+    assert data.levels == (Level("fine", ("2", "10")), Level("coarse", ("even", "odd")))
     assert [len(data[s]) for s in ("train", "val", "test")] == [4, 4, 4]
     val = data["val"]
     assert [int(Path(key).stem) for key in val.keys] == [1, 4, 7, 10]
-    assert list(val.labels) == list(val.coarse) == [1, 0, 1, 0]
+    assert list(val.labels) == [1, 0, 1, 0]
+    assert val.levels.tolist() == [[1, 1], [0, 0], [1, 1], [0, 0]]
     assert val.read(2).getpixel((0, 0))[0] == 7
 
 
@@ -386,14 +387,14 @@ def test_npz_images_are_those_of_the_arrays(tmp_path, save, shape):
     save(tmp_path / "set.npz", **stored)
     data = open_data(tmp_path / "set.npz")
     assert data.classes == ("x", "y", "z")
-    assert data.coarse_classes == ("p", "q")
+    assert data.levels == (Level("fine", ("x", "y", "z")), Level("coarse", ("p", "q")))
     assert [len(data[s]) for s in ("train", "val", "test")] == [27, 3, 9]
     whole = np.concatenate([stored["x_train"], stored["x_test"]]).reshape(39, 6, 5, -1)
     for split in data.splits.values():
         for row, index in enumerate(split.index):
             assert np.array_equal(split.read(row), np.broadcast_to(whole[index], (6, 5, 3)))
             assert split.labels[row] == index % 3
-            assert split.coarse[row] == index % 3 // 2
+            assert split.levels[row].tolist() == [index % 3, index % 3 // 2]
     assert list(data["test"].index) == list(range(30, 39))
 
 
@@ -435,7 +436,7 @@ def test_a_real_npz_opens():
     if not folder or not (Path(folder) / "cifar100.npz").is_file():
         pytest.skip("VITRAIL_DATA names no folder with cifar100.npz")
     data = open_data("cifar100.npz")
-    assert (len(data.classes), len(data.coarse_classes)) == (100, 20)
+    assert [len(level.classes) for level in data.levels] == [100, 20]
     assert data["test"].read(0).size == (32, 32)
 
 

@@ -97,3 +97,17 @@ def test_word_means_spread_alike_whatever_the_covariance(draw: Callable[..., tup
     for c in range(4):
         found = np.cov(tokens[labels == c, 1:].mean(1).double().numpy().T) * 32
         assert np.abs(found - np.eye(16)).max() < 5 * (2 / 1000) ** 0.5
+
+
+def test_the_speed_run_times_and_judges(tmp_path: Path) -> None:
+    out = tmp_path / "found.jsonl"
+    for words in (["tune", "--only", "recipe", "mean"], ["judge", "--seeds", "2"]):
+        command = [sys.executable, str(STUDIES / "speedrun.py"), *words, "--smoke", "--out", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("split") for line in lines[:4]] == ["val", "val", "test", "test"]
+    assert all(line["seconds"] >= line["training_seconds"] > 0 for line in lines[:4])
+    means = {line["figure"]: line["mean"] for line in lines[4:]}
+    assert means["top1"] == pytest.approx((lines[2]["top1"] + lines[3]["top1"]) / 2, abs=1e-4)

@@ -306,6 +306,7 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
         val_fraction=chosen.val_fraction,
         test_fraction=chosen.test_fraction,
         split_seed=chosen.split_seed,
+        level=chosen.level,
         limit=chosen.limit,
     )
     if "val" not in data.splits and "test" not in data.splits:

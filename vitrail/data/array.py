@@ -2,12 +2,15 @@
 
 Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3]; labels are whole
 numbers [images], or 0/1 [images, classes] where several may hold. `classes`, `coarse_*` and `coarse_classes` may be
-given. An image's stable index counts through train, val and test in that order.
+given, and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
+stable index counts through train, val and test in that order.
 """
 
 from __future__ import annotations
 
+import re
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail.data.levels import FINEST, stacked, with_finest
 from vitrail.data.source import DataSet, Split
 
 _SPLITS = ("train", "val", "test")
@@ -65,7 +69,9 @@ def open_arrays(path: Path, uri: str) -> DataSet:
     try:
         with zipfile.ZipFile(path) as archive:
             members = [n[:-4] for n in archive.namelist() if n.endswith(".npy")]
-        arrays = {name: mapped(path, name) for name in members if name in _known()}
+        levels = _levels(members)
+        known = _known(levels.values())
+        arrays = {name: mapped(path, name) for name in members if name in known}
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{uri} cannot be read as plain arrays ({error}); write it again with numpy.savez") from None
     if "x_train" not in arrays or "y_train" not in arrays:
@@ -73,9 +79,16 @@ def open_arrays(path: Path, uri: str) -> DataSet:
     present = tuple(s for s in _SPLITS if f"x_{s}" in arrays)
     labels = {s: np.asarray(arrays[f"y_{s}"]) for s in _SPLITS if f"y_{s}" in arrays}
     classes = _names(arrays.get("classes"), labels.values())
-    coarse = {s: np.asarray(arrays[f"coarse_{s}"]) for s in present if f"coarse_{s}" in arrays}
-    coarse_classes = _names(arrays.get("coarse_classes"), coarse.values())
-    problems = [p for s in _SPLITS for p in _misfits(s, arrays, len(classes), len(coarse_classes))]
+    coarser = {
+        name: _names(
+            arrays.get(f"{stem}_classes"),
+            [np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays],
+        )
+        for name, stem in levels.items()
+    }
+    counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
+    problems = [p for s in _SPLITS for p in _misfits(s, arrays, counts)]
+    problems += [f"level_{FINEST}_* would be the level of y_*; leave it out"] * (FINEST in levels)
     if len({y.ndim for y in labels.values()}) > 1:
         problems.append("y_*: single labels in one split, several in another")
     if problems:
@@ -89,11 +102,14 @@ def open_arrays(path: Path, uri: str) -> DataSet:
             np.arange(a, b),
             [f"{s}/{i}" for i in range(b - a)],
             labels[s].astype(np.int64),
-            coarse[s].astype(np.int64) if s in coarse else None,
+            stacked(labels[s], [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values()])
+            if all(f"{stem}_{s}" in arrays for stem in levels.values())
+            else None,
         )
         for s, a, b in zip(present, starts[:-1], starts[1:], strict=True)
     }
-    return DataSet(uri, classes, splits, coarse_classes, labels["train"].ndim == 2)
+    multilabel = labels["train"].ndim == 2
+    return DataSet(uri, classes, splits, with_finest(classes, multilabel, coarser), multilabel)
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -103,8 +119,15 @@ def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return tuple(shape), bool(fortran), dtype
 
 
-def _known() -> set[str]:
-    return {f"{kind}_{s}" for kind in ("x", "y", "coarse") for s in _SPLITS} | {"classes", "coarse_classes"}
+def _levels(members: Iterable[str]) -> dict[str, str]:
+    """Names of the coarser levels, in the order in which they are stored, and how the names of their arrays begin."""
+    found = [re.fullmatch(rf"(coarse|level_(.+))_(?:{'|'.join(_SPLITS)})", member) for member in members]
+    return {match[2] or match[1]: match[1] for match in found if match}
+
+
+def _known(levels: Iterable[str]) -> set[str]:
+    stems = {"x", "y", *levels}
+    return {f"{stem}_{s}" for stem in stems for s in (*_SPLITS, "classes")} | {"classes"}
 
 
 def _names(given: NDArray[Any] | None, labels: Any) -> tuple[str, ...]:
@@ -114,8 +137,9 @@ def _names(given: NDArray[Any] | None, labels: Any) -> tuple[str, ...]:
     return tuple(str(i) for i in range(max(sizes, default=0)))
 
 
-def _misfits(split: str, arrays: dict[str, NDArray[Any]], classes: int, coarse_classes: int) -> list[str]:
-    x, y, coarse = (arrays.get(f"{kind}_{split}") for kind in ("x", "y", "coarse"))
+def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, int]) -> list[str]:
+    """What is wrong with a split; `counts` are the classes of labels by how the names of their arrays begin."""
+    x, y = arrays.get(f"x_{split}"), arrays.get(f"y_{split}")
     if x is None or y is None:
         return [] if x is y else [f"x_{split} and y_{split} must come together"]
     problems = []
@@ -126,12 +150,13 @@ def _misfits(split: str, arrays: dict[str, NDArray[Any]], classes: int, coarse_c
         problems.append(f"x_{split} must be [images, height, width] with 1, 3 or no channels at the end, not {shape}")
     if len(x) == 0:
         problems.append(f"x_{split} is empty")
-    for name, values, count in ((f"y_{split}", y, classes), (f"coarse_{split}", coarse, coarse_classes)):
+    for stem, count in counts.items():
+        name, values = f"{stem}_{split}", arrays.get(f"{stem}_{split}")
         if values is None:
             continue
         if len(values) != len(x):
             problems.append(f"x_{split} has {len(x)} images but {name} has {len(values)} labels")
-        if values.dtype.kind not in "iub" or values.ndim > (2 if name[0] == "y" else 1):
+        if values.dtype.kind not in "iub" or values.ndim > (2 if stem == "y" else 1):
             problems.append(f"{name} must be whole numbers [images]")
         elif values.ndim == 2 and (values.shape[1] != count or not np.isin(values, (0, 1)).all()):
             problems.append(f"{name} must be 0 or 1 [images, {count} classes]")

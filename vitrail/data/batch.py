@@ -16,7 +16,7 @@ class Batch:
     label: Tensor  # [batch] class, or [batch, classes] of 0/1 where several may hold
     target: Tensor  # what is learned: as `label`, or [batch, classes] of weights once images are mixed
     index: Tensor  # [batch] stable index of each image in its source
-    coarse: Tensor | None = None  # [batch] coarse class
+    levels: Tensor | None = None  # [batch, levels] class at each level of the taxonomy, finest first
     step: int = 0  # optimiser step the batch belongs to
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -27,13 +27,13 @@ class Batch:
             label=change(self.label),
             target=change(self.target),
             index=change(self.index),
-            coarse=None if self.coarse is None else change(self.coarse),
+            levels=None if self.levels is None else change(self.levels),
         )
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in a fixed order."""
-        coarse = [] if self.coarse is None else [self.coarse]
-        return [*self.views, self.label, self.target, self.index, *coarse]
+        levels = [] if self.levels is None else [self.levels]
+        return [*self.views, self.label, self.target, self.index, *levels]
 
     @property
     def images(self) -> Tensor:

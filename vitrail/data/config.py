@@ -84,6 +84,8 @@ class DataConfig:
     test_fraction: Fraction = 0.1
     """Share carved off as test where the source is one undivided tree."""
     split_seed: Whole = 0
+    level: str = ""
+    """Level of a taxonomy that is the label, such as coarse (empty: the finest)."""
     limit: Count | None = None
     """Use at most this many training images, a stratified draw by `split_seed`."""
     check: Literal["full", "off"] = "full"

@@ -103,7 +103,7 @@ class DeviceLoader(TrainLoader):
             skipped = [(self.split.keys[row], self.images.bad[row]) for row in bad]
             kept = ~np.isin(drawn[:, 0], bad)
             drawn, places = drawn[kept], places[kept]
-        label, index, coarse = self._tables()
+        label, index, levels = self._tables()
         rows = self._sent_rows(drawn[:, 0])
         views: list[Tensor] = []
         if len(drawn):
@@ -116,18 +116,18 @@ class DeviceLoader(TrainLoader):
             views=tuple(views),
             label=label[rows],
             index=index[rows],
-            coarse=None if coarse is None else coarse[rows],
+            levels=None if levels is None else levels[rows],
             places=places,
             skipped=skipped,
         )
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Labels, stable indices and coarse labels of all rows, on the device."""
+        """Labels, stable indices and labels at all levels of all rows, on the device."""
         if self._labels is None:
             label = torch.from_numpy(self.split.labels).to(self.device)
-            coarse = None if self.split.coarse is None else torch.from_numpy(self.split.coarse).to(self.device)
+            levels = None if self.split.levels is None else torch.from_numpy(self.split.levels).to(self.device)
             index = torch.from_numpy(self.split.index).to(self.device)
-            self._labels = (label.to(torch.float32) if label.ndim == 2 else label), index, coarse
+            self._labels = (label.to(torch.float32) if label.ndim == 2 else label), index, levels
         return self._labels
 
     def _sent_rows(self, rows: np.ndarray) -> Tensor:

@@ -137,7 +137,7 @@ class TrainLoader(PieceLoader):
                 for view in views
             ]
             views, target = tuple(images for images, _ in mixed), mixed[0][1]
-        return Batch(views, piece.label, target, piece.index, piece.coarse, piece.task.step)
+        return Batch(views, piece.label, target, piece.index, piece.levels, piece.task.step)
 
 
 class EvalLoader(PieceLoader):
@@ -176,7 +176,7 @@ class EvalLoader(PieceLoader):
             if piece.views:
                 empty = False
                 images = self.preprocess.normalize(piece.views[0])
-                yield Batch((images,), piece.label, piece.label, piece.index, piece.coarse)
+                yield Batch((images,), piece.label, piece.label, piece.index, piece.levels)
         if empty and self.rows:
             key, reason = self.skipped[0]
             raise ValueError(

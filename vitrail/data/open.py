@@ -2,7 +2,7 @@
 
     photos/                             class folders, or train, val and test folders of class folders
     packed/                             what `vitrail pack` made of any of these
-    labels.csv, .tsv, .parquet          columns path, label and perhaps split, coarse
+    labels.csv, .tsv, .parquet          columns path, label and perhaps split, coarse, level:NAME
     arrays.npz                          x_train, y_train, x_test, y_test, classes, ...
     torchvision:CIFAR10?root=data       a data set of torchvision
     embedded:fashion                    comes with the package
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+from vitrail.data.levels import choose_level
 from vitrail.data.packed import drop_unreadable, is_packed, open_packed
 from vitrail.data.source import DataSet
 from vitrail.data.split import carve, limit_train
@@ -39,13 +40,15 @@ def open_data(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    level: str = "",
     limit: int | None = None,
 ) -> DataSet:
     """The data set a URI names, with train and val splits and, where there is one, test.
 
     `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
-    `val_fraction` of the whole are carved off. `limit` is the most training images to keep. All draws are stratified
-    and depend on `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
+    `val_fraction` of the whole are carved off. `level` is the level of a taxonomy that becomes the label, after
+    carving: splits are the same whatever is learned. `limit` is the most training images to keep. All draws are
+    stratified and depend on `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
 
     >>> data = open_data("embedded:fashion")
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
@@ -54,7 +57,7 @@ def open_data(
     data = open_source(str(uri))
     if len(data.classes) < 2:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    data = carve(data, val_fraction, test_fraction, split_seed)
+    data = choose_level(carve(data, val_fraction, test_fraction, split_seed), level)
     return drop_unreadable(data if limit is None else limit_train(data, limit, split_seed))
 
 

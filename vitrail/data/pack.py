@@ -123,7 +123,7 @@ def _fill(
         **plan,
         made_by=f"vitrail {__version__}",
         classes=data.classes,
-        coarse_classes=data.coarse_classes,
+        levels=data.levels,
         multilabel=data.multilabel,
         notes=data.notes,
         splits=tuple(splits),
@@ -143,7 +143,7 @@ def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedS
         "widths": widths,
         "index": split.index,
         "labels": split.labels,
-        "coarse": split.coarse,
+        "levels": split.levels,
     }
     if split.boxes is not None:
         arrays["boxes"] = np.array([box for r in records for box in r.boxes], np.int64).reshape(-1, 4)
@@ -172,9 +172,9 @@ def _stored(path: Path) -> Stored:
 def _identity(data: DataSet) -> str:
     """Changes with the source: its place, its rows, labels and class names, and the size of every file."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr((data.classes, data.coarse_classes, data.multilabel)).encode("utf-8", "surrogateescape"))
+    digest.update(repr((data.classes, data.levels, data.multilabel)).encode("utf-8", "surrogateescape"))
     for name, split in data.splits.items():
-        arrays = [a for a in (split.index, split.labels, split.coarse, split.boxes) if a is not None]
+        arrays = [a for a in (split.index, split.labels, split.levels, split.boxes) if a is not None]
         digest.update(json.dumps([name, list(split.keys), [a.shape for a in arrays]]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -217,9 +217,9 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
 
 
 def _refuse_other(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
-    if all(found.get(key) == plan[key] for key in ("format", "identity", "size")):
+    if all(found.get(key) == plan[key] for key in ("identity", "size")):  # whatever the format: it can be read
         return
-    if all(found.get(key) == plan[key] for key in ("format", "source", "size")):
+    if all(found.get(key) == plan[key] for key in ("source", "size")):
         raise ValueError(f"{plan['source']} is not what it was when {out} was begun; pack into another folder")
     was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (found, plan))
     raise ValueError(f"{out} holds {was}, not {asked}; pack into another folder, or delete that one")

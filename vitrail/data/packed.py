@@ -5,10 +5,12 @@
     train-00000.json ...        the writer's record of a shard, by which a damaged one is made again
     train-offsets.npy           [images + 1] where each image begins in the shards laid end to end
     train-heights.npy, -widths  [images]; 0 for an image that could not be read
-    train-index.npy, -labels, -coarse, -boxes, train-keys.json      as in `Split`
+    train-index.npy, -labels, -levels, -boxes, train-keys.json      as in `Split`
 
 Rows without pixels stay in the arrays, because val is carved by labels and stable indices: with every row of the source
 there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
+
+Format 1 had one coarser level at most: `coarse_classes` in the listing, and train-coarse.npy [images].
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.source import BadImage, DataSet, Split
+from vitrail.data.levels import stacked, with_finest
+from vitrail.data.source import BadImage, DataSet, Level, Split
 from vitrail.schema import build
 
-FORMAT = 1
+FORMAT = 2
 LISTING = "pack.json"
 UNFINISHED = "pack-unfinished.json"
 
@@ -72,10 +75,11 @@ class Pack:
     identity: str  # digest of everything but the pixels
     size: int  # longest shorter side; 0: images as they were
     classes: tuple[str, ...]
-    coarse_classes: tuple[str, ...]
     multilabel: bool
     notes: tuple[str, ...]
     splits: tuple[PackedSplit, ...]
+    levels: tuple[Level, ...] = ()
+    coarse_classes: tuple[str, ...] = ()  # of format 1
 
 
 def is_packed(folder: Path) -> bool:
@@ -93,7 +97,7 @@ def read_pack(folder: Path) -> Pack:
         stored = json.loads((folder / LISTING).read_text(encoding="utf-8"))
         if isinstance(stored, dict) and isinstance(stored.get("format"), int) and stored["format"] > FORMAT:
             raise ValueError(f"format {stored['format']} is of a later version; update vitrail or pack again")
-        pack = build(Pack, stored)
+        pack = _with_levels(build(Pack, stored))
         names = [file.file for split in pack.splits for file in (*split.shards, *split.arrays)]
         if any(Path(name).name != name for name in names):
             raise ValueError("it names files outside its folder")
@@ -116,7 +120,7 @@ def open_packed(path: Path, uri: str) -> DataSet:
     splits = {split.name: _open_split(path, pack, split) for split in pack.splits}
     how = f"shorter side at most {pack.size}" if pack.size else "at full size"
     notes = (*pack.notes, f"packed from {pack.source}, {how}")
-    return DataSet(uri, pack.classes, splits, pack.coarse_classes, pack.multilabel, notes)
+    return DataSet(uri, pack.classes, splits, pack.levels, pack.multilabel, notes)
 
 
 def drop_unreadable(data: DataSet) -> DataSet:
@@ -286,8 +290,15 @@ def _array(folder: Path, split: PackedSplit, what: str, mapped: bool = False) ->
         raise ValueError(f"{path} is no plain array ({' '.join(str(error).split())}); pack again") from None
 
 
+def _with_levels(pack: Pack) -> Pack:
+    """A listing of format 1 in the terms of now."""
+    if not pack.coarse_classes:
+        return pack
+    return replace(pack, levels=with_finest(pack.classes, pack.multilabel, {"coarse": pack.coarse_classes}))
+
+
 def _open_split(folder: Path, pack: Pack, listed: PackedSplit) -> Split:
-    given = ("offsets", "heights", "widths", "index", "labels", "coarse", "boxes")
+    given = ("offsets", "heights", "widths", "index", "labels", "levels", "coarse", "boxes")
     arrays = {what: _array(folder, listed, what) for what in given if listed.array(f"{what}.npy")}
     try:
         keys = json.loads((folder / f"{listed.name}-keys.json").read_text(encoding="utf-8"))
@@ -298,8 +309,10 @@ def _open_split(folder: Path, pack: Pack, listed: PackedSplit) -> Split:
             raise ValueError(f"{folder}: {listed.name}-{what} does not fit the rest of the packed set; pack again")
     reader = PackedReader(str(folder.absolute()), listed.name)
     index, labels = arrays["index"].astype(np.int64), arrays["labels"].astype(np.int64)
-    coarse, boxes = (arrays[what].astype(np.int64) if what in arrays else None for what in ("coarse", "boxes"))
-    return Split(listed.name, reader, index, keys, labels, coarse, boxes)
+    levels, boxes = (arrays[what].astype(np.int64) if what in arrays else None for what in ("levels", "boxes"))
+    if "coarse" in arrays:  # format 1
+        levels = stacked(labels, [arrays["coarse"]])
+    return Split(listed.name, reader, index, keys, labels, levels, boxes)
 
 
 def _expected(pack: Pack, listed: PackedSplit, arrays: dict[str, NDArray[Any]], keys: Any) -> dict[str, bool]:
@@ -326,10 +339,17 @@ def _expected(pack: Pack, listed: PackedSplit, arrays: dict[str, NDArray[Any]], 
         ),
         "labels.npy": labels.shape[1:] == ((len(pack.classes),) if pack.multilabel else ())
         and _within(labels, 2 if pack.multilabel else len(pack.classes)),
+        "levels.npy": "levels" not in arrays or _fit_levels(arrays["levels"], pack.levels),
         "coarse.npy": "coarse" not in arrays or _within(arrays["coarse"], len(pack.coarse_classes)),
         "boxes.npy": "boxes" not in arrays or arrays["boxes"].shape == (n, 4),
         "keys.json": isinstance(keys, list) and len(keys) == n and all(isinstance(key, str) for key in keys),
     }
+
+
+def _fit_levels(values: NDArray[Any], levels: tuple[Level, ...]) -> bool:
+    if values.ndim != 2 or values.shape[1] != len(levels):
+        return False
+    return all(_within(column, len(level.classes)) for column, level in zip(values.T, levels, strict=True))
 
 
 def _within(values: NDArray[Any], count: int) -> bool:

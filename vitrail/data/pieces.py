@@ -51,15 +51,15 @@ class Piece:
     views: tuple[Tensor, ...]  # each [rows, 3, size, size] uint8; none where no row could be read
     label: Tensor  # [rows], or [rows, classes]
     index: Tensor  # [rows]
-    coarse: Tensor | None  # [rows]
+    levels: Tensor | None  # [rows, levels]
     places: NDArray[np.int64]  # [rows] in the global batch
     skipped: list[tuple[str, str]]  # key, reason
 
     def tensors(self, change: Callable[[Tensor], Tensor]) -> Piece:
         """The piece with every tensor changed."""
-        coarse = None if self.coarse is None else change(self.coarse)
+        levels = None if self.levels is None else change(self.levels)
         views = tuple(change(v) for v in self.views)
-        return replace(self, views=views, label=change(self.label), index=change(self.index), coarse=coarse)
+        return replace(self, views=views, label=change(self.label), index=change(self.index), levels=levels)
 
     def pin_memory(self) -> Piece:
         """Called by torch's DataLoader."""
@@ -93,7 +93,7 @@ class _Pieces(Dataset[Piece]):
             views=tuple(torch.stack(view) for view in zip(*made, strict=True)),
             label=label.to(torch.float32) if label.ndim == 2 else label,
             index=torch.from_numpy(split.index[rows]),
-            coarse=None if split.coarse is None else torch.from_numpy(split.coarse[rows]),
+            levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
             places=np.array(places, dtype=np.int64),
             skipped=skipped,
         )

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.counter import bits, uniform
+from vitrail.data.levels import stacked, with_finest
 from vitrail.data.source import DataSet, Split
 
 OPTIONS = {"n": 2000, "seed": 0, "size": 64, "classes": 12}
@@ -76,9 +77,15 @@ def open_shapes(uri: str, options: Mapping[str, str]) -> DataSet:
         labels = label_of(seed, index, classes)
         keys = [f"shape/{i}" for i in index.tolist()]
         splits[split] = Split(
-            split, reader, index, keys, labels, group_of[labels], boxes_of(seed, index, size, classes)
+            split,
+            reader,
+            index,
+            keys,
+            labels,
+            stacked(labels, [group_of[labels]]),
+            boxes_of(seed, index, size, classes),
         )
-    return DataSet(uri, names, splits, groups)
+    return DataSet(uri, names, splits, with_finest(names, False, {"coarse": groups}))
 
 
 def label_of(seed: int, index: NDArray[np.int64], classes: int) -> NDArray[np.int64]:

@@ -35,7 +35,7 @@ class Split:
     index: NDArray[np.int64]  # [images] stable index of each row
     keys: Sequence[str]  # what names a row to a person: its path, or a number
     labels: NDArray[np.int64]  # [images] class, or [images, classes] of 0/1 where several may hold
-    coarse: NDArray[np.int64] | None = None  # [images] coarse class
+    levels: NDArray[np.int64] | None = None  # [images, levels] class at each of `DataSet.levels`
     boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
 
     def __len__(self) -> int:
@@ -54,9 +54,17 @@ class Split:
             index=self.index[rows],
             keys=[self.keys[int(r)] for r in rows],
             labels=self.labels[rows],
-            coarse=None if self.coarse is None else self.coarse[rows],
+            levels=None if self.levels is None else self.levels[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
         )
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a taxonomy."""
+
+    name: str
+    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class DataSet:
     uri: str
     classes: tuple[str, ...]
     splits: dict[str, Split]
-    coarse_classes: tuple[str, ...] = ()
+    levels: tuple[Level, ...] = ()  # of a taxonomy, finest first; none where labels have one level only
     multilabel: bool = False
     notes: tuple[str, ...] = field(default=())  # what a person should know: carved splits, ignored files
 

@@ -1,7 +1,8 @@
 """Labels in a table: CSV, tab-separated or Parquet with the columns path and label, and perhaps split and coarse.
 
 Paths are relative to the table. `a|b` in any label makes the whole set multi-label; `|` alone then means no label at
-all. Other column names are given in the URI: `labels.csv?path=file&label=species`.
+all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
+column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.folder import SPLIT_NAMES, FileReader, natural, split_called
+from vitrail.data.levels import FINEST, stacked, with_finest
 from vitrail.data.source import DataSet, Split
 from vitrail.data.split import UNDIVIDED
 from vitrail.schema import near
 
 COLUMNS = ("path", "label", "split", "coarse")
+LEVEL = "level:"  # begins the name of a column that holds one more level
 
 _BETWEEN = "|"  # labels of one image
 _SHOWN = 10
@@ -50,10 +53,12 @@ def open_table(path: Path, uri: str, names: Mapping[str, str]) -> DataSet:
                 f"{uri} has no column {name!r} (it has {', '.join(table.columns) or 'none'}); "
                 f"choose it with ?{column}=NAME{near(name, table.columns)}"
             )
+    levels = _levels(uri, table.columns, names.get("coarse", "coarse"))
     if not table.places:
         raise ValueError(f"{uri} has a header but no rows; add one row an image")
-    _refuse_faulty(path.parent, uri, columns, table.places)
-    return _assemble(path.parent, uri, columns)
+    cells = columns | {name if name == "coarse" else LEVEL + name: texts for name, texts in levels.items()}
+    _refuse_faulty(path.parent, uri, cells, table.places)
+    return _assemble(path.parent, uri, columns, levels)
 
 
 def _read_text(path: Path, uri: str) -> Table:
@@ -117,18 +122,14 @@ def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], place
         raise ValueError(f"{uri} has {len(faults)} faults; mend or remove those rows:{listed}{more}")
 
 
-def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]]) -> DataSet:
+def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Mapping[str, list[str]]) -> DataSet:
     paths = columns["path"]
     classes, labels, multilabel = _labels(columns["label"])
-    coarse_classes: tuple[str, ...] = ()
-    coarse = None
-    if "coarse" in columns:
-        coarse_classes = tuple(sorted(set(columns["coarse"]), key=natural))
-        number = {name: i for i, name in enumerate(coarse_classes)}
-        coarse = np.array([number[name] for name in columns["coarse"]], np.int64)
-    whole = Split(
-        UNDIVIDED, FileReader(str(root.absolute()), tuple(paths)), np.arange(len(paths)), paths, labels, coarse
-    )
+    names = {level: tuple(sorted(set(texts), key=natural)) for level, texts in levels.items()}
+    numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
+    coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
+    reader = FileReader(str(root.absolute()), tuple(paths))
+    whole = Split(UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser))
     splits = {UNDIVIDED: whole}
     if "split" in columns:
         meant = np.array([split_called(text) for text in columns["split"]])
@@ -138,7 +139,20 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]]) -> DataSet
         _refuse_unseen(uri, classes, splits)
     repeated = len(paths) - len(set(paths))
     notes = (f"{repeated} paths are listed more than once",) if repeated else ()
-    return DataSet(uri, classes, splits, coarse_classes, multilabel, notes)
+    return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
+
+
+def _levels(uri: str, columns: Mapping[str, list[str]], coarse: str) -> dict[str, list[str]]:
+    """The columns of coarser levels by their names, in the order of the table."""
+    levels: dict[str, list[str]] = {}
+    for column, texts in columns.items():
+        if column != coarse and not column.startswith(LEVEL):
+            continue
+        name = "coarse" if column == coarse else column.removeprefix(LEVEL).strip()
+        if name in ("", FINEST, *levels):
+            raise ValueError(f"{uri}: column {column!r} names no new level; give each its own name, but not {FINEST!r}")
+        levels[name] = texts
+    return levels
 
 
 def _labels(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], bool]:

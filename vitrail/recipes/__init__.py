@@ -12,6 +12,7 @@ RECIPES: dict[str, str] = {
     "demo": "vitrail.recipes.start",
     "finetune": "vitrail.recipes.start",
     "vit": "vitrail.recipes.start",
+    "speedrun-cifar10": "vitrail.recipes.speedrun",
 }
 """Name of every recipe -> module that holds the function of that name (`-` becomes `_`)."""
 

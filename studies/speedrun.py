@@ -1,0 +1,221 @@
+"""How fast a plain ViT learns CIFAR-10: settings are tried on held-out training images, then judged once on test.
+
+    python studies/speedrun.py tune DATA.npz [--out FILE] [--only NAME ...] [--jobs 3]
+    python studies/speedrun.py judge DATA.npz [--seeds 10] [--out FILE]
+    python studies/speedrun.py tune --smoke
+
+What is timed: from images on the device, with a new model, to the last image evaluated. Before the clock starts, a
+throw-away model of the same architecture makes a few steps, so that everything is compiled; how long that took is
+stated apart, and so is the gain of averaging over an image and its mirror image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.api.training import build_model
+from vitrail.config import RunConfig, from_mapping
+from vitrail.data.augment import Augment
+from vitrail.data.device_images import DeviceImages
+from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.open import open_data
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import TrainStep
+from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.recipes import recipe
+from vitrail.schema import parse_flags
+
+VARIANTS = {  # what was tried, as changes of the recipe
+    "recipe": "",
+    "adamw": "--optim.name adamw --optim.lr 1e-3",
+    "muon-4e-3": "--optim.lr 4e-3",
+    "muon-1e-3": "--optim.lr 1e-3",
+    "mean": "--model.head.kind mean",
+    "depth-6": "--model.trunk.depth 6 --optim.epochs 65",
+    "depth-12": "--model.trunk.depth 12 --optim.epochs 34",
+    "tiny": "--model.name vit_tiny_32 --model.trunk.depth 12 --optim.epochs 80",
+    "rand": "--data.augment.rand_ops 1 --data.augment.rand_magnitude 6",
+    "no-mix": "--data.augment.mixup 0 --data.augment.cutmix 0",
+    "conv-stem": "--model.trunk.stem.kind conv",
+}
+SMOKE = (
+    "--model.trunk.depth 1 --model.trunk.width 48 --model.trunk.heads 3 --data.batch 20 --optim.steps 6 "
+    "--data.limit 60 --data.augment.mixup 0.2"
+)
+
+
+class Bench:
+    """Data on the device, and runs on it."""
+
+    def __init__(self, uri: str, held_out: bool, smoke: bool = False) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.data = open_data(uri, val_fraction=0.1 if held_out else 0.0, limit=60 if smoke else None)
+        self.split = "val" if held_out else "test"
+        self.images: dict[Any, DeviceImages] = {}
+        self.judged: DeviceEvalLoader | None = None
+        self.fast = self.device.type == "cuda"
+        self.autocast = torch.bfloat16 if self.fast else None
+        torch.set_float32_matmul_precision("high")
+
+    def trained(self, config: RunConfig, seed: int, most: int | None = None) -> tuple[TrainStep, int]:
+        """A model after `most` steps (none: all)."""
+        torch.manual_seed(seed)
+        train = self.data["train"]
+        model = build_model(config.model, config, self.data)
+        schedule = make_schedule(config.optim, config.data.batch, len(train))
+        objective = build_objective(config.objective, model, TrainingFacts(train.labels, train.index, schedule.steps))
+        step = TrainStep(
+            objective,
+            config.optim,
+            schedule,
+            device=self.device,
+            autocast=self.autocast,
+            compile=self.fast,
+            graph=self.fast,
+            ema=config.engine.ema,
+        )
+        preprocess = Preprocess(model.preprocess)
+        augment = Augment(config.data.augment, model.preprocess)
+        key = (config.data.augment.crop, config.data.augment.padding)
+        if key not in self.images:
+            self.images[key] = DeviceImages(train, config.data.augment, preprocess, device=self.device, workers=0)
+            self.judged = DeviceEvalLoader(self.data[self.split], preprocess, batch=1000, device=self.device, workers=0)
+            for _ in self.judged:  # leaves its batches on the device
+                pass
+        loader = DeviceLoader(
+            train,
+            Order(len(train), config.data.batch, seed),
+            augment,
+            preprocess,
+            classes=len(self.data.classes),
+            multilabel=False,
+            seed=seed,
+            device=self.device,
+            workers=0,
+            start=0,
+            stop=min(schedule.steps, most or schedule.steps),
+            images=self.images[key],
+        )
+        for batch in loader:
+            step.feed(batch)
+        return step, schedule.steps
+
+    @torch.inference_mode()
+    def accuracy(self, step: TrainStep) -> tuple[float, float]:
+        """Share of right answers, alone and averaged with the mirror image."""
+        assert self.judged is not None
+        model = step.model.eval()
+        right, both, count = 0, 0, 0
+        for batch in self.judged:
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                plain = model(batch.images).float()
+                mirrored = model(batch.images.flip(-1)).float()
+            right += int((plain.argmax(1) == batch.label).sum())
+            both += int(((plain.softmax(1) + mirrored.softmax(1)).argmax(1) == batch.label).sum())
+            count += len(batch)
+        return right / count, both / count
+
+    def run(self, config: RunConfig, seed: int) -> dict[str, Any]:
+        began = time.monotonic()
+        step, _ = self.trained(config, seed + 1000, most=12)
+        self.accuracy(step)
+        self._wait()
+        ready = time.monotonic() - began
+        del step
+        began = time.monotonic()
+        step, steps = self.trained(config, seed)
+        self._wait()
+        learned = time.monotonic() - began
+        top1, both = self.accuracy(step)
+        self._wait()
+        return {
+            "seed": seed,
+            "split": self.split,
+            "top1": top1,
+            "top1_mirrored": both,
+            "seconds": time.monotonic() - began,
+            "training_seconds": learned,
+            "ready_seconds": ready,
+            "steps": steps,
+        }
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def configured(changes: str, smoke: bool) -> RunConfig:
+    _, values = parse_flags(f"--data x.npz {changes} {SMOKE if smoke else ''}".split())
+    return from_mapping(values, recipe("speedrun-cifar10"))
+
+
+def tell(line: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()})
+    print(text, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(text + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tune", "judge", "one"))
+    parser.add_argument("data", nargs="?", default="embedded:fashion")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--changes", default="", help="other settings for judge, as flags")
+    parser.add_argument("--jobs", type=int, default=1, help="variants tried side by side; their times then mean little")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if options.what == "tune" and options.jobs > 1:
+        _side_by_side(options)
+        return
+    held_out = options.what != "judge"
+    bench = Bench(options.data, held_out, options.smoke)
+    names = options.only if held_out else ["recipe"]
+    found = []
+    for name in names:
+        config = configured(f"{VARIANTS[name]} {options.changes}", options.smoke)
+        if options.smoke:
+            config = replace(config, data=replace(config.data, loader="device"))
+        for seed in range(options.first, options.first + options.seeds):
+            found.append(bench.run(config, seed))
+            tell({"variant": name, "changes": options.changes, **found[-1]}, options.out)
+    if not held_out and len(found) > 1:
+        for key in ("top1", "top1_mirrored", "seconds"):
+            values = [f[key] for f in found]
+            spread = statistics.stdev(values)
+            tell({"figure": key, "mean": statistics.mean(values), "std": spread, "runs": len(values)}, options.out)
+
+
+def _side_by_side(options: argparse.Namespace) -> None:
+    waiting = [(name, seed) for name in options.only for seed in range(options.first, options.first + options.seeds)]
+    running: list[subprocess.Popen[bytes]] = []
+    while waiting or running:
+        running = [job for job in running if job.poll() is None]
+        while waiting and len(running) < options.jobs:
+            name, seed = waiting.pop(0)
+            words = [sys.executable, __file__, "one", options.data, "--only", name, "--first", str(seed)]
+            words += ["--out", str(options.out)] if options.out else []
+            words += ["--changes", options.changes] if options.changes else []
+            words += ["--smoke"] if options.smoke else []
+            running.append(subprocess.Popen(words))
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

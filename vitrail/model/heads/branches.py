@@ -1,0 +1,138 @@
+"""Branches of the last layers and a gate that weighs them: the multi-branch network of ONE."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.model.block import Block, ParallelBlock
+from vitrail.model.cifar_resnet import STAGE_WIDTHS, CifarResNet
+from vitrail.model.config import TrunkConfig
+from vitrail.model.heads.config import Branches
+from vitrail.model.heads.head import Head
+from vitrail.model.norms import make_norm
+from vitrail.model.residual import drop_path_rates
+from vitrail.model.starts import STARTS
+from vitrail.model.tokens import Tokens
+from vitrail.model.trunk import Trunk
+
+
+class Branch(nn.Module):
+    """Last layers of a network: tokens [batch, patches, width] to one vector an image, [batch, features]."""
+
+    features: int
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        raise NotImplementedError
+
+
+class BlockBranch(Branch):
+    """The last `count` blocks of a trunk, its final norm, and the mean of the patches."""
+
+    def __init__(self, config: TrunkConfig, grid: tuple[int, int], count: int) -> None:
+        super().__init__()
+        self.config, self.features = config, config.width
+        kind = Block if config.parallel == 1 else ParallelBlock
+        rates = list(enumerate(drop_path_rates(config.drop_path, config.depth, config.drop_path_rule)))
+        self.blocks = nn.ModuleList(kind(config, grid, i, rate) for i, rate in rates[-count:])
+        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.config.start != "default" and not next(self.parameters()).is_meta:
+            STARTS[self.config.start](self.blocks, self.config.depth)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.norm(tokens.sequence).mean(1)
+
+
+class StageBranch(Branch):
+    """The last stage of a CIFAR ResNet and the mean of its map."""
+
+    def __init__(self, network: CifarResNet) -> None:
+        super().__init__()
+        self.stage, self.features = network.layer3, network.width
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        CifarResNet.reset_parameters(self)  # type: ignore[arg-type] # it asks for modules() only
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        rows, columns = tokens.grid
+        return self.stage(tokens.patches.transpose(1, 2).unflatten(2, (rows, columns))).mean((2, 3))
+
+
+class BranchesHead(Head):
+    """Several copies of a network's last layers, each with a classifier, and their gated ensemble (heads §3.5).
+
+    The stack holds the branches' logits and, last, those of the ensemble, sum_k gate_k z_k, which is the prediction.
+    The gate reads the mean of the shared features: a linear layer, BatchNorm, ReLU and softmax, as ONE has it (Lan, Zhu
+    and Gong 2018, section 3.2). What is embedded are the vectors of all branches, one after the other.
+    """
+
+    own_norm = True
+
+    def __init__(self, branches: list[Branch], width: int, classes: int) -> None:
+        super().__init__()
+        count, features = len(branches), branches[0].features
+        self.classifiers = count + 1
+        self.features = count * features
+        self.branches = nn.ModuleList(branches)
+        self.fc = nn.ModuleList(nn.Linear(features, classes) for _ in branches)
+        self.gate = nn.Linear(width, count)
+        self.gate_norm = nn.BatchNorm1d(count)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self.fc:
+            assert isinstance(layer, nn.Linear)
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def weights(self, tokens: Tokens) -> Tensor:
+        """How much each branch counts, [batch, branches]; rows sum to 1."""
+        return F.relu(self.gate_norm(self.gate(tokens.patches.mean(1)))).softmax(-1)
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        return torch.cat([branch(tokens) for branch in self.branches], -1)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        each = torch.stack([fc(branch(tokens)) for fc, branch in zip(self.fc, self.branches, strict=True)], 1)
+        together = (self.weights(tokens)[:, :, None] * each).sum(1, keepdim=True)
+        return torch.cat([each, together], 1)
+
+    def fuse(self, stack: Tensor) -> Tensor:
+        return stack[:, -1]
+
+
+def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Trunk, BranchesHead]:
+    """A trunk that ends where branches begin, and those. The trunk keeps the depths that its blocks had."""
+    count = head.blocks or max(1, config.depth // 3)
+    if count >= config.depth:
+        raise ValueError(
+            f"branches of {count} blocks leave nothing to share of {config.depth}; "
+            f"use --model.head.blocks {max(1, config.depth // 3)}"
+            if config.depth > 1
+            else "a trunk of one block cannot branch; use depth 2 or more"
+        )
+    trunk = Trunk(config, prefix=0, final_norm=False)
+    trunk.blocks = trunk.blocks[: config.depth - count]
+    branches: list[Branch] = [BlockBranch(config, trunk.grid, count) for _ in range(head.branches)]
+    return trunk, BranchesHead(branches, config.width, classes)
+
+
+def branch_stages(network: CifarResNet, head: Branches, classes: int) -> tuple[CifarResNet, BranchesHead]:
+    """The first two stages of `network`, and branches of the third: the split that gives the printed counts.
+
+    With 100 classes and three branches depth 32 has 1.186 M parameters (1.19 stated) and, with bottlenecks, depth 110
+    has 2.963 M (2.96 stated; with plain blocks it would be 4.37, so the table's R110 has bottlenecks).
+    """
+    if head.blocks is not None:
+        raise ValueError("a CIFAR ResNet branches at its last stage; leave model.head.blocks out")
+    made = [network, *(network.another() for _ in range(head.branches - 1))]
+    branches: list[Branch] = [StageBranch(one) for one in made]
+    network.end_after(2)
+    return network, BranchesHead(branches, network.width, classes)
