@@ -26,8 +26,13 @@ class MeanHead(LinearHead):
         self.norm = nn.LayerNorm(width, eps=eps) if norm_after else nn.Identity()
 
     def embed(self, tokens: Tokens) -> Tensor:
+        return self.norm(self.pool(tokens))
+
+    @staticmethod
+    def pool(tokens: Tokens) -> Tensor:
+        """Mean of the patches that are there, [batch, width]."""
         patches = tokens.patches
         if tokens.mask is None:
-            return self.norm(patches.mean(1))
+            return patches.mean(1)
         real = tokens.mask[:, tokens.prefix :, None].to(patches.dtype)
-        return self.norm((patches * real).sum(1) / real.sum(1).clamp(min=1))
+        return (patches * real).sum(1) / real.sum(1).clamp(min=1)

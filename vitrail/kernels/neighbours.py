@@ -1,0 +1,108 @@
+"""Comparisons with every row of a memory, a part of it at a time: nothing as large as queries x memory is ever kept.
+
+Rows are compared by cosine. Queries [queries, width], memory [rows, width]; both are normalised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PART = 1 << 24  # similarities that are held at once
+
+
+def _parts(queries: int, rows: int, part: int) -> Iterator[slice]:
+    size = max(1, part // max(1, queries))
+    for first in range(0, rows, size):
+        yield slice(first, min(first + size, rows))
+
+
+class _LogSums(torch.autograd.Function):
+    """Streaming log-sum-exps over all rows but one's own, and over those of one's own class among them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, memory: Tensor, labels: Tensor, memory_labels: Tensor, own: Tensor, part: int
+    ) -> tuple[Tensor, Tensor]:
+        every = torch.full((len(queries),), float("-inf"), dtype=torch.float32, device=queries.device)
+        same = every.clone()
+        for rows in _parts(len(queries), len(memory), part):
+            scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
+            every = torch.logaddexp(every, scores.logsumexp(1))
+            same = torch.logaddexp(same, scores.masked_fill(~kin, float("-inf")).logsumexp(1))
+        ctx.save_for_backward(queries, memory, labels, memory_labels, own, every, same)
+        ctx.part = part
+        return every, same
+
+    @staticmethod
+    def backward(ctx: Any, grad_every: Tensor, grad_same: Tensor) -> tuple[Tensor | None, ...]:
+        queries, memory, labels, memory_labels, own, every, same = ctx.saved_tensors
+        grad = torch.zeros_like(queries, dtype=torch.float32)
+        # Without anyone of its class a query has an empty sum, which no query moves.
+        grad_same = torch.where(torch.isfinite(same), grad_same, 0.0)
+        for rows in _parts(len(queries), len(memory), ctx.part):
+            scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
+            weights = grad_every[:, None] * (scores - every[:, None]).exp()
+            inner = (scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]).masked_fill(~kin, float("-inf"))
+            weights = weights + grad_same[:, None] * inner.exp()
+            grad += weights @ memory[rows].float()
+        return grad.to(queries.dtype), None, None, None, None, None
+
+
+def _scores(
+    queries: Tensor, memory: Tensor, labels: Tensor, memory_labels: Tensor, own: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    scores = queries.float() @ memory[rows].float().T
+    place = torch.arange(rows.start, rows.stop, device=own.device)
+    scores = scores.masked_fill(place[None] == own[:, None], float("-inf"))
+    return scores, labels[:, None] == memory_labels[None, rows]
+
+
+def neighbour_loss(
+    queries: Tensor,
+    memory: Tensor,
+    labels: Tensor,
+    memory_labels: Tensor,
+    own: Tensor,
+    temperature: float,
+    part: int = PART,
+) -> Tensor:
+    """-log of the probability that a neighbour drawn by exp(cos / temperature) has one's own class, mean over queries.
+
+    `own` [queries] is each query's own row, which is left out (-1: it has none). Queries without anyone of their class
+    in the memory do not count. Gradients reach the queries only (architectures-and-training eq. 2.2-2.3).
+    """
+    unit = F.normalize(queries.float(), dim=-1) / temperature
+    rows = F.normalize(memory.detach().float(), dim=-1)
+    every, same = _LogSums.apply(unit, rows, labels, memory_labels, own, part)
+    counts = torch.isfinite(same)
+    return torch.where(counts, every - torch.where(counts, same, 0.0), 0.0).sum() / counts.sum().clamp(min=1)
+
+
+def nearest(queries: Tensor, memory: Tensor, k: int, part: int = PART) -> tuple[Tensor, Tensor]:
+    """Cosines and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part."""
+    if not 1 <= k <= len(memory):
+        raise ValueError(f"k = {k}, but the memory has {len(memory)} rows")
+    unit, rows_ = F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1)
+    best = torch.full((len(queries), 0), 0.0, device=queries.device)
+    found = torch.zeros((len(queries), 0), dtype=torch.int64, device=queries.device)
+    for rows in _parts(len(queries), len(memory), part):
+        scores = unit @ rows_[rows].T
+        top, place = scores.topk(min(k, scores.shape[1]), dim=1)
+        both, places = torch.cat([best, top], 1), torch.cat([found, place + rows.start], 1)
+        best, order = both.topk(min(k, both.shape[1]), dim=1)
+        found = places.gather(1, order)
+    return best, found
+
+
+def neighbour_probabilities(
+    cosines: Tensor, rows: Tensor, memory_labels: Tensor, classes: int, temperature: float
+) -> Tensor:
+    """Share of each class among the nearest, weighed by exp(cos / temperature): [queries, classes] (eq. 2.6)."""
+    weights = (cosines.float() / temperature).softmax(1)
+    shares = torch.zeros(len(cosines), classes, device=cosines.device)
+    return shares.scatter_add_(1, memory_labels[rows], weights)

@@ -1,0 +1,135 @@
+"""Grafit: fine-grained representations from coarse labels (architectures-and-training §3).
+
+A neighbour loss asks that images of one coarse class lie together, over a memory of the whole training set; an instance
+loss asks that an image stays apart from its class-mates, by agreeing with itself under augmentation. Their sum keeps
+detail that the labels do not name. The baselines of the study (§3.6) are the same objective with other weights:
+
+    CE                  classification 1, neighbours 0, instance 0, projector none
+    CE + instance       classification 1, neighbours 0, instance 1
+    SNCA, SNCA+         neighbours 1, instance 0, projector linear, mlp
+    triplet, + CE       triplet 1, classification 0 or 1
+    ClusterFit+         clusters (`kernels/kmeans.py`) of a CE run's embeddings as the labels of a second run
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch, ViewSpec
+from vitrail.kernels.neighbours import neighbour_loss
+from vitrail.learn.bank import Bank
+from vitrail.learn.config import GrafitConfig
+from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.supervised import Supervised
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.projected import ProjectedHead
+
+
+def instance_loss(online: Tensor, target: Tensor) -> Tensor:
+    """Minus the mean cosine over all ordered pairs of different views: [batch, views, width] each (eq. 2.1).
+
+    In [-1, 1]; -1 where every view agrees with every other. No gradient reaches `target`.
+    """
+    views = online.shape[1]
+    q, z = F.normalize(online.float(), dim=-1), F.normalize(target.detach().float(), dim=-1)
+    # Sum over i != j of q_i . z_j, without the views x views table.
+    pairs = (q.sum(1) * z.sum(1)).sum(-1) - (q * z).sum((1, 2))
+    return -(pairs / (views * (views - 1))).mean()
+
+
+def triplet_loss(embedding: Tensor, labels: Tensor, margin: float) -> Tensor:
+    """Hardest positive and hardest negative of every image in the batch, by cosine distance, with a margin.
+
+    The thesis does not say which triplets it takes; these are the usual ones (Hermans and others, 2017). Images without
+    a class-mate or without anyone else in the batch do not count.
+    """
+    unit = F.normalize(embedding.float(), dim=-1)
+    distance = 1 - unit @ unit.T
+    same = labels[:, None] == labels[None]
+    other = ~same
+    same = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    farthest = distance.masked_fill(~same, float("-inf")).amax(1)
+    nearest = distance.masked_fill(~other, float("inf")).amin(1)
+    counts = same.any(1) & other.any(1)
+    loss = torch.where(counts, F.relu(torch.where(counts, farthest - nearest, 0.0) + margin), 0.0)
+    return loss.sum() / counts.sum().clamp(min=1)
+
+
+class Grafit(Supervised):
+    """See the module. Raises `ValueError` where the model has no projected head, or views are too few."""
+
+    options: GrafitConfig
+    capturable = False  # what the memory is updated with is handed over on the host
+
+    def __init__(
+        self,
+        model: Classifier,
+        config: GrafitConfig,
+        labels: NDArray[np.int64],
+        index: NDArray[np.int64],
+    ) -> None:
+        super().__init__(model, config.labels, labels)
+        if not isinstance(model.head, ProjectedHead):
+            raise ValueError(
+                f"objective grafit compares embeddings, which the head {model.spec['head']['kind']} does not project; "
+                "use --model.head.kind projected"
+            )
+        if labels.ndim == 2:
+            raise ValueError("objective grafit needs one label an image; these data have several")
+        if config.instance and config.views < 2:
+            raise ValueError(
+                f"objective.views: the instance loss compares views, {config.views} is too few; use 2 or more"
+            )
+        self.options = config
+        self.views = ViewSpec(config.views if config.instance else 1)
+        width = model.head.features
+        self.bank = Bank(index, labels, width) if config.neighbours else None
+        self.predictor: nn.Module | None = None
+        self.target: MomentumCopy | None = None
+        if config.instance:
+            self.predictor = nn.Sequential(
+                nn.Linear(width, config.predictor_hidden, bias=False),
+                nn.BatchNorm1d(config.predictor_hidden),
+                nn.ReLU(inplace=True),
+                nn.Linear(config.predictor_hidden, width),
+            )
+            self.target = MomentumCopy(model, config.momentum)
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        config, count = self.options, len(batch)
+        images = torch.cat(batch.views) if len(batch.views) > 1 else batch.images
+        out = self.model.outputs(images)
+        first = out.embedding[:count]
+        losses: dict[str, Tensor] = {}
+        if self.bank is not None:
+            losses["neighbours"] = neighbour_loss(
+                first, self.bank.rows, batch.label, self.bank.labels, self.bank.where(batch.index), config.temperature
+            )
+            self._seen.append((batch.index, F.normalize(first.detach().float(), dim=-1)))
+        if self.predictor is not None and self.target is not None:
+            views = len(batch.views)
+            with torch.no_grad():
+                there = self.target.classifier.outputs(images).embedding
+            online, target = (
+                t.unflatten(0, (views, count)).transpose(0, 1) for t in (self.predictor(out.embedding), there)
+            )
+            losses["instance"] = instance_loss(online, target)
+        if config.classification:
+            losses["classification"] = self.criterion(out.stack[:count, 0], batch.target)
+        if config.triplet:
+            losses["triplet"] = triplet_loss(first, batch.label, config.triplet_margin)
+        total = sum((getattr(config, name) * value for name, value in losses.items()), torch.zeros_like(first[0, 0]))
+        return {"loss": total.float(), **{name: value.detach() for name, value in losses.items()}}
+
+    def after_step(self, step: int) -> None:
+        if self.bank is not None:
+            for index, values in self._seen:
+                self.bank.update(index, values)
+        self._seen.clear()
+        if self.target is not None:
+            self.target.follow(self.model, step)

@@ -1,0 +1,46 @@
+"""A slow copy of a model, to which the model is compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.model.classifier import Classifier
+
+
+class MomentumCopy(nn.Module):
+    """copy <- decay * copy + (1 - decay) * module, after every step; no gradient, part of checkpoints.
+
+    With `steps` the decay rises on a cosine from `decay` to 1 over the run (BYOL); without, it is constant. Statistics
+    of BatchNorm are its own: it is run in the mode of the module it follows.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, steps: int | None = None) -> None:
+        super().__init__()
+        self.decay, self.steps = decay, steps
+        self.module = copy.deepcopy(module).requires_grad_(False)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            return self.module(*inputs, **options)
+
+    @property
+    def classifier(self) -> Classifier:
+        """The copy, where it is one of a classifier."""
+        assert isinstance(self.module, Classifier)
+        return self.module
+
+    def decay_at(self, step: int) -> float:
+        """Decay of a step (0 is the first)."""
+        if self.steps is None:
+            return self.decay
+        return 1 - (1 - self.decay) * (math.cos(math.pi * min(1.0, step / max(1, self.steps))) + 1) / 2
+
+    @torch.no_grad()
+    def follow(self, module: nn.Module, step: int) -> None:
+        mine: list[Tensor] = list(self.module.parameters())
+        torch._foreach_lerp_(mine, [p.detach() for p in module.parameters()], 1 - self.decay_at(step))
