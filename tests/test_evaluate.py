@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.measure.classification import classification
-from vitrail.measure.evaluate import EVALUATORS, Loaders, Predictions, evaluate, predict_all, worst_mistakes
+from vitrail.measure.evaluate import Loaders, Predictions, evaluate, predict_all, worst_mistakes
+from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.speed import throughput
 
 IMAGES, CLASSES = 13, 3

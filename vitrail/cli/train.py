@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tyro
@@ -36,9 +36,16 @@ def train(words: list[str]) -> int:
         stored = {**load_yaml(config_file), "out": None}
         base = from_mapping(stored)
     else:
-        base = recipe(positional[0] if positional else "vit")
+        base = recipe(positional[0] if positional else "vit", _model_name(values))
     config = from_mapping(values, base)
     return _run(lambda api: api.train(config), as_json)
+
+
+def _model_name(values: Mapping[str, Any]) -> str | None:
+    """The model that flags choose: what a recipe sets by size must know it."""
+    model = values.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _run(work: Callable[[Any], Any], as_json: bool) -> int:

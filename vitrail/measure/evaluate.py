@@ -75,6 +75,7 @@ class Loaders:
     classes: Sequence[str]
     loaders: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
     split: str = "val"
+    levels: Sequence[str] = ()  # names of the levels of a taxonomy, finest first
 
 
 class Findings(TypedDict):
@@ -115,7 +116,7 @@ def predict_all(
     pieces: list[Predictions] = []
     waiting: list[Predictions] = []
     waiting_bytes = 0
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         for batch in loader:
             images = batch.images if device is None else batch.images.to(device, non_blocking=True)
             # Around the model only: tensors that a loader makes and keeps must stay usable in training.
@@ -203,11 +204,9 @@ def classify(
     return {"numbers": figures.scalars(), "tables": tables, "pictures": {}}
 
 
-EVALUATORS: dict[str, Evaluator] = {"classification": classify}
-
-
 @contextmanager
-def _evaluation_mode(model: Model) -> Iterator[None]:
+def evaluation_mode(model: Model) -> Iterator[None]:
+    """The model in evaluation mode; every module's own training flag is put back."""
     if not isinstance(model, nn.Module):
         yield
         return

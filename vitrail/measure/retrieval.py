@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitrail.data.batch import Batch
 from vitrail.kernels.neighbours import nearest, neighbour_probabilities
+from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.model.classifier import Classifier
 
 NEIGHBOURS = (10, 15, 20, 25, 30)
 TEMPERATURE = 0.05
@@ -18,14 +21,39 @@ CERTAIN = 1e-6  # probabilities of a coarse class are kept this far from 0 and 1
 
 @dataclass(frozen=True)
 class Embedded:
-    """Images as vectors."""
+    """Images as vectors, on the device where they were made."""
 
     embedding: Tensor  # [images, width]
     label: Tensor  # [images] class
-    index: Tensor  # [images] stable index
+    levels: Tensor | None  # [images, levels] class at every level of a taxonomy, finest first
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.label)
+
+
+@torch.no_grad()
+def embed_all(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Embedded:
+    """What a classifier embeds of every image of `loader`, in evaluation mode; training flags are put back."""
+    if not isinstance(model, Classifier):
+        raise ValueError(f"embeddings need a classifier of ours, not {type(model).__name__}")
+    vectors, labels, levels = [], [], []
+    with evaluation_mode(model):
+        for batch in loader:
+            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
+            with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+                vectors.append(model.outputs(images).embedding.float())
+            labels.append(batch.label.to(images.device))
+            if batch.levels is not None:
+                levels.append(batch.levels.to(images.device))
+    if not vectors:
+        raise ValueError("there is nothing to embed: the loader gave no images; check that the split is not empty")
+    return Embedded(torch.cat(vectors), torch.cat(labels), torch.cat(levels) if levels else None)
 
 
 def knn_probabilities(
@@ -102,3 +130,70 @@ def mean_average_precision(
         relevant = labels[chosen, None] == memory_labels[None]
         total += float(average_precision(scores, relevant).sum())
     return total / len(queries)
+
+
+def _both(
+    model: Model, data: EvaluationData, device: torch.device | str | None, autocast: torch.dtype | None
+) -> tuple[Embedded, Embedded]:
+    if "train" not in data.loaders:
+        raise ValueError("neighbours are looked for among training images, of which there are none here")
+    assert isinstance(model, nn.Module)
+    queries = embed_all(model, data.loaders[data.split], device=device, autocast=autocast)
+    if queries.label.ndim == 2:
+        raise ValueError("neighbours need one label an image; these data have several")
+    return queries, embed_all(model, data.loaders["train"], device=device, autocast=autocast)
+
+
+def _granularities(data: EvaluationData, queries: Embedded, memory: Embedded) -> dict[str, tuple[Tensor, Tensor]]:
+    """Labels of queries and memory at every level, by its name; without a taxonomy those of the classes."""
+    if queries.levels is None or memory.levels is None:
+        return {"": (queries.label, memory.label)}
+    names = getattr(data, "levels", ()) or [str(i) for i in range(queries.levels.shape[1])]
+    return {f"_{n}": (queries.levels[:, i], memory.levels[:, i]) for i, n in enumerate(names)}
+
+
+def judge_neighbours(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "knn": on-the-fly classification among training images, at every level of a taxonomy.
+
+    The figure `knn` is that of the finest level with 20 neighbours; the table has all.
+    """
+    queries, memory = _both(model, data, device, autocast)
+    found = {
+        name: knn_accuracy(queries.embedding, mine, memory.embedding, theirs, neighbours=(1, *NEIGHBOURS))
+        for name, (mine, theirs) in _granularities(data, queries, memory).items()
+    }
+    numbers = {f"knn{name}": values[20] for name, values in found.items()}
+    first = next(iter(numbers.values()))
+    table = {name.lstrip("_") or "classes": {str(k): v for k, v in values.items()} for name, values in found.items()}
+    return {"numbers": {"knn": first, **numbers}, "tables": {"knn": table}, "pictures": {}}
+
+
+def judge_retrieval(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level.
+
+    With a taxonomy also conditioned on the coarsest level as its neighbours predict it, and with that level known.
+    """
+    queries, memory = _both(model, data, device, autocast)
+    levels = list(_granularities(data, queries, memory).values())
+    (fine, memory_fine), (coarse, memory_coarse) = levels[0], levels[-1]
+    pairs = (queries.embedding, fine, memory.embedding, memory_fine)
+    numbers = {"map": mean_average_precision(*pairs)}
+    if len(levels) > 1:
+        classes = int(max(coarse.max(), memory_coarse.max())) + 1
+        guessed = knn_probabilities(queries.embedding, memory.embedding, memory_coarse, classes, max(NEIGHBOURS))
+        known = F.one_hot(coarse, classes).float()
+        for name, chances in (("conditioned", guessed), ("oracle", known)):
+            numbers[f"map_{name}"] = mean_average_precision(*pairs, coarse=chances, memory_coarse=memory_coarse)
+    return {"numbers": numbers, "tables": {}, "pictures": {}}

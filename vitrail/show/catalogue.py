@@ -16,14 +16,14 @@ import yaml
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig
 from vitrail.model.zoo import ZOO
-from vitrail.recipes import RECIPES, about, recipe
+from vitrail.recipes import RECIPES, about, recipe, stated
 from vitrail.schema import near, plain
 
 DATA_FORMS = {
     "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders",
     "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
     "PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read",
-    "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*)",
+    "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*, level_NAME_*)",
     "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
     "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",
     "synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0",
@@ -136,7 +136,8 @@ def describe(name: str) -> dict[str, Any]:
         spec = ZOO[name]
         return {"model": _model(name), "trunk": plain(spec.trunk), "head": plain(spec.head)}
     if name in RECIPES:
-        return {"recipe": name, "about": about(name), "config": plain(recipe(name))}
+        config = plain(recipe(name))
+        return {"recipe": name, "about": about(name), "stated": beside(config, stated(name)), "config": config}
     for what in ("heads", "mixers"):
         if name in names(what):
             return {what.rstrip("s"): _part(what, name)}
@@ -144,9 +145,29 @@ def describe(name: str) -> dict[str, Any]:
     raise ValueError(f"nothing is called {name!r}{near(name, known)}")
 
 
+def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe's source prints beside what the recipe sets; empty where the source prints nothing."""
+    if not said:
+        return {}
+
+    def value(path: str) -> Any:
+        inner: Any = config
+        for part in path.split("."):
+            inner = inner[part]
+        return inner
+
+    rows = [{"setting": k, "source": v, "recipe": value(k)} for k, v in said.items() if k != "source"]
+    return {"source": said["source"], "settings": rows}
+
+
 def text(found: dict[str, Any]) -> str:
     """A description for people: YAML with the words on top."""
     if "recipe" in found:
-        words = "\n".join(f"# {line}".rstrip() for line in found["about"].splitlines())
+        lines = found["about"].splitlines()
+        if found["stated"]:
+            lines += ["", f"{'setting':<28} {'source':<14} recipe    ({found['stated']['source']})"]
+            for row in found["stated"]["settings"]:
+                lines.append(f"{row['setting']:<28} {row['source']!s:<14} {row['recipe']}")
+        words = "\n".join(f"# {line}".rstrip() for line in lines)
         return f"{words}\n" + str(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True))
     return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,121 @@
+"""Every recipe says what its source says, fits its model, and trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vitrail
+from vitrail.config import RunConfig, validate
+from vitrail.model.build import create_model
+from vitrail.recipes import RECIPES, about, recipe, stated, with_values
+from vitrail.schema import plain
+
+SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
+
+
+def value(config: RunConfig, path: str) -> Any:
+    inner: Any = plain(config)
+    for part in path.split("."):
+        inner = inner[part]
+    return inner
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_what_its_source_prints(name: str) -> None:
+    config = recipe(name)
+    assert config.recipe == name
+    for path, said in stated(name).items():
+        if path != "source":
+            assert value(config, path) == said, path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_where_it_is_from_and_what_to_expect(name: str) -> None:
+    words = about(name)
+    assert words.splitlines()[0].endswith(".")
+    assert f"vitrail train {name}" in words
+    assert "Expect:" in words
+    missing = [problem for problem in validate(recipe(name)) if "model.weights" not in problem]
+    assert missing == []
+
+
+def test_what_depends_on_the_size_follows_the_model() -> None:
+    """Tables 3.16, 5.8 and 6.14 (§10.2 item 23)."""
+    for size, rate in (("tiny", 0.0), ("small", 0.0), ("base", 0.1), ("large", 0.4), ("huge", 0.5)):
+        assert recipe("deit3-1k-400", f"deit3_{size}").model.drop_path == rate
+        assert recipe("deit3-1k-800", f"deit3_{size}").model.drop_path == pytest.approx(rate + 0.1)
+    assert recipe("deit3-21k-90", "deit3_large").model.drop_path == 0.3
+    assert recipe("deit3-21k-240", "deit3_large").model.drop_path == 0.35
+    assert recipe("patchconvnet-1k", "patchconvnet_s120").optim.weight_decay == 0.01
+    assert recipe("patchconvnet-1k", "patchconvnet_b60").optim.weight_decay == 0.05
+    assert recipe("patchconvnet-21k-to-1k", "patchconvnet_b120").model.drop_path == pytest.approx(0.3)
+    assert recipe("sot", "sot_base").data.batch == 512
+    for name, rate, start in (("cait_xxs24", 0.05, 1e-5), ("cait_s36", 0.2, 1e-6), ("cait_m48", 0.4, 1e-6)):
+        trunk = create_model(name, device="meta").trunk.config
+        assert (trunk.drop_path, trunk.layerscale) == (rate, start)
+
+
+def test_learning_rates_scale_with_the_batch() -> None:
+    """§10.2 item 24."""
+    from vitrail.engine.schedule import make_schedule
+
+    deit = recipe("deit-300")
+    curve = make_schedule(deit.optim, deit.data.batch, 1_281_167)
+    assert curve.peak == pytest.approx(1e-3)
+    assert curve.warmup == round(5 * 1_281_167 / 1024)
+    grafit = recipe("grafit-imagenet")
+    assert make_schedule(grafit.optim, grafit.data.batch, 1_281_167).peak == pytest.approx(0.4)
+    assert max(map(curve.lr, range(0, curve.steps, 997))) <= curve.peak
+    assert math.isclose(curve.lr(curve.warmup), curve.peak, rel_tol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    classes = vitrail.open_data("synthetic:shapes?n=60&size=32").classes
+    folder = tmp_path_factory.mktemp("teacher")
+    return create_model("vit_tiny_32", classes=classes, **SMALL).save(folder)
+
+
+def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
+    """The recipe on a model and data small enough for two steps."""
+    config = recipe(name)
+    changes: dict[str, Any] = {
+        "out": str(out),
+        "data.uri": "synthetic:shapes?n=60&size=32",
+        "data.batch": 12,
+        "data.workers": 0,
+        "data.check": "off",
+        "optim.steps": 2,
+        "engine.device": "cpu",
+        "engine.accumulate": 1,
+        "model.image_size": 32,
+        "model.weights": "none",
+    }
+    if config.model.name.startswith("timm:"):
+        changes["model.name"] = "timm:test_resnet"
+    elif not config.model.name.startswith("cifar_resnet"):
+        known = SMALL if "resmlp" not in config.model.name else {k: SMALL[k] for k in ("depth", "width", "patch")}
+        changes["model.trunk"] = known
+    if name == "gramian":  # its trunk is one of timm's large ones
+        changes["model.name"] = "ga_vit_tiny_32"
+    elif name == "sot":
+        changes["model.name"] = "sot_7_32"
+    if config.objective.kind == "distillation":
+        changes["objective.teacher"] = str(teacher)
+    if config.optim.tune != "full":
+        changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
+    if config.data.level:
+        changes["data.level"] = "coarse"
+    return with_values(config, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_for_two_steps(name: str, teacher: Path, tmp_path: Path) -> None:
+    run = vitrail.train(reduced(name, teacher, tmp_path / "run"), quiet=True)
+    assert 0 <= run.figures.scalars()["top1"] <= 1
+    assert (run.path / "model").is_dir()

@@ -1,0 +1,152 @@
+"""DeiT: data-efficient training of plain ViTs, and what follows it (architectures-and-training §4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vitrail.config import (
+    AugmentConfig,
+    DataConfig,
+    DistillationConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SupervisedConfig,
+)
+
+TEACHER = "timm:regnety_160.deit_in1k"
+
+AUGMENT = AugmentConfig(
+    rand_ops=2, rand_magnitude=9, rand_std=0.5, rand_style="timm", erasing=0.25, mixup=0.8, cutmix=1.0
+)
+
+STATED = {
+    "deit-300": {
+        "source": "DeiT, table 3.9",
+        "optim.epochs": 300,
+        "data.batch": 1024,
+        "optim.name": "adamw",
+        "optim.lr": 5e-4,
+        "optim.lr_batch": 512,
+        "optim.schedule": "cosine",
+        "optim.warmup": 5,
+        "optim.weight_decay": 0.05,
+        "objective.smoothing": 0.1,
+        "model.drop_path": 0.1,
+        "data.repeats": 3,
+        "optim.clip": 0,
+        "data.augment.rand_magnitude": 9,
+        "data.augment.rand_std": 0.5,
+        "data.augment.mixup": 0.8,
+        "data.augment.cutmix": 1.0,
+        "data.augment.erasing": 0.25,
+    },
+    "deit-1000-distilled": {
+        "source": "DeiT, table 3.5",
+        "optim.epochs": 1000,
+        "data.batch": 1024,
+        "objective.mode": "hard",
+        "objective.labels.smoothing": 0.1,
+        "data.repeats": 3,
+    },
+    "deit-resolution": {
+        "source": "DeiT, section 3.4 (epochs, size); DeiT III, section 6.3.6 (the rest; §12 item 15)",
+        "model.image_size": 384,
+        "optim.epochs": 25,
+        "optim.lr": 1e-5,
+        "data.batch": 512,
+        "optim.weight_decay": 0.1,
+        "data.repeats": 1,
+    },
+}
+
+
+def deit_300() -> RunConfig:
+    """DeiT's own recipe: a plain ViT on ImageNet-1k from scratch.
+
+    Source:    table 3.9; RandAugment is timm's, as there; drop path rises linearly
+    Command:   vitrail train deit-300 --data imagenet/ --model.name deit_small
+    Hardware:  the authors': 8 V100 (Ti, S: under 3 days on 4)
+    Expect:    the paper: Ti 72.2, S 79.8, B 81.8 %; not run here, for want of ImageNet
+    """
+    return RunConfig(
+        recipe="deit-300",
+        data=DataConfig(uri="", batch=1024, repeats=3, augment=AUGMENT),
+        model=ModelConfig(name="deit_base", drop_path=0.1),
+        optim=OptimConfig(lr=5e-4, lr_batch=512, epochs=300, warmup=5, weight_decay=0.05),
+        objective=SupervisedConfig(smoothing=0.1),
+    )
+
+
+def deit_1000_distilled() -> RunConfig:
+    """DeiT with a distillation token and a convolutional teacher, the long schedule.
+
+    Source:    tables 3.3 and 3.5; teacher RegNetY-16GF (82.9 %)
+    Command:   vitrail train deit-1000-distilled --data imagenet/ --model.name deit_small_distilled
+    Expect:    the paper: Ti 76.6, S 82.6, B 84.2 %; not run here
+    """
+    base = deit_300()
+    return replace(
+        base,
+        recipe="deit-1000-distilled",
+        model=ModelConfig(name="deit_base_distilled", drop_path=0.1),
+        optim=replace(base.optim, epochs=1000),
+        objective=DistillationConfig(teacher=TEACHER, mode="hard", labels=SupervisedConfig(smoothing=0.1)),
+    )
+
+
+def deit_resolution() -> RunConfig:
+    """Fine-tuning at a higher resolution, with training's augmentation kept.
+
+    Source:    section 3.4 and, for the numbers it leaves out, DeiT III section 6.3.6 (§12 item 15)
+    Command:   vitrail train deit-resolution --data imagenet/ --model.weights runs/deit-300-... --model.name deit_base
+    Expect:    the paper: B 81.8 -> 83.1 %; not run here
+    """
+    base = deit_300()
+    return replace(
+        base,
+        recipe="deit-resolution",
+        data=replace(base.data, batch=512, repeats=1),
+        model=ModelConfig(name="deit_base", weights="timm", image_size=384, drop_path=0.1),
+        optim=OptimConfig(lr=1e-5, epochs=25, warmup=5, weight_decay=0.1, floor=1e-6),
+    )
+
+
+def small_deit() -> RunConfig:
+    """DeiT's recipe for 32-pixel images on one accelerator.
+
+    Command:   vitrail train small-deit --data cifar100.npz
+    Source:    deit-300, with the device's own RandAugment (torchvision's operations) and a moving average
+    Expect:    not measured yet
+    """
+    return RunConfig(
+        recipe="small-deit",
+        data=DataConfig(
+            uri="",
+            batch=1000,
+            repeats=1,
+            augment=AugmentConfig(
+                crop="pad", padding=4, rand_ops=2, rand_magnitude=9, erasing=0.25, mixup=0.8, cutmix=1.0
+            ),
+        ),
+        model=ModelConfig(name="vit_tiny_32", drop_path=0.1),
+        optim=OptimConfig(lr=1e-3, epochs=100, warmup=5, weight_decay=0.05, clip=1.0),
+        objective=SupervisedConfig(smoothing=0.1),
+        engine=EngineConfig(ema=0.999, evaluate_every=10, checkpoint_every=10, log_every=50),
+    )
+
+
+def small_deit_distilled() -> RunConfig:
+    """A small ViT with a distillation token, taught by a convolutional network.
+
+    Command:   vitrail train small-deit-distilled --data cifar10.npz --objective.teacher RUN
+    Expect:    not measured yet
+    """
+    base = small_deit()
+    return replace(
+        base,
+        recipe="small-deit-distilled",
+        model=ModelConfig(name="deit_tiny_distilled_32", drop_path=0.1),
+        objective=DistillationConfig(mode="hard", labels=SupervisedConfig(smoothing=0.1)),
+    )
