@@ -186,6 +186,12 @@ def switch(names: set[str]) -> None:
         gelu.linear_gelu = lambda x, w, b: F.gelu(F.linear(x, w, b))  # type: ignore[assignment]
     if "combo" in names:
         inductor.combo_kernels = True
+    if "split" in names:  # fewer partial sums of norm gradients
+        inductor.triton.mix_order_reduction_split_size = 128
+    if "no-mix-order" in names:
+        inductor.triton.mix_order_reduction = False
+    if "pdl" in names:  # kernels begin while the one before ends
+        inductor.triton.enable_pdl = True
     if "autotune" in names:
         inductor.max_autotune_gemm = True
         inductor.max_autotune_gemm_backends = "ATEN,TRITON"
