@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from vitrail.data.config import AugmentConfig, DataConfig
+from vitrail.data.config import AugmentConfig, DataConfig, conflicts
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.learn.config import ObjectiveConfig, SupervisedConfig
+from vitrail.learn.config import DistillationConfig, GrafitConfig, ObjectiveConfig, SupervisedConfig
 from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
@@ -20,7 +20,9 @@ __all__ = [
     "AugmentConfig",
     "ConfigError",
     "DataConfig",
+    "DistillationConfig",
     "EngineConfig",
+    "GrafitConfig",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
@@ -128,11 +130,16 @@ def validate(config: RunConfig) -> list[str]:
         config.data.batch // config.engine.accumulate
     ) % 2:
         problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
-    augment = config.data.augment
-    if augment.three and (augment.grey or augment.solarise or augment.blur):
-        problems.append("data.augment.three: it already draws grey, solarise or blur; leave their probabilities at 0")
-    if config.data.augment.scale[0] > config.data.augment.scale[1]:
-        problems.append("data.augment.scale: the first value must not exceed the second")
+    problems += conflicts(config.data.augment)
+    if config.data.repeats > config.data.batch:
+        problems.append(
+            f"data.repeats: {config.data.repeats} copies of an image do not fit a batch of {config.data.batch}; "
+            "use fewer, or a larger data.batch"
+        )
+    if sum((config.data.shots is not None, config.data.fraction < 1, config.data.long_tail is not None)) > 1:
+        problems.append(
+            "data.shots: it excludes data.fraction and data.long_tail, and they one another; set one of them"
+        )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", config.engine.device):
         problems.append(f"engine.device: {config.engine.device!r} is not auto, cpu, cuda, cuda:N or mps")
     weights = config.model.weights
@@ -143,6 +150,8 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
+    if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
+        problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
     problems += _sizes(config)
     return problems
 

@@ -231,7 +231,11 @@ class Fit:
             tensors |= {f"meter/{rank}/{name}": value for name, value in sums.items()}
         tensors["skipped"] = self.work.updater.skipped
         tensors["last_skipped"] = self.work.updater.last_skipped
-        return checkpoint.State(self.step, tensors, dict(self.facts))
+        return checkpoint.State(self.step, tensors, self._kept_facts())
+
+    def _kept_facts(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed: its facts, and the teachers that are not stored."""
+        return {**self.facts, **self.objective.identities}
 
     def save(self) -> None:
         """Write a checkpoint. A full disk ends the run with the last good one intact."""
@@ -250,11 +254,12 @@ class Fit:
 
     def restore(self, state: checkpoint.State) -> None:
         """Go on from a checkpoint. Raises `ValueError` where it belongs to another run."""
-        for key, value in self.facts.items():
+        for key, value in self._kept_facts().items():
             if state.facts.get(key) != value:
+                same = f"with the {key}" if key in self.objective.frozen else "on the data"
                 raise ValueError(
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
-                    "a run can only be resumed on the data it began with"
+                    f"a run can only be resumed {same} it began with"
                 )
         missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
         frozen = tuple(f"{name}." for name in self.objective.frozen)

@@ -39,13 +39,17 @@ class DistillationConfig:
 
     kind: Literal["distillation"] = "distillation"
     teacher: str = ""
-    """A run folder, a model folder, or timm:NAME with its published weights."""
+    """A run folder, a model folder, timm:NAME with its published weights, or a weights file of a CIFAR ResNet."""
     mode: Literal["hard", "soft"] = "hard"
     """`hard`: the teacher's decision is a second label. `soft`: its probabilities, at `temperature`."""
     weight: Fraction | None = None
     """Share of the teacher (none: one half for hard, 0.1 for soft)."""
     temperature: Positive = 3.0
     """Of soft targets."""
+    first: Literal["teacher", "student"] = "teacher"
+    """Soft: KL(teacher || student), as usual, or KL(student || teacher), as equation 3.2 is printed."""
+    cache: bool = False
+    """Ask the teacher once for each image; only where views are fixed (crop evaluation, no flips, no mixing)."""
     teacher_size: Count | None = None
     """Image size that the teacher sees (none: its own)."""
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)

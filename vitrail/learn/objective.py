@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property
+
+import torch
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
@@ -18,11 +22,28 @@ class Objective(nn.Module):
     model: Classifier
     views: ViewSpec = ViewSpec()
     frozen: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a person should hear before the run, though nothing is wrong."""
     capturable: bool = True
     """Whether forward and backward are the same device work in every step, so that a CUDA graph may replay them."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    @cached_property
+    def identities(self) -> dict[str, str]:
+        """Name and hash of every frozen module: a run goes on only with those that it began with."""
+        modules = {name: self.get_submodule(name) for name in self.frozen}
+        return {name: f"{getattr(m, 'name', '')} {weights_hash(m)}".strip() for name, m in modules.items()}
+
     def after_step(self, step: int) -> None:
         """Momentum teachers, banks: what changes after optimiser step `step` (0 is the first); outside any graph."""
+
+
+def weights_hash(module: nn.Module) -> str:
+    """Changes with any weight or buffer that a module stores, wherever it lies."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

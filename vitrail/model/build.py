@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import AnyTrunkConfig, CifarResNet, TimmBackbone, TrunkConfig
+from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.build import build_head
-from vitrail.model.heads.config import Distilled, HeadConfig, Own, SecondOrder
+from vitrail.model.heads.config import Branches, Distilled, HeadConfig, Own, SecondOrder
 from vitrail.model.heads.head import Head
 from vitrail.model.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
 from vitrail.model.trunk import Trunk
@@ -151,13 +153,17 @@ def _sums_probabilities(head: HeadConfig) -> bool:
 def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> tuple[nn.Module, Head]:
     config = parts.trunk
     if isinstance(config, TrunkConfig):
+        if isinstance(parts.head, Branches):
+            return branch_blocks(config, parts.head, classes)
         head = build_head(parts.head, config.width, classes, config)
         return Trunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
     trunk: TimmTrunk | CifarResNetTrunk
     if isinstance(config, CifarResNet):
-        trunk = CifarResNetTrunk(
-            config.depth, config.block == "bottleneck", config.shortcut if config.block == "basic" else None
-        )
+        shortcut = config.shortcut if config.block == "basic" else None
+        make = partial(CifarResNetTrunk, config.depth, config.block == "bottleneck", shortcut)
+        if isinstance(parts.head, Branches):
+            return branch_stages(make, parts.head, classes)
+        trunk = make()
     else:
         assert backbone is not None
         if isinstance(parts.head, Own):

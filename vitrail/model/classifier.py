@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
 from vitrail.model.tokens import Tokens
 
@@ -96,6 +97,7 @@ class Classifier(nn.Module):
         self.preprocess = preprocess
         self.multilabel = multilabel
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
+        self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
         self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
 
     def _images(self, images: Tensor) -> Tensor:
@@ -123,7 +125,26 @@ class Classifier(nn.Module):
         return cast("Tensor", self.head(self.tokens(images)))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head.fuse(self.stack(images))
+        return self.fused(self.stack(images))
+
+    def fused(self, stack: Tensor) -> Tensor:
+        """The logits that count, `[batch, classes]`: as the head fuses them, or of the one classifier in `use`."""
+        return self.head.fuse(stack) if self.chosen is None else stack[:, self.chosen]
+
+    def use(self, head: Literal["class", "distillation", "both"]) -> Classifier:
+        """Let one classifier of a distilled head predict, or both fused, in place (architectures-and-training §4.2).
+
+        Raises `ValueError` for a head without a distillation token.
+        """
+        chosen = {"class": 0, "distillation": 1, "both": None}
+        if head not in chosen:
+            raise ValueError(f"a distilled head predicts by class, distillation or both, not {head!r}")
+        if not isinstance(self.head, DistilledHead):
+            raise ValueError(
+                f"this model has no distillation token, so there is no {head} classifier to choose; leave head out"
+            )
+        self.chosen = chosen[head]
+        return self
 
     def outputs(self, images: Tensor, want: Collection[str] = (), given: Mapping[str, Tensor] | None = None) -> Outputs:
         """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""

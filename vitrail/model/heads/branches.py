@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,7 +60,9 @@ class StageBranch(Branch):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        CifarResNet.reset_parameters(self)  # type: ignore[arg-type] # it asks for modules() only
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, tokens: Tokens) -> Tensor:
         rows, columns = tokens.grid
@@ -113,10 +117,8 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
     count = head.blocks or max(1, config.depth // 3)
     if count >= config.depth:
         raise ValueError(
-            f"branches of {count} blocks leave nothing to share of {config.depth}; "
-            f"use --model.head.blocks {max(1, config.depth // 3)}"
-            if config.depth > 1
-            else "a trunk of one block cannot branch; use depth 2 or more"
+            f"branches of {count} blocks leave nothing to share of a trunk of {config.depth}; "
+            "use fewer (model.head.blocks) or a deeper trunk"
         )
     trunk = Trunk(config, prefix=0, final_norm=False)
     trunk.blocks = trunk.blocks[: config.depth - count]
@@ -124,15 +126,16 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
     return trunk, BranchesHead(branches, config.width, classes)
 
 
-def branch_stages(network: CifarResNet, head: Branches, classes: int) -> tuple[CifarResNet, BranchesHead]:
-    """The first two stages of `network`, and branches of the third: the split that gives the printed counts.
+def branch_stages(make: Callable[[], CifarResNet], head: Branches, classes: int) -> tuple[CifarResNet, BranchesHead]:
+    """The first two stages of a CIFAR ResNet, and branches of the third: the split that gives the printed counts.
 
-    With 100 classes and three branches depth 32 has 1.186 M parameters (1.19 stated) and, with bottlenecks, depth 110
-    has 2.963 M (2.96 stated; with plain blocks it would be 4.37, so the table's R110 has bottlenecks).
+    With 100 classes and three branches depth 32 has 1.186 M parameters (1.19 stated). Depth 110 with bottlenecks has
+    2.962 M (2.96 stated; with plain blocks it would be 4.37 M, so the R110 of that table has bottlenecks).
     """
     if head.blocks is not None:
         raise ValueError("a CIFAR ResNet branches at its last stage; leave model.head.blocks out")
-    made = [network, *(network.another() for _ in range(head.branches - 1))]
-    branches: list[Branch] = [StageBranch(one) for one in made]
-    network.end_after(2)
-    return network, BranchesHead(branches, network.width, classes)
+    trunk = make()
+    branches: list[Branch] = [StageBranch(make()) for _ in range(head.branches)]
+    trunk.layer3 = nn.Sequential()
+    trunk.width = trunk.width // STAGE_WIDTHS[2] * STAGE_WIDTHS[1]
+    return trunk, BranchesHead(branches, trunk.width, classes)

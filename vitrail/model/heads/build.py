@@ -8,6 +8,7 @@ from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock,
 from vitrail.model.heads.class_token import ClassTokenHead
 from vitrail.model.heads.config import (
     AttentionPool,
+    Branches,
     ClassAttention,
     ClassMlp,
     ClassToken,
@@ -15,11 +16,13 @@ from vitrail.model.heads.config import (
     Gramian,
     HeadConfig,
     Mean,
+    Projected,
     SecondOrder,
 )
 from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.mean import MeanHead
+from vitrail.model.heads.projected import ProjectedHead
 from vitrail.model.heads.second_order import SecondOrderHead
 
 
@@ -31,6 +34,8 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
         return MeanHead(width, classes, config.drop, config.copies, norm_after=config.norm_after)
     if isinstance(config, Distilled):
         return DistilledHead(width, classes, config.fusion)
+    if isinstance(config, Projected):
+        return ProjectedHead(config, width, classes)
     if isinstance(config, SecondOrder):
         return SecondOrderHead(config, width, classes)
     if isinstance(config, Gramian):
@@ -44,6 +49,8 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
         return _class_attention(config, width, classes, trunk)
     if isinstance(config, ClassMlp):
         return _class_mlp(config, width, classes, trunk)
+    if isinstance(config, Branches):  # takes layers from its trunk, so `vitrail.model.build` makes both at once
+        raise ValueError("a timm model cannot be cut into branches; the head branches works with models of the zoo")
     raise ValueError(f"the head {config.kind!r} belongs to timm models; choose class_token or mean")
 
 

@@ -139,10 +139,47 @@ class Gramian:
 
 
 @dataclass(frozen=True)
+class Branches:
+    """Several copies of a network's last layers and a gate that weighs them (ONE, heads §3.5)."""
+
+    kind: Literal["branches"] = "branches"
+    branches: Count = 3
+    blocks: Count | None = None
+    """Blocks that each branch has for itself (none: the last third; a CIFAR ResNet: its last stage)."""
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A linear classifier, and beside it an embedding through a projector (Grafit, architectures-and-training §3.2)."""
+
+    kind: Literal["projected"] = "projected"
+    pool: Literal["mean", "class_token"] = "mean"
+    projector: Literal["mlp", "linear", "none"] = "mlp"
+    width: Count = 256
+    """Of the embedding."""
+    hidden: Count = 4096
+    """Of the projector's inner layer."""
+    norm: bool = False
+    """BatchNorm inside the projector (the thesis' parameter counts leave no room for it)."""
+
+
+@dataclass(frozen=True)
 class Own:
     """The classifier that a timm model brings with it."""
 
     kind: Literal["own"] = "own"
 
 
-HeadConfig = ClassToken | Mean | Distilled | ClassAttention | ClassMlp | AttentionPool | SecondOrder | Gramian | Own
+HeadConfig = (
+    ClassToken
+    | Mean
+    | Distilled
+    | ClassAttention
+    | ClassMlp
+    | AttentionPool
+    | SecondOrder
+    | Gramian
+    | Branches
+    | Projected
+    | Own
+)

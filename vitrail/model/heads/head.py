@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import math
+
 from torch import Tensor, nn
 
 from vitrail.model.tokens import Tokens
@@ -62,4 +63,4 @@ class LinearHead(Head):
 def mean_of_probabilities(stack: Tensor) -> Tensor:
     """Log of the mean over classifiers of their softmax: the argmax of summed probabilities, as logits."""
     mean = stack.float().log_softmax(-1).logsumexp(1)
-    return mean - torch.log(torch.tensor(float(stack.shape[1]), device=stack.device))
+    return mean - math.log(stack.shape[1])

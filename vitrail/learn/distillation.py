@@ -1,0 +1,127 @@
+"""Learning from labels and a teacher (architectures-and-training §4.2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.data.config import AugmentConfig
+from vitrail.learn.config import DistillationConfig
+from vitrail.learn.supervised import Supervised
+from vitrail.learn.teacher import Answers, Teacher, refuse_moving_views, refuse_other_classes
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.distilled import DistilledHead
+
+LOOK_EVERY = 16  # steps between looks at whether every answer of the teacher is known
+SHARES = {"hard": 0.5, "soft": 0.1}
+
+
+def softened_divergence(
+    student: Tensor, teacher: Tensor, temperature: float, first: Literal["teacher", "student"] = "teacher"
+) -> Tensor:
+    """T^2 KL of two softmaxes at temperature T, mean over the batch; logits [batch, classes], computed in float32.
+
+    `first` says whose distribution stands first: KL(teacher || student), where the teacher is the target as usual, or
+    KL(student || teacher), as equation 3.2 is printed (§12 item 9).
+    """
+    own = (student.float() / temperature).log_softmax(-1)
+    other = (teacher.float() / temperature).log_softmax(-1)
+    if first == "student":
+        own, other = other, own
+    return temperature**2 * (other.exp() * (other - own)).sum(-1).mean()
+
+
+class Distillation(Supervised):
+    """(1 - weight) of what labels say and `weight` of what a teacher says, of the very images that the student sees.
+
+    The class classifier of a head with a distillation token learns from labels and the other one from the teacher;
+    every classifier of any other head learns from both, as CaiT does. `hard`: cross entropy with the teacher's decision
+    on the augmented, mixed image (where several labels may hold: binary, with each of its decisions). Smoothing and
+    class weights are for true labels only. `soft`: the divergence from its probabilities.
+
+    Raises `ValueError` where the teacher has other classes, or answers are to be kept of views that change.
+    """
+
+    frozen = ("teacher",)
+
+    def __init__(
+        self,
+        model: Classifier,
+        config: DistillationConfig,
+        teacher: Classifier,
+        labels: NDArray[np.int64] | None = None,
+        index: NDArray[np.int64] | None = None,
+        augment: AugmentConfig | None = None,
+    ) -> None:
+        super().__init__(model, config.labels, labels)
+        if teacher.multilabel != model.multilabel:
+            raise ValueError(
+                f"objective.teacher: {config.teacher or 'the teacher'} was trained with one label an image, here are "
+                "several, or the other way round; fine-tune it on this data first"
+            )
+        if model.multilabel and config.mode == "soft":
+            raise ValueError("objective.mode: soft compares probabilities that sum to 1; with several labels use hard")
+        note = refuse_other_classes(teacher.classes, model.classes, config.teacher)
+        self.notes = () if note is None else (note,)
+        self.options = config
+        self.weight = SHARES[config.mode] if config.weight is None else config.weight
+        self.token = isinstance(model.head, DistilledHead)
+        self.teacher = Teacher(teacher, model.preprocess, config.teacher, config.teacher_size)
+        if self.teacher.size != teacher.preprocess.size:  # models of one size refuse here and not at the first step
+            self.teacher(torch.zeros(1, 3, self.teacher.size, self.teacher.size, dtype=torch.uint8))
+        self.answers: Answers | None = None
+        if config.cache:
+            refuse_moving_views(augment)
+            assert index is not None
+            self.answers = Answers(index, len(teacher.classes))
+            self.capturable = False  # a replayed graph would ask the teacher for ever
+
+    def teach(self, batch: Batch) -> Tensor:
+        """The teacher's logits [batch, classes], in float32 and without gradient."""
+        if self.answers is None:
+            return self.teacher(batch.images)
+        if self.answers.complete:
+            return self.answers.read(batch.index)
+        said: Tensor = self.teacher(batch.images)
+        self.answers.write(batch.index, said)
+        return said
+
+    def from_teacher(self, logits: Tensor, said: Tensor) -> Tensor:
+        """What one classifier's logits [batch, classes] lose against the teacher's."""
+        if self.options.mode == "soft":
+            return softened_divergence(logits, said, self.options.temperature, self.options.first)
+        if self.model.multilabel:
+            return F.binary_cross_entropy_with_logits(logits.float(), (said > 0).float())
+        return F.cross_entropy(logits.float(), said.argmax(-1))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        said = self.teach(batch)
+        stack = self.model.stack(batch.images)
+        by_label = stack[:, :1] if self.token else stack
+        by_teacher = stack[:, 1:] if self.token else stack
+        labels = self._all([self.criterion(logits, batch.target) for logits in by_label.unbind(1)])
+        teacher = self._all([self.from_teacher(logits, said) for logits in by_teacher.unbind(1)])
+        total = (1 - self.weight) * labels + self.weight * teacher
+        agrees = by_teacher.float().mean(1).argmax(-1) == said.argmax(-1)
+        losses = {
+            "loss_labels": labels.detach(),
+            "loss_teacher": teacher.detach(),
+            "teacher_agreement": agrees.float().mean(),
+        }
+        for name, value in self.model.head.losses(stack, batch.target).items():
+            losses[name] = value.detach()
+            total = total + value
+        return {"loss": total, **losses}
+
+    def _all(self, each: list[Tensor]) -> Tensor:
+        return torch.stack(each).sum() if self.config.classifier_loss == "sum" else torch.stack(each).mean()
+
+    def after_step(self, step: int) -> None:
+        if self.answers is not None and not self.answers.complete and (step + 1) % LOOK_EVERY == 0:
+            self.answers.look()

@@ -1,0 +1,190 @@
+"""Frozen teachers: where they come from, what they see, and what they said before."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.model.build import class_names, create_model
+from vitrail.model.cifar_resnet import load_reference
+from vitrail.model.classifier import Classifier
+from vitrail.model.store import load_model, read_tensors
+
+# Fields of an augmentation that say how something is done and not that it is done.
+SETTINGS = ("scale", "ratio", "padding", "rand_magnitude", "rand_style", "rand_std", "auto_policy", "mix_switch")
+
+
+class Teacher(nn.Module):
+    """A frozen classifier that sees a student's batch in its own normalisation and size.
+
+    Bytes are normalised as the teacher wants them; floats, which the student's mean and deviation made, are brought to
+    the teacher's. Where sizes differ the batch is then resized (bicubic, antialiased) on its device. Always in
+    evaluation mode, without gradient, under whatever autocast surrounds it.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: Classifier, student: PreprocessConfig, name: str = "", size: int | None = None) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.name = name
+        self.size = size or model.preprocess.size
+        own = model.preprocess
+        mine = [torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (own.mean, own.std)]
+        theirs = [torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (student.mean, student.std)]
+        self.same = own.mean == student.mean and own.std == student.std
+        # (x std_s + mean_s - mean_t) / std_t, as one gain and one shift.
+        self.register_buffer("scale", (theirs[1] / mine[1]).float(), persistent=False)
+        self.register_buffer("shift", ((theirs[0] - mine[0]) / mine[1]).float(), persistent=False)
+        self.train(False)
+
+    def train(self, mode: bool = True) -> Teacher:
+        """A teacher never trains: its norms and drop-outs stay as at evaluation."""
+        return super().train(False)
+
+    def seen(self, images: Tensor) -> Tensor:
+        """What the teacher gets to see of a student's batch [batch, 3, height, width]."""
+        if images.dtype == torch.uint8:
+            if images.shape[-2:] == (self.size, self.size):
+                return images  # the classifier normalises it
+            images = self.model._images(images)
+        elif not self.same:
+            images = images * self.scale + self.shift
+        if images.shape[-2:] != (self.size, self.size):
+            images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
+        return images
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes] in float32."""
+        with torch.no_grad():
+            return cast("Tensor", self.model(self.seen(images))).float()
+
+
+class Answers(nn.Module):
+    """What a teacher said of each image, by stable index, kept on the device.
+
+    Rows fill as images come by. `complete` is decided on the host, between steps: from then on nobody needs to be
+    asked. Nothing of it is stored in checkpoints: a resumed run asks again.
+    """
+
+    logits: Tensor
+    known: Tensor
+
+    def __init__(self, index: NDArray[np.int64], classes: int) -> None:
+        super().__init__()
+        rows = int(index.max()) + 1
+        self.register_buffer("logits", torch.zeros(rows, classes), persistent=False)
+        self.register_buffer("known", torch.zeros(rows, dtype=torch.bool), persistent=False)
+        self.wanted = len(np.unique(index))
+        self.complete = False
+
+    def write(self, index: Tensor, logits: Tensor) -> None:
+        """Remember logits [batch, classes] of images [batch]."""
+        self.logits[index] = logits
+        self.known[index] = True
+
+    def read(self, index: Tensor) -> Tensor:
+        """Logits [batch, classes] of images [batch] that are known."""
+        return self.logits[index]
+
+    def look(self) -> None:
+        """See whether every image has come by (waits for the device)."""
+        self.complete = int(self.known.sum()) == self.wanted
+
+
+def load_teacher(name: str, student: Classifier, size: int | None = None) -> Classifier:
+    """A teacher by name: a run or model folder, timm:NAME, or a weights file of a CIFAR ResNet.
+
+    Raises one sentence where there is none, or where a published one has other classes than the student (before its
+    weights are fetched).
+    """
+    if not name:
+        raise ValueError("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
+    if name.startswith("timm:"):
+        return _published(name, student, size)
+    if not Path(name).exists():
+        raise FileNotFoundError(f"objective.teacher: no run or model folder, and no weights file, at {name}")
+    return _cifar_resnet(Path(name)) if Path(name).is_file() else load_model(name)
+
+
+def _published(name: str, student: Classifier, size: int | None) -> Classifier:
+    import timm
+
+    bare = name.removeprefix("timm:")
+    settings = timm.get_pretrained_cfg(bare) if timm.is_model(bare) else None
+    classes = 1000 if settings is None else settings.num_classes
+    if not classes:
+        raise ValueError(f"objective.teacher: the published {name} has no classifier; fine-tune it on this data first")
+    refuse_other_classes(class_names(classes), student.classes, name)
+    try:
+        return create_model(name, classes=classes, weights="timm", image_size=size)
+    except ValueError as error:
+        raise ValueError(f"objective.teacher: {error}") from None
+
+
+def _cifar_resnet(path: Path) -> Classifier:
+    """The CIFAR ResNet whose weights a file of the usual ports holds; its depth is read from their names."""
+    tensors = {name.removeprefix("module."): tensor for name, tensor in read_tensors(path).items()}
+    count = len({name.split(".")[1] for name in tensors if name.startswith("layer1.")})
+    if not count or "linear.weight" not in tensors:
+        raise ValueError(
+            f"objective.teacher: {path} holds no CIFAR ResNet; give a run or model folder, which say what they are"
+        )
+    bottleneck = "layer1.0.conv3.weight" in tensors
+    model = create_model(
+        "cifar_resnet20",
+        depth=(9 if bottleneck else 6) * count + 2,
+        block="bottleneck" if bottleneck else "basic",
+        shortcut="project" if "layer2.0.shortcut.0.weight" in tensors else "pad",
+        classes=len(tensors["linear.weight"]),
+    )
+    model.load_state_dict(load_reference(model.state_dict(), tensors))
+    return model
+
+
+def refuse_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], name: str) -> str | None:
+    """Nothing where classes are the same; a note where only their number can be compared; else `ValueError`."""
+    if teacher == student:
+        return None
+    nameless = class_names(len(student)) in (teacher, student)
+    if len(teacher) == len(student) and nameless:
+        return f"note: only the number of classes of the teacher {name} could be compared, {len(teacher)}, not names"
+    if len(teacher) != len(student):
+        what = f"has {len(teacher)} classes, the data have {len(student)}"
+    else:
+        place = next(i for i, pair in enumerate(zip(teacher, student, strict=True)) if pair[0] != pair[1])
+        what = f"calls class {place} {teacher[place]!r}, the data call it {student[place]!r}"
+    weights = "timm" if name.startswith("timm:") else name or "TEACHER"
+    model = f" --model.name {name}" if name.startswith("timm:") else ""
+    raise ValueError(
+        f"objective.teacher: {name or 'the teacher'} {what}; fine-tune the teacher on this data first "
+        f"(vitrail train finetune --data DATA{model} --model.weights {weights}) and name that run as the teacher"
+    )
+
+
+def refuse_moving_views(augment: AugmentConfig | None) -> None:
+    """Raises `ValueError` unless an image looks the same every time it is drawn."""
+    if augment is None:
+        raise ValueError("objective.cache: how images are augmented is not known here, so answers cannot be kept")
+    still = replace(AugmentConfig(), crop="evaluation", flip=0.0)
+    moving = {
+        f.name: (getattr(augment, f.name), getattr(still, f.name))
+        for f in fields(AugmentConfig)
+        if f.name not in SETTINGS and getattr(augment, f.name) != getattr(still, f.name)
+    }
+    if moving:
+        found = ", ".join(f"{name} {value}" for name, (value, _) in moving.items())
+        remedy = " ".join(f"--data.augment.{name} {value}" for name, (_, value) in moving.items())
+        raise ValueError(
+            f"objective.cache: answers can be kept only where an image always looks the same, but {found} change it; "
+            f"use {remedy}, or leave cache out"
+        )
