@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 from scipy import stats
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from vitrail.data.augment import Augment, reflected
@@ -112,6 +113,29 @@ def test_reflection_equals_that_of_numpy(length):
     padding = length - 1
     expected = np.pad(np.arange(length), padding, mode="reflect")
     np.testing.assert_array_equal(reflected(-padding, length + 2 * padding, length), expected)
+
+
+def test_a_resized_crop_of_the_whole_image_is_torchvisions_resize():
+    augment = Augment(AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0), SMALL)
+    image = picture(40, 40)
+    expected = tv.resize(image, [16, 16], interpolation=tv.InterpolationMode.BICUBIC)
+    assert torch.equal(augment(image, (0,)), channels_first(expected))
+
+
+def test_resized_crops_are_distributed_as_torchvisions():
+    """On a picture whose red is the column and green the row: means and spreads tell place and size of the box."""
+    row, column = np.mgrid[0:48, 0:64].astype(np.uint8)
+    image = Image.fromarray(np.stack([4 * column, 5 * row, 0 * row], -1))
+    augment = Augment(AugmentConfig(flip=0.0), SMALL)
+    theirs = v2.RandomResizedCrop(16, interpolation=v2.InterpolationMode.BICUBIC)
+    ours = np.stack([augment(image, (0, 0, k)).numpy() for k in range(1500)])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        others = np.stack([channels_first(theirs(image)).numpy() for _ in range(1500)])
+    for channel in (0, 1):
+        for summary in (np.mean, np.std):
+            one, other = (summary(made[:, channel].astype(float), axis=(1, 2)) for made in (ours, others))
+            assert stats.ks_2samp(one, other).pvalue > 1e-4
 
 
 def test_a_border_wider_than_the_image_is_refused():

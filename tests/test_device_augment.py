@@ -7,13 +7,25 @@ import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from scipy import stats
+from timm.data import auto_augment
+from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.device_augment import DeviceAugment, draw
 from vitrail.data.device_pixels import normal_noise
-from vitrail.data.device_randaugment import OPERATIONS, RandTurn, draw_turn, rand_augmented
+from vitrail.data.device_randaugment import (
+    ALL,
+    OPERATIONS,
+    RandTurn,
+    Smooth,
+    draw_auto,
+    draw_trivial,
+    draw_turn,
+    rand_augmented,
+)
+from vitrail.data.device_timm import TIMM_DRAWS, TIMM_OPERATIONS, draw_timm
 from vitrail.data.preprocess import RESAMPLING
 
 PLAIN = {"crop": "evaluation", "flip": 0.0}
@@ -177,11 +189,11 @@ def test_noise_is_standard_normal_and_uncorrelated_between_neighbours_channels_a
         assert abs(float((one * other).mean())) < 4 / one.numel() ** 0.5
 
 
-def torchvisions(image: Image.Image, name: str, positive: bool, magnitude: int) -> Image.Image:
-    """One operation of torchvision's RandAugment on a Pillow image."""
-    theirs = v2.RandAugment(1, magnitude, 31)
+def torchvisions(image: Image.Image, name: str, positive: bool, magnitude: int, kind=v2.RandAugment) -> Image.Image:
+    """One operation of a policy of torchvision on a Pillow image."""
+    theirs, bins = kind(), 10 if kind is v2.AutoAugment else 31
     levels, signed = theirs._AUGMENTATION_SPACE[name]
-    level = levels(31, image.height, image.width)
+    level = levels(bins, image.height, image.width)
     level = 0.0 if level is None else float(level[magnitude])
     level = -level if signed and not positive else level
     nearest = v2.InterpolationMode.NEAREST
@@ -199,10 +211,51 @@ def test_every_operation_of_randaugment_has_the_pixels_of_torchvision_on_pillow_
     for magnitude in (0, 5, 9, 14, 30):
         drawn = draw_turn(chances, magnitude, size)
         columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
-        made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds), magnitude)
+        made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds))
         made = made.permute(0, 2, 3, 1).numpy()
         pairs = zip(pixels, chances[:, 1] > 0.5, strict=True)
         assert apart(made, [torchvisions(Image.fromarray(p), name, up, magnitude) for p, up in pairs]).max() == 0
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("size", [16, 33])
+def test_every_operation_of_trivialaugment_has_the_pixels_of_torchvision_on_pillow_images(name, size):
+    levels = np.repeat(np.arange(31), 2)
+    chances = np.stack(
+        [np.full(62, (OPERATIONS.index(name) + 0.5) / 14), np.arange(62) % 2 * 0.6 + 0.2, levels / 31], 1
+    )
+    chances[:, 2] += 0.5 / 31
+    pixels = noise(62, size, size)
+    drawn = draw_trivial(chances, size)
+    columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
+    made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds)).permute(0, 2, 3, 1).numpy()
+    triples = zip(pixels, chances[:, 1] > 0.5, levels.tolist(), strict=True)
+    wide = v2.TrivialAugmentWide
+    expected = [torchvisions(Image.fromarray(p), name, bool(up), level, wide) for p, up, level in triples]
+    assert apart(made, expected).max() == 0
+
+
+@pytest.mark.parametrize("policy", ["imagenet", "cifar10", "svhn"])
+def test_autoaugment_is_the_listed_pairs_with_torchvisions_pixels(policy):
+    """Each of the 25 pairs with its first, second, both or neither operation, in both signs."""
+    pairs = v2.AutoAugment(v2.AutoAugmentPolicy(policy))._policies
+    cases = [(pair, first, second, up) for pair in range(25) for first in (0, 1) for second in (0, 1) for up in (0, 1)]
+    # A chance of 0 comes whatever the probability (0.0 included: torchvision draws `<=`), one above 1 never does.
+    chances = np.array(
+        [[(p + 0.5) / 25, 2.0 - 2 * a, 2.0 - 2 * b, 0.2 + 0.6 * u, 0.8 - 0.6 * u] for p, a, b, u in cases]
+    )
+    pixels = noise(len(cases), 20, 20)
+    images = tensor(pixels).float()
+    for turn in draw_auto(chances, policy, 20):
+        columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in turn.columns.items()}
+        images = rand_augmented(images, RandTurn(columns, turn.bounds))
+    expected = []
+    for image, (pair, *comes, up) in zip(pixels, cases, strict=True):
+        expected.append(Image.fromarray(image))
+        for (name, _, level), does, positive in zip(pairs[pair], comes, (up, not up), strict=True):
+            if does:
+                expected[-1] = torchvisions(expected[-1], name, bool(positive), level or 0, v2.AutoAugment)
+    assert apart(images.permute(0, 2, 3, 1).numpy(), expected).max() == 0
 
 
 def test_randaugment_in_a_batch_is_its_operations_one_after_the_other():
@@ -217,7 +270,104 @@ def test_randaugment_in_a_batch_is_its_operations_one_after_the_other():
     assert apart(made, expected).max() == 0
 
 
+def timms(image: Image.Image, name: str, up: bool, level: float, how: Image.Resampling, monkeypatch) -> Image.Image:
+    """One operation of timm's RandAugment on a Pillow image; the sign is the only thing it draws."""
+    name = {"TranslateX": "TranslateXRel", "TranslateY": "TranslateYRel"}.get(name, name)
+    name += "Increasing" * (f"{name}Increasing" in NAME_TO_OP)
+    monkeypatch.setattr(auto_augment.random, "random", lambda: 0.1 if up else 0.9)
+    arguments = LEVEL_TO_ARG[name](level, {}) if LEVEL_TO_ARG[name] else ()
+    monkeypatch.undo()
+    if name.startswith("Posterize") and arguments == (0,):
+        return Image.new("RGB", image.size)  # what Pillow gave until it refused to keep no bits
+    return NAME_TO_OP[name](image, *arguments, fillcolor=FILL, resample=how)
+
+
+SMOOTH = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
+FILL = (124, 116, 104)
+
+
+@pytest.mark.parametrize(
+    ("name", "interpolation"),
+    [(n, "bicubic") for n in TIMM_OPERATIONS] + [(n, how) for n in SMOOTH for how in ("bilinear", "nearest")],
+)
+def test_every_operation_of_timms_style_has_the_pixels_of_timm_on_pillow_images(name, interpolation, monkeypatch):
+    pixels = np.concatenate([noise(8, 33, 33), smooth(4, 33, 33)])
+    chances = np.full((12, TIMM_DRAWS), 0.25)
+    chances[:, 0] = (TIMM_OPERATIONS.index(name) + 0.5) / 15
+    chances[:, 2], chances[:, 3] = 1 - np.exp(-0.5), 0.0  # one standard deviation above the magnitude
+    chances[:, 4] = [0.2, 0.8] * 6
+    how = Smooth(torch.tensor(FILL, dtype=torch.float32), interpolation)
+    wrong = []
+    for magnitude in range(10):
+        # No round number, which would put the edge of the image on the middle of a pixel: that may fall to either side.
+        level = magnitude + 0.1234567
+        drawn = draw_timm(chances, magnitude, 0.1234567, 33)
+        columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
+        made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds), how).permute(0, 2, 3, 1).numpy()
+        pairs = zip(pixels, chances[:, 4] <= 0.5, strict=True)
+        resample = RESAMPLING[interpolation]
+        expected = [timms(Image.fromarray(p), name, bool(up), level, resample, monkeypatch) for p, up in pairs]
+        wrong.append(apart(made, expected))
+    if name not in SMOOTH:
+        assert np.max(wrong) == 0
+    elif interpolation == "nearest":
+        # Pillow's coordinates are off by up to 33 * 2^-16 pixels here on each axis, and so many change sides.
+        assert np.mean(np.max(wrong, -1) > 0) < 2 * 33 * 2**-16
+    else:  # float32 may cut what is nearly whole a grey level lower
+        assert np.max(wrong) <= 1
+        assert np.mean(np.array(wrong) > 0) < 2e-3
+
+
+def test_timms_style_in_a_batch_has_timms_draws():
+    """Operations equally often, half of them coming, magnitudes normal and cut at 10, signs even."""
+    drawn = draw(AugmentConfig(rand_ops=2, rand_style="timm", rand_std=0.5), 100, keys_of(20000), 100, 100).columns
+    for turn in range(2):
+        seen = np.bincount(drawn[f"rand_{turn}_operation"], minlength=len(ALL))
+        wanted = np.array([10000 * (name == "Identity") + 10000 / 15 * (name in TIMM_OPERATIONS) for name in ALL])
+        assert stats.chisquare(seen[wanted > 0], wanted[wanted > 0]).pvalue > 1e-4
+        assert seen.sum() == seen[wanted > 0].sum()
+    shift = drawn["rand_0_cx"][drawn["rand_0_operation"] == ALL.index("TranslateX")] / 45 * 10
+    assert stats.binomtest(int((shift > 0).sum()), len(shift)).pvalue > 1e-4
+    level = np.abs(shift)
+    assert level.max() <= 10
+    below = level[level < 10]  # P(N(9, 0.5) < 10) is 0.977
+    assert stats.binomtest(len(below), len(level), stats.norm.cdf(2)).pvalue > 1e-4
+    assert stats.kstest(below, stats.truncnorm(-np.inf, 2, 9, 0.5).cdf).pvalue > 1e-4
+
+
+def test_timms_style_is_one_graph_when_compiled():
+    config = AugmentConfig(rand_ops=2, rand_style="timm", rand_std=0.5)
+    pixels, keys = tensor(noise(16, 20, 20)), keys_of(16)
+    augment = DeviceAugment(config, PreprocessConfig(size=16))
+    drawn = draw(config, 16, keys, 20, 20).to(pixels.device)
+    compiled = torch.compile(augment.apply, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(pixels, drawn), augment(pixels, keys))
+
+
 # distributions
+
+
+def test_operations_signs_and_levels_of_trivialaugment_are_independent_and_equally_frequent():
+    drawn = draw(AugmentConfig(trivial=True), 16, keys_of(20000), 16, 16).columns
+    level = np.rint(np.abs(drawn["rand_0_factor"] - 1) / 0.99 * 30).astype(int)
+    assert stats.chisquare(np.bincount(drawn["rand_0_operation"] * 31 + level, minlength=14 * 31)).pvalue > 1e-4
+    up = (drawn["rand_0_factor"] > 1)[level > 0]
+    assert stats.binomtest(int(up.sum()), len(up)).pvalue > 1e-4
+
+
+def test_operations_of_autoaugment_are_as_frequent_as_torchvisions_list_says():
+    drawn = draw(AugmentConfig(auto=True), 16, keys_of(20000), 16, 16).columns
+    pairs = v2.AutoAugment()._policies
+    for turn in range(2):
+        share = dict.fromkeys((*OPERATIONS, "Invert"), 0.0)
+        for pair in pairs:
+            name, probability, _ = pair[turn]
+            share[name] += probability / 25
+            share["Identity"] += (1 - probability) / 25
+        seen = np.bincount(drawn[f"rand_{turn}_operation"], minlength=15)
+        wanted = np.array(list(share.values()))
+        assert (seen[wanted == 0] == 0).all()
+        assert stats.chisquare(seen[wanted > 0], 20000 * wanted[wanted > 0]).pvalue > 1e-4
 
 
 def test_operations_and_signs_of_randaugment_are_independent_and_equally_frequent():
@@ -363,8 +513,17 @@ def test_keys_that_do_not_fit_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_an_accelerator_gives_the_same_pixels_but_for_roundings():
+@pytest.mark.parametrize(
+    "config",
+    [
+        EVERYTHING,
+        AugmentConfig(rand_ops=2, rand_style="timm", rand_std=0.5),
+        AugmentConfig(trivial=True),
+        AugmentConfig(auto=True),
+    ],
+)
+def test_an_accelerator_gives_the_same_pixels_but_for_roundings(config):
     pixels, keys = tensor(noise(64, 20, 20)), keys_of(64)
-    augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))
+    augment = DeviceAugment(config, PreprocessConfig(size=16))
     difference = (augment(pixels.cuda(), keys).cpu().int() - augment(pixels, keys).int()).abs()
     assert (difference > 0).double().mean() < 1e-2

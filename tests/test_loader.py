@@ -102,6 +102,29 @@ def test_a_batch_holds_the_rows_of_its_step_in_their_order():
         assert torch.equal(batch.images, expected)  # bytes: a model normalises them
 
 
+def repeated(rank: int = 0, world: int = 1, workers: int = 0) -> list[Batch]:
+    split = split_of(12)
+    order = Order(12, 12, SEED, repeats=3)
+    settings = {"classes": 3, "multilabel": False, "device": "cpu", "start": 0, "stop": 2, "workers": workers}
+    augment = Augment(SHIFTED, SMALL)
+    with TrainLoader(split, order, augment, PREPROCESS, seed=SEED, rank=rank, world=world, **settings) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_of_an_image_are_augmented_each_in_its_own_way(workers):
+    for batch in repeated(workers=workers):
+        for index in batch.index.unique():
+            copies = batch.images[batch.index == index]
+            assert len(copies) == 3
+            assert len({copy.numpy().tobytes() for copy in copies}) == 3
+
+
+def test_repeats_over_two_processes_are_those_of_one():
+    parts = [repeated(rank, 2) for rank in range(2)]
+    assert_same([joined(list(pieces)) for pieces in zip(*parts, strict=True)], repeated())
+
+
 def test_pixels_are_those_of_the_key_of_each_draw():
     augment, order, split = Augment(SHIFTED, SMALL), Order(11, 4, SEED), split_of()
     for step, batch in enumerate(train(views=2)):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from timm.data.distributed_sampler import RepeatAugSampler
 
 from vitrail.data.order import Draw, Order
 
@@ -98,6 +99,83 @@ def test_steps_for_covers_the_epochs(rows, batch, epochs, steps):
     assert Order(rows, batch, seed=0).steps_for(epochs) == steps
 
 
+@pytest.mark.parametrize(("rows", "batch", "repeats"), [(12, 6, 3), (60, 24, 3), (31, 8, 3), (50, 12, 4), (9, 9, 9)])
+def test_each_drawn_row_comes_repeats_times_and_an_epoch_is_as_long_as_ever(rows, batch, repeats):
+    order = Order(rows, batch, seed=3, repeats=repeats)
+    draws = [draw for step in range(4 * rows) for draw in order.draws(step)]
+    epochs = Counter(draw.epoch for draw in draws)
+    for epoch in list(epochs)[:-1]:
+        assert epochs[epoch] == rows
+        times = Counter(draw.row for draw in draws if draw.epoch == epoch)
+        assert len(times) == -(-rows // repeats)
+        assert sorted(times.values()) == [rows % repeats] * (rows % repeats > 0) + [repeats] * (rows // repeats)
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "balanced"])
+def test_copies_have_keys_of_their_own(sampling):
+    labels = np.array([0] * 20 + [1] * 3)
+    order = Order(23, 12, seed=1, sampling=sampling, labels=labels, repeats=3)
+    draws = [draw for step in range(50) for draw in order.draws(step)]
+    assert len(set(draws)) == len(draws)
+
+
+def test_a_batch_holds_what_the_samplers_of_all_processes_hold_together():
+    """timm's RepeatAugSampler (DeiT's), with its shuffling replaced by ours."""
+    rows, batch, world, repeats = 48, 12, 4, 3
+    order = Order(rows, batch, seed=0, repeats=repeats)
+    permutation = Order(rows, rows, seed=0).table(0)[:, 0]
+    each = []
+    for rank in range(world):
+        sampler = RepeatAugSampler(range(rows), world, rank, shuffle=False, num_repeats=repeats, selected_round=0)
+        each.append([int(permutation[i]) for i in sampler])
+    assert len(each[0]) == rows // world
+    for step in range(rows // batch):
+        part = slice(step * batch // world, (step + 1) * batch // world)
+        theirs = sorted(row for own in each for row in own[part])
+        assert sorted(draw.row for draw in order.draws(step)) == theirs
+
+
+@pytest.mark.parametrize("batch", [6, 12, 16, 18, 32, 50, 64, 1024])
+@pytest.mark.parametrize("sampling", ["shuffle", "balanced"])
+def test_no_image_is_mixed_with_itself_and_its_copies_have_other_partners(batch, sampling):
+    rows = max(1999, batch)
+    labels = np.arange(rows) % 7
+    order = Order(rows, batch, seed=0, sampling=sampling, labels=labels, repeats=3)
+    for step in range(150):
+        table = order.table(step)
+        even, odd = table[0::2, 0], table[1::2, 0]
+        assert (even != odd).all()
+        if batch >= 12:
+            partner = dict(zip(map(tuple, table[0::2].tolist()), odd.tolist(), strict=True))
+            partner |= dict(zip(map(tuple, table[1::2].tolist()), even.tolist(), strict=True))
+            met: dict[tuple[int, int], set[int]] = {}
+            for (row, epoch, _), other in partner.items():
+                met.setdefault((row, epoch), set()).add(other)
+            assert all(len(others) > 1 for key, others in met.items() if _copies(table, key) == 3)
+
+
+def _copies(table: np.ndarray, key: tuple[int, int]) -> int:
+    return int(((table[:, 0] == key[0]) & (table[:, 1] == key[1])).sum())
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "balanced"])
+def test_repeats_leave_steps_independent_and_their_parts_slices(sampling):
+    labels = np.arange(50) % 3
+    made = [Order(50, 16, seed=1, sampling=sampling, labels=labels, repeats=3) for _ in range(2)]
+    steps = [made[0].draws(step) for step in range(12)]
+    for step in (11, 0, 7):
+        assert made[1].draws(step) == steps[step]
+        assert made[1].draws(step, 4, 8) == steps[step][4:12]
+
+
+def test_balanced_repeats_keep_classes_equally_often():
+    labels = np.array([0] * 90 + [1] * 10)
+    order = Order(100, 50, seed=0, sampling="balanced", labels=labels, repeats=2)
+    counts = Counter(int(labels[draw.row]) for step in range(120) for draw in order.draws(step))
+    # 3000 independent draws of a class, each counted twice
+    assert abs(counts[0] - 3000) < 4 * 2 * (3000 / 4) ** 0.5
+
+
 def test_at_most_two_epochs_are_kept():
     order = Order(4, 4, seed=0)
     for step in range(9):
@@ -112,6 +190,8 @@ def test_at_most_two_epochs_are_kept():
         ({"rows": 4, "batch": 0}, "at least 1"),
         ({"rows": 4, "batch": 4, "sampling": "random"}, "shuffle, balanced"),
         ({"rows": 4, "batch": 4, "sampling": "balanced"}, "needs one label"),
+        ({"rows": 4, "batch": 8, "repeats": 5}, "data.repeats: 5 copies .* use 1 to 4"),
+        ({"rows": 9, "batch": 4, "repeats": 5}, "use 1 to 4"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message):

@@ -69,6 +69,7 @@ def test_a_run_leaves_its_folder_and_learns(photos: Path, tmp_path: Path) -> Non
         "metrics.jsonl",
         "checkpoint",
         "model",
+        "predictions.safetensors",
         "report.html",
         "log.txt",
         "environment.json",

@@ -13,6 +13,10 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.api import (
         Run,
+        Study,
+        bench,
+        compare_runs,
+        compare_study,
         cost,
         create_model,
         evaluate,
@@ -28,7 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run",
+    "Study",
     "__version__",
+    "bench",
+    "compare_runs",
+    "compare_study",
     "cost",
     "create_model",
     "evaluate",

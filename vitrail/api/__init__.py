@@ -1,6 +1,9 @@
 """The composition root: data, model, objective and engine from a `RunConfig`, and what `import vitrail` offers."""
 
+from vitrail.api.benching import bench
+from vitrail.api.comparing import compare_runs, compare_study
 from vitrail.api.evaluation import evaluate, load
+from vitrail.api.studies import Study
 from vitrail.api.training import Run, resume, train
 from vitrail.data.open import open_data
 from vitrail.model.build import create_model, replace_head
@@ -11,6 +14,10 @@ from vitrail.recipes import recipe
 
 __all__ = [
     "Run",
+    "Study",
+    "bench",
+    "compare_runs",
+    "compare_study",
     "cost",
     "create_model",
     "evaluate",

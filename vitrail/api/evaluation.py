@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from vitrail.data.config import PreprocessConfig
 from vitrail.data.loader import EvalLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -16,8 +19,9 @@ from vitrail.engine.progress import Progress
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import Predictions, predict_all
 from vitrail.model.classifier import Classifier
+from vitrail.model.cost import cost
 from vitrail.model.store import load_model
-from vitrail.schema import near
+from vitrail.schema import ConfigError, check, near
 
 
 def load(path: str | Path, device: str | torch.device | None = None) -> Classifier:
@@ -27,9 +31,11 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Classifi
 
 def evaluate(
     run: str | Path | Classifier,
-    data: str | Path,
+    data: str | Path | DataSet,
     *,
     split: str | None = None,
+    crop_ratio: float | None = None,
+    image_size: int | None = None,
     batch: int = 256,
     workers: int | None = None,
     device: str = "auto",
@@ -39,20 +45,24 @@ def evaluate(
     """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
 
     Returns the figures, every prediction, and the split. Classes are matched by name; an unknown class is an error.
+    `crop_ratio` and `image_size` take the place of the model's own (none). A run is judged by its last weights.
     """
     place = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
     model.to(place)
-    opened = _with_classes_of(model, open_data(data))
+    changes = {"crop_ratio": crop_ratio, "size": image_size}
+    preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
+    _refuse_impossible(model, preprocess)
+    opened = _with_classes_of(model, data if isinstance(data, DataSet) else open_data(data))
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
         raise ValueError(
-            f"{data} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
+            f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
         )
     rows = opened[split]
     count = auto_workers(rows) if workers is None else workers
     with (
-        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=place, workers=count) as loader,
+        EvalLoader(rows, Preprocess(preprocess), batch=batch, device=place, workers=count) as loader,
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
         autocast = choose_precision(precision, place)
@@ -60,6 +70,63 @@ def evaluate(
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
     return classification(predictions.logits, predictions.target, model.classes), predictions, split
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Figures of one combination of a sweep."""
+
+    data: str
+    split: str
+    image_size: int
+    crop_ratio: float
+    figures: Figures
+
+    def to_json(self) -> dict[str, Any]:
+        place = {"data": self.data, "split": self.split, "image_size": self.image_size, "crop_ratio": self.crop_ratio}
+        return {**place, "count": self.figures.count, **self.figures.scalars()}
+
+
+def sweep(
+    run: str | Path | Classifier,
+    data: Sequence[str | Path],
+    *,
+    crop_ratios: Sequence[float] = (),
+    image_sizes: Sequence[int] = (),
+    **options: Any,
+) -> list[Judged]:
+    """Figures on several data sets, at every given crop ratio and image size (none: the model's own).
+
+    All combinations are tried on one image before data are read. `options` as for `evaluate`. A ratio or size that is
+    chosen by such a table is chosen on val (`split="val"`), else its figure is too good to be true.
+    """
+    model = run if isinstance(run, Classifier) else load(run)
+    sizes, ratios = image_sizes or (model.preprocess.size,), crop_ratios or (model.preprocess.crop_ratio,)
+    for size in sizes:
+        for ratio in ratios:
+            _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
+    made = []
+    for uri in data:
+        opened = open_data(uri)
+        for size in sizes:
+            for ratio in ratios:
+                figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
+                made.append(Judged(str(uri), used, size, ratio, figures))
+    return made
+
+
+def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
+    """One sentence for a crop ratio out of range, or for images of a size that the model cannot take."""
+    problems = check(wanted)
+    if problems:
+        raise ConfigError(problems)
+    if wanted.size == model.preprocess.size:
+        return
+    try:
+        cost(model, wanted.size)  # a forward pass without memory or time
+    except (ValueError, AssertionError, RuntimeError) as error:
+        said = str(error).strip().splitlines() or ["no reason given"]
+        raise ValueError(f"image_size: the model cannot take images of {wanted.size} pixels: {said[0]}") from None
 
 
 def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:

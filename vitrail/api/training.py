@@ -32,7 +32,9 @@ from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.measure.classification import Figures, classification
-from vitrail.measure.evaluate import EVALUATORS, Loaders, predict_all
+from vitrail.measure.evaluate import Loaders, predict_all
+from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
+from vitrail.measure.predictions import write_predictions
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
@@ -130,9 +132,11 @@ class _Trainer:
         self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
-        facts = TrainingFacts(train.labels, train.index, self.schedule.steps)
+        facts = TrainingFacts(train.labels, train.index, self.schedule.steps, config.data.augment)
         self.objective = build_objective(config.objective, self.model, facts)
-        self.order = Order(len(train), config.data.batch, config.seed, config.data.sampling, train.labels)
+        self.order = Order(
+            len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
+        )
         self.augment = Augment(config.data.augment, self.model.preprocess)
         self.preprocess = Preprocess(self.model.preprocess)
         wanted = config.data.workers
@@ -143,12 +147,13 @@ class _Trainer:
             self.config = replace(config, data=chosen)
         self.on_device = self.config.data.loader == "device"
         self.images: DeviceImages | None = None
+        self.reference: EvalLoader | None = None  # training images as evaluation sees them
         if self.on_device:
             self.images = DeviceImages(
                 train, config.data.augment, self.preprocess, device=self.device, workers=self.workers
             )
         self._loader(0, 0).close()  # refuses batches that cannot be cut, before anything is written
-        _say(group, quiet, *_warnings(config, data, self.parameters))
+        _say(group, quiet, *_warnings(config, data, self.parameters), *self.objective.notes)
 
     def _loader(self, start: int, stop: int) -> TrainLoader:
         options: dict[str, Any] = {"images": self.images} if self.on_device else {}
@@ -185,15 +190,10 @@ class _Trainer:
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
         val = self._eval_loader("val") if "val" in self.data.splits else None
-        judges = {name: EVALUATORS[name] for name in config.evaluators}
 
         def look(model: Classifier) -> dict[str, float]:
-            found: dict[str, float] = {}
-            for judge in judges.values():
-                assert val is not None
-                seen = Loaders(self.data.classes, {"val": val}, "val")
-                found |= judge(model, seen, device=self.device, autocast=self.precision)["numbers"]
-            return found
+            assert val is not None
+            return self._judged(model, val, "val", config.evaluators)
 
         loaders: list[TrainLoader] = []
 
@@ -236,24 +236,41 @@ class _Trainer:
         skipped = [*self.bad, *(row for loader in loaders for row in loader.skipped)]
         return self._finish(fit, result.seconds, skipped)
 
+    def _judged(self, model: Classifier, loader: EvalLoader, split: str, judges: Sequence[str]) -> dict[str, float]:
+        """What the named evaluators find on a split."""
+        seen: dict[str, EvalLoader] = {split: loader}
+        if not WANT_TRAINING_IMAGES.isdisjoint(judges):
+            self.reference = self.reference or self._eval_loader("train")
+            seen["train"] = self.reference
+        data = Loaders(self.data.classes, seen, split, [level.name for level in self.data.levels])
+        found: dict[str, float] = {}
+        for name in judges:
+            found |= EVALUATORS[name](model, data, device=self.device, autocast=self.precision)["numbers"]
+        return found
+
     def _finish(self, fit: Fit, seconds: float, skipped: Sequence[Bad]) -> Run:
         """The one look at test, the model, the report."""
         split = "test" if "test" in self.data.splits else "val"
         with self._eval_loader(split) as loader:
             predictions = predict_all(fit.kept, loader, device=self.device, autocast=self.precision)
+            others = [name for name in self.config.evaluators if name != "classification"]
+            more = self._judged(fit.kept, loader, split, others)
             skipped = [*skipped, *loader.skipped]
+        if self.reference is not None:
+            self.reference.close()
         figures = classification(predictions.logits, predictions.target, self.data.classes)
         model = fit.kept
         model.stated |= {
             "recipe": self.config.recipe,
             "data": self.data.uri,
             "split": split,
-            "figures": figures.scalars(),
+            "figures": {**figures.scalars(), **more},
             "seed": self.config.seed,
         }
         if self.group.main:
             line = {"step": fit.step, "epoch": round(fit.step * fit.batch / fit.images, 6), "split": split}
-            self.folder.write_metrics({**line, "final": True, **figures.scalars()})
+            write_predictions(self.folder.path, predictions)
+            self.folder.write_metrics({**line, "final": True, **figures.scalars(), **more})
             model.save(self.folder.model)
             report_run(
                 self.folder,
@@ -307,6 +324,10 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
         test_fraction=chosen.test_fraction,
         split_seed=chosen.split_seed,
         level=chosen.level,
+        shots=chosen.shots,
+        fraction=chosen.fraction,
+        long_tail=chosen.long_tail,
+        label_noise=chosen.label_noise,
         limit=chosen.limit,
     )
     if "val" not in data.splits and "test" not in data.splits:

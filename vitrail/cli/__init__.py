@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {  # name: where it is, what it does
     "train": ("train:train", "images in, a run folder with model, figures and report out"),
     "evaluate": ("evaluate:evaluate", "figures of a trained model on any data"),
     "predict": ("evaluate:predict", "what a trained model says of some images"),
+    "compare": ("compare:compare", "a study or finished runs: one table, one report"),
     "bench": ("bench:bench", "how fast models are on this machine"),
     "export": ("export:export", "a trained model as a torch or ONNX file"),
     "check": ("data:check", "look for trouble in a data set before training on it"),
@@ -33,6 +34,7 @@ EXAMPLES = """\
   vitrail train --resume runs/vit-deit_tiny-photos      go on after an interruption
   vitrail evaluate runs/demo --data embedded:fashion    figures as a table (or --json)
   vitrail predict runs/demo cat.jpg dog.jpg --json
+  vitrail compare study.yaml --jobs 2                   variants x seeds, with what is significant
   vitrail bench deit_small --against timm               img/s, latency, memory beside timm's
   vitrail export runs/demo model.onnx                   checked at batch 1, 2 and 7
   vitrail check photos/

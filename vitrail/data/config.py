@@ -36,9 +36,20 @@ class AugmentConfig:
     blur: Fraction = 0.0
     """Probability of a Gaussian blur of radius 0.1 to 2."""
     rand_ops: Whole = 0
-    """RandAugment: operations an image (0: off). torchvision's set of operations."""
+    """RandAugment: operations an image (0: off)."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9
-    """RandAugment: magnitude, of 30."""
+    """RandAugment: magnitude, of 30 in torchvision's style and of 10 in timm's."""
+    rand_style: Literal["torchvision", "timm"] = "torchvision"
+    """Whose RandAugment: the two differ in operations, magnitudes and fill (see vitrail/data/policies.py). timm's is
+    its increasing form, `rand-m9-mstd0.5-inc1`, which DeiT was trained with."""
+    rand_std: NotNegative = 0.0
+    """RandAugment, timm's style: standard deviation of the magnitude."""
+    trivial: bool = False
+    """TrivialAugment (Wide): one operation an image, at a magnitude drawn anew."""
+    auto: bool = False
+    """AutoAugment: two operations an image by a policy that was searched for, `auto_policy`."""
+    auto_policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+    """AutoAugment: the data that its policy was found on."""
     erasing: Fraction = 0.0
     """Probability of erasing one rectangle with noise."""
     mixup: NotNegative = 0.0
@@ -47,6 +58,26 @@ class AugmentConfig:
     """Beta parameter of CutMix (0: off). With both, one of the two is drawn for each batch."""
     mix_switch: Fraction = 0.5
     """Probability of CutMix where both are on."""
+
+
+def conflicts(augment: AugmentConfig) -> list[str]:
+    """Settings of an augmentation that exclude one another, a sentence each."""
+    problems = []
+    if augment.three and (augment.grey or augment.solarise or augment.blur):
+        problems.append("data.augment.three: it already draws grey, solarise or blur; leave their probabilities at 0")
+    if augment.scale[0] > augment.scale[1]:
+        problems.append("data.augment.scale: the first value must not exceed the second")
+    chosen = [name for name in ("rand_ops", "trivial", "auto") if getattr(augment, name)]
+    if len(chosen) > 1:
+        problems.append(f"data.augment.{chosen[1]}: it excludes {chosen[0]}; set one of rand_ops, trivial and auto")
+    timm = augment.rand_style == "timm"
+    if augment.rand_ops and timm and augment.rand_magnitude > 10:
+        problems.append(f"data.augment.rand_magnitude: {augment.rand_magnitude} is above 10, the most of timm's style")
+    if augment.rand_ops and not timm and augment.rand_std:
+        problems.append(
+            "data.augment.rand_std: torchvision's RandAugment has fixed magnitudes; set rand_style timm, or rand_std 0"
+        )
+    return problems
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,9 @@ class DataConfig:
     """Processes that decode and augment (none: chosen from the machine)."""
     sampling: Literal["shuffle", "balanced"] = "shuffle"
     """`balanced` draws every class equally often."""
+    repeats: Count = 1
+    """Repeated augmentation: times that a drawn image is in the batch, each time augmented anew; an epoch then shows
+    1 / repeats of the images."""
     val_fraction: Fraction = 0.1
     """Share of train carved off as val where the source has none."""
     test_fraction: Fraction = 0.1
@@ -86,6 +120,14 @@ class DataConfig:
     split_seed: Whole = 0
     level: str = ""
     """Level of a taxonomy that is the label, such as coarse (empty: the finest)."""
+    shots: Count | None = None
+    """Use so many training images of every class (few-shot)."""
+    fraction: Annotated[float, Range(0, 1, above=True)] = 1.0
+    """Use this share of the training images, at least one of every class."""
+    long_tail: Annotated[float, Range(1)] | None = None
+    """Use a long-tailed subset: the first class keeps this many times as many images as the last, exponentially."""
+    label_noise: Fraction = 0.0
+    """Share of the training labels replaced by another class, uniformly; val and test keep theirs."""
     limit: Count | None = None
     """Use at most this many training images, a stratified draw by `split_seed`."""
     check: Literal["full", "off"] = "full"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.augment import BLUR_SIGMA, check_possible
+from vitrail.data.boxes import BOX_DRAWS, crop_boxes, erasing_boxes
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import bits, seed_of, uniform
 from vitrail.data.device_pixels import (
@@ -32,10 +33,10 @@ from vitrail.data.device_pixels import (
     solarised,
     within,
 )
-from vitrail.data.device_randaugment import RandTurn, draw_turn, rand_augmented
+from vitrail.data.device_randaugment import RandTurn, Smooth, draw_auto, draw_trivial, draw_turn, rand_augmented
+from vitrail.data.device_timm import TIMM_DRAWS, draw_timm
+from vitrail.data.policies import affine_interpolation, fill_colour
 
-_TRIES = 10  # of a random rectangle, as in torchvision
-_ERASED_SHARE, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 _JITTER_ORDERS = np.array(list(itertools.permutations(range(3))))
 _SEED_BITS = 24  # of each of the two numbers that carry a seed: float32 holds them exactly
 _BOX = ("top", "left", "height", "width")
@@ -43,7 +44,7 @@ _BOX = ("top", "left", "height", "width")
 
 @dataclass(frozen=True)
 class Drawn:
-    """Parameters of a batch, by name, and how many of its images are blurred, erased, and in each RandAugment group.
+    """Parameters of a batch, by name, and how many of its images are blurred, erased, and in each policy group.
 
     `blur_rows` and `erase_rows` begin with the rows that are. Those operations are too dear to be done for all, and as
     the host draws it also knows how many there are.
@@ -52,7 +53,7 @@ class Drawn:
     columns: dict[str, Any]  # [batch] each: arrays on the host, float32 tensors on the device
     blurs: int = 0
     erasures: int = 0
-    bounds: tuple[tuple[int, ...], ...] = ()  # a turn of RandAugment
+    bounds: tuple[tuple[int, ...], ...] = ()  # a turn of the policy
 
     def to(self, device: torch.device) -> Drawn:
         """The parameters on a device, in one copy that the host does not wait for."""
@@ -63,7 +64,7 @@ class Drawn:
         return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures, self.bounds)
 
     def turns(self) -> Iterator[RandTurn]:
-        """What RandAugment does, one operation an image at a time."""
+        """What the policy does, one operation an image at a time."""
         for number, bounds in enumerate(self.bounds):
             prefix = f"rand_{number}_"
             own = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
@@ -82,7 +83,7 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     key = bits(seed_of("device"), *keys.T)
     columns: dict[str, NDArray[Any]] = {}
     if config.crop == "resized":
-        columns |= _named("crop", _resized_crop(config, _uniform(key, "crop", 2 * _TRIES + 2), height, width))
+        columns |= _named("crop", crop_boxes(config, _uniform(key, "crop", BOX_DRAWS), height, width))
     elif config.crop in ("simple", "pad"):
         down, right = _uniform(key, "crop", 2).T
         columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
@@ -100,12 +101,9 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
         columns["blur_sigma"] = BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius
         columns |= dict(zip(("blur_0", "blur_1", "blur_2"), blur_weights(columns["blur_sigma"]), strict=True))
-    bounds: list[tuple[int, ...]] = []
-    chances = _uniform(key, "rand", 2 * config.rand_ops)
-    for number in range(config.rand_ops):
-        drawn = draw_turn(chances[:, 2 * number : 2 * number + 2], config.rand_magnitude, size)
-        columns |= {f"rand_{number}_{name}": values for name, values in drawn.columns.items()}
-        bounds.append(drawn.bounds)
+    policy = _policy_turns(config, key, size)
+    for number, chosen in enumerate(policy):
+        columns |= {f"rand_{number}_{name}": values for name, values in chosen.columns.items()}
     if config.jitter:
         order, *strengths = _uniform(key, "jitter", 4).T
         least = max(0.0, 1 - config.jitter)
@@ -116,8 +114,8 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
             columns[f"factor_{turn}"] = factors[np.arange(len(key)), which]
     erasures = 0
     if config.erasing:
-        chances = _uniform(key, "erase", 2 * _TRIES + 3)
-        found, boxes = _erased_box(chances[:, 1:], size)
+        chances = _uniform(key, "erase", BOX_DRAWS + 1)
+        found, boxes = erasing_boxes(chances[:, 1:], size)
         wanted = found & (chances[:, 0] < config.erasing)
         erasures = int(wanted.sum())
         columns["erase_rows"] = np.argsort(~wanted, kind="stable")
@@ -125,23 +123,23 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         noise = bits(seed_of("noise"), key)
         columns["noise_high"] = (noise >> np.uint64(64 - _SEED_BITS)).astype(np.int64)
         columns["noise_low"] = (noise & np.uint64((1 << _SEED_BITS) - 1)).astype(np.int64)
-    return Drawn(columns, blurs, erasures, tuple(bounds))
+    return Drawn(columns, blurs, erasures, tuple(chosen.bounds for chosen in policy))
 
 
 class DeviceAugment:
     """uint8 images [batch, 3, height, width] and keys -> uint8 [batch, 3, size, size], on the images' device.
 
     Parameters and their distributions are those of `Augment`, and so are the pixels for the same parameters: equal for
-    windows, mirroring, grey, solarising and RandAugment, and within a grey level for resizing, blur and jitter, whose
-    roundings can fall differently. Erasing fills with the same distribution from a generator of its own. What is not
-    random is not done here: for `simple` and `pad` crops the shorter side must have the size already, for `evaluation`
-    the image must be the preprocessed one. Raises `ValueError` for other images.
+    windows, mirroring, grey, solarising and torchvision's policies, and within a grey level for resizing, blur,
+    jitter and timm's RandAugment, whose roundings can fall differently. Erasing fills with the same distribution from a
+    generator of its own. What is not random is not done here: for `simple` and `pad` crops the shorter side must have
+    the size already, for `evaluation` the image must be the preprocessed one. Raises `ValueError` for other images.
     """
 
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
         self.config, self.preprocess = config, preprocess
-        self._colours: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._colours: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
         """Augment images with keys [batch, 5] of (seed, epoch, index, view, repeat)."""
@@ -188,8 +186,11 @@ class DeviceAugment:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
             weights = torch.stack([columns[f"blur_{i}"] for i in range(3)])[:, rows]
             images = images.index_copy(0, rows, blurred(images[rows], weights))
+        smooth = None
+        if self.config.rand_style == "timm" and drawn.bounds:
+            smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
         for operations in drawn.turns():
-            images = rand_augmented(images, operations, self.config.rand_magnitude)
+            images = rand_augmented(images, operations, smooth)
         if "jitter_0" in columns:
             for turn in range(3):
                 images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
@@ -198,19 +199,33 @@ class DeviceAugment:
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
         rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
         high, low = (drawn.columns[name][rows].to(torch.int64) for name in ("noise_high", "noise_low"))
-        mean, std = self._colours_on(images.device)
+        mean, std, _ = self._colours_on(images.device)
         noise = normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
         noise = ((noise * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
         inside = within(Boxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
         return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
 
-    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and deviation as fractions, and the mean in bytes."""
         if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
             mean, std = (
                 torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std)
             )
-            self._colours[device] = mean, std
+            filled = torch.tensor(fill_colour(self.preprocess), device=device, dtype=torch.float32)
+            self._colours[device] = mean, std, filled
         return self._colours[device]
+
+
+def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> list[RandTurn]:
+    if config.trivial:
+        return [draw_trivial(_uniform(key, "trivial", 3), size)]
+    if config.auto:
+        return list(draw_auto(_uniform(key, "auto", 5), config.auto_policy, size))
+    if config.rand_style == "timm":
+        numbers = _uniform(key, "timm", TIMM_DRAWS * config.rand_ops).reshape(len(key), config.rand_ops, TIMM_DRAWS)
+        return [draw_timm(each, config.rand_magnitude, config.rand_std, size) for each in numbers.swapaxes(0, 1)]
+    chances = _uniform(key, "rand", 2 * config.rand_ops)
+    return [draw_turn(chances[:, 2 * n : 2 * n + 2], config.rand_magnitude, size) for n in range(config.rand_ops)]
 
 
 def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.float64]:
@@ -220,44 +235,3 @@ def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.fl
 
 def _named(what: str, box: tuple[NDArray[np.float64], ...]) -> dict[str, NDArray[np.float64]]:
     return {f"{what}_{side}": values for side, values in zip(_BOX, box, strict=True)}
-
-
-def _resized_crop(
-    config: AugmentConfig, drawn: NDArray[np.float64], height: int, width: int
-) -> tuple[NDArray[np.float64], ...]:
-    """Top, left, height, width, each [batch], as torchvision: ten tries, then the centre at the nearest ratio."""
-    tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
-    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
-    found, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
-    least, most = min(config.ratio), max(config.ratio)
-    other_width, other_height = width, height
-    if width / height < least:
-        other_height = round(width / least)
-    elif width / height > most:
-        other_width = round(height * most)
-    tall, wide = np.where(found, tall[first], other_height), np.where(found, wide[first], other_width)
-    down, right = drawn[:, -2:].T
-    top = np.where(found, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
-    left = np.where(found, np.floor(right * (width - wide + 1)), (width - other_width) // 2)
-    return top, left, tall, wide
-
-
-def _erased_box(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
-    """Whether ten tries found a rectangle, and its top, left, height, width; as torchvision."""
-    # torchvision's ratio is height over width here, and width over height when it crops.
-    wide, tall = _rectangles(drawn, size * size, _ERASED_SHARE, _ERASED_RATIO)
-    fits: NDArray[np.bool_] = (tall < size) & (wide < size)
-    first = np.arange(len(drawn)), fits.argmax(1)
-    tall, wide = tall[first], wide[first]
-    down, right = drawn[:, -2:].T
-    return fits[first], (np.floor(down * (size - tall + 1)), np.floor(right * (size - wide + 1)), tall, wide)
-
-
-def _rectangles(
-    drawn: NDArray[np.float64], area: int, share: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Heights and widths [batch, tries], of a uniform share of the area and a log-uniform ratio of width to height."""
-    areas = area * (share[0] + (share[1] - share[0]) * drawn[:, :_TRIES])
-    low, high = np.log(ratio)
-    ratios = np.exp(low + (high - low) * drawn[:, _TRIES : 2 * _TRIES])
-    return np.rint(np.sqrt(areas / ratios)), np.rint(np.sqrt(areas * ratios))

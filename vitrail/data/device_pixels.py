@@ -26,6 +26,9 @@ _FIXED = 1 << 24  # Pillow's weights are whole parts of this
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
 
 
+AFFINE = ("ax", "bx", "cx", "ay", "by", "cy")  # x = ax * column + bx * row + cx, and y
+
+
 class Boxes(NamedTuple):
     """A rectangle of pixels for each image."""
 
@@ -55,6 +58,34 @@ def reflected_window(images: Tensor, top: Tensor, left: Tensor, size: int) -> Te
     rows, columns = _reflected(top, size, height), _reflected(left, size, width)
     places = (rows[:, :, None] * width + columns[:, None, :]).view(len(images), 1, size * size)
     return images.flatten(2).gather(2, places.expand(-1, 3, -1)).unflatten(2, (size, size))
+
+
+def warped(images: Tensor, maps: Tensor, fill: Tensor, interpolation: Interpolation) -> Tensor:
+    """Each pixel from where its image's affine map [6, batch] says, `fill` [3] from outside, as Pillow interpolates.
+
+    Pillow computes in float64 and cuts to bytes. Values here are float32, so that one that is nearly whole may come out
+    a grey level apart.
+    """
+    height, width = images.shape[-2:]
+    xx, xy, x, yx, yy, y = (part.to(torch.float64).view(-1, 1, 1) for part in maps)
+    row = torch.arange(height, device=images.device, dtype=torch.float64).view(-1, 1) + 0.5
+    column = torch.arange(width, device=images.device, dtype=torch.float64) + 0.5
+    across, down = xx * column + xy * row + x, yx * column + yy * row + y
+    inside = (across >= 0) & (across < width) & (down >= 0) & (down < height)
+    reach = {"nearest": 1, "bilinear": 2}.get(interpolation, 4)
+    shift = 0.0 if reach == 1 else 0.5
+    left, top = (across - shift).floor(), (down - shift).floor()
+    dx, dy = ((at - shift - whole).to(torch.float32)[:, None] for at, whole in ((across, left), (down, top)))
+    flat = images.flatten(2)
+
+    def taken(i: int, j: int) -> Tensor:
+        at = (top + i).clamp(0, height - 1) * width + (left + j).clamp(0, width - 1)
+        return flat.gather(2, at.to(torch.int64).flatten(1)[:, None].expand(-1, 3, -1)).view_as(images)
+
+    offsets = range(-1, 3) if reach == 4 else range(reach)
+    lines = [_between([taken(i, j) for j in offsets], dx) for i in offsets]
+    found = _between(lines, dy).clamp(0, 255).floor_()
+    return torch.where(inside[:, None], found, fill.view(1, 3, 1, 1))
 
 
 def luminance(images: Tensor) -> Tensor:
@@ -123,6 +154,16 @@ def within(boxes: Boxes, height: int, width: int) -> Tensor:
     row = torch.arange(height, device=top.device).view(-1, 1)
     column = torch.arange(width, device=top.device)
     return (row >= top) & (row < top + tall) & (column >= left) & (column < left + wide)
+
+
+def _between(values: list[Tensor], d: Tensor) -> Tensor:
+    """One, two or four neighbours interpolated at a distance from the one before; the cubic is Pillow's."""
+    if len(values) == 1:
+        return values[0]
+    if len(values) == 2:
+        return values[0] + (values[1] - values[0]) * d
+    a, b, c, e = values
+    return b + d * (c - a + d * (2 * (a - b) + c - e + d * (b - a + e - c)))
 
 
 def _per_image(values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""RandAugment (Cubuk et al., 2020) on a batch: torchvision's 14 operations, with the pixels Pillow gives.
+"""RandAugment, TrivialAugment and AutoAugment (Cubuk et al., 2019 and 2020; Muller and Hutter, 2021) on a batch.
 
-The host draws, so it knows how many images each operation falls to: images are grouped by operation, and every group is
-one batch of tensor operations. Magnitudes are those of torchvision with 31 levels, for all images the same but for the
-sign.
+Operations and their magnitudes are torchvision's, pixels are those that Pillow gives. Each is a few turns of one
+operation an image. The host draws, so it knows how many images each operation falls to: images are grouped by
+operation, and every group is one batch of tensor operations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchvision.transforms import v2
 
-from vitrail.data.augment import RAND_MAGNITUDES
-from vitrail.data.device_pixels import blended, jittered
+from vitrail.data.augment import SOLARISE_FROM
+from vitrail.data.config import Interpolation
+from vitrail.data.device_pixels import AFFINE, blended, jittered, warped
+from vitrail.data.policies import RAND_MAGNITUDES
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"),
@@ -26,15 +29,41 @@ OPERATIONS = (
 )
 _MOVES, _ENHANCES = OPERATIONS.index("ShearX"), OPERATIONS.index("Brightness")
 _SHARPENS = OPERATIONS.index("Sharpness")
-_GROUPS = (_MOVES, _ENHANCES, *range(_SHARPENS, len(OPERATIONS) + 1))  # the first operation of each, and the end
+ALL = (*OPERATIONS, "Invert", "SolarizeAdd")  # AutoAugment has the first of these too, timm's RandAugment both
+_GROUPS = (_MOVES, _ENHANCES, *range(_SHARPENS, len(ALL) + 1))  # the first operation of each, and the end
 _FIXED = 16  # bits after the point in Pillow's coordinates
-_COLUMNS = ("xx", "xy", "x_whole", "x_part", "yx", "yy", "y_whole", "y_part", "factor")
+_MAP = ("xx", "xy", "x_whole", "x_part", "yx", "yy", "y_whole", "y_part")
+_COLUMNS = (*_MAP, "factor", "step", "threshold")
+
+
+class Space(NamedTuple):
+    """How strong operations are: their largest magnitudes, in so many equal levels from none."""
+
+    levels: int
+    shear: float
+    shift: float | None  # pixels; none: 150 / 331 of the side
+    degrees: float
+    enhance: float
+    bits: int  # that Posterize takes away
+
+
+_RAND = Space(RAND_MAGNITUDES, 0.3, None, 30.0, 0.9, 4)
+_AUTO = _RAND._replace(levels=10)
+_WIDE = Space(RAND_MAGNITUDES, 0.99, 32.0, 135.0, 0.99, 6)
+
+
+class Smooth(NamedTuple):
+    """How what moves pixels interpolates, and what it fills with: a colour [3], on the device of the images."""
+
+    fill: Tensor
+    interpolation: Interpolation
 
 
 class RandTurn(NamedTuple):
     """One operation an image: [batch] columns by name, and where in `rows` each group begins, and the last ends.
 
-    `rows` are in order of their operation; the other columns are `operation`, its affine map and its factor.
+    `rows` are in order of their operation; the other columns are `operation`, the affine map of what moves pixels,
+    the factor of what enhances, the step of Posterize and the threshold of Solarize (and timm's `add`).
     """
 
     columns: dict[str, Any]
@@ -42,34 +71,82 @@ class RandTurn(NamedTuple):
 
 
 def draw_turn(chances: NDArray[np.float64], magnitude: int, size: int) -> RandTurn:
-    """Operation and sign of each image from chances [batch, 2] in [0, 1)."""
+    """A turn of RandAugment from chances [batch, 2] in [0, 1): operation and sign of each image."""
     operation = np.floor(chances[:, 0] * len(OPERATIONS)).astype(np.int64)
-    positive = (chances[:, 1] > 0.5).astype(np.int64)
-    columns = dict(zip(_COLUMNS, _table(magnitude, size)[operation, positive].T, strict=True))
+    return _turn(_RAND, operation, np.full(len(chances), magnitude), chances[:, 1], size)
+
+
+def draw_trivial(chances: NDArray[np.float64], size: int) -> RandTurn:
+    """The one turn of TrivialAugment from chances [batch, 3]: operation, sign and level of each image."""
+    operation = np.floor(chances[:, 0] * len(OPERATIONS)).astype(np.int64)
+    level = np.floor(chances[:, 2] * _WIDE.levels).astype(np.int64)
+    return _turn(_WIDE, operation, level, chances[:, 1], size)
+
+
+def draw_auto(chances: NDArray[np.float64], policy: str, size: int) -> tuple[RandTurn, RandTurn]:
+    """The two turns of AutoAugment from chances [batch, 5]: which pair, whether each comes, both signs."""
+    pairs = _pairs(policy)
+    pair = pairs[np.floor(chances[:, 0] * len(pairs)).astype(np.int64)]  # [batch, 2, 3]
+
+    def one(number: int) -> RandTurn:
+        operation, probability, level = pair[:, number].T
+        comes = chances[:, 1 + number] <= probability
+        return _turn(_AUTO, np.where(comes, operation, 0).astype(np.int64), level, chances[:, 3 + number], size)
+
+    return one(0), one(1)
+
+
+@lru_cache(4)
+def _pairs(policy: str) -> NDArray[np.float64]:
+    """[pairs, 2, 3]: operation, probability and level, as torchvision lists them."""
+    listed = v2.AutoAugment(v2.AutoAugmentPolicy(policy))._policies
+    return np.array([[(ALL.index(name), chance, level or 0) for name, chance, level in pair] for pair in listed])
+
+
+def _turn(
+    space: Space, operation: NDArray[np.int64], level: NDArray[Any], sign: NDArray[np.float64], size: int
+) -> RandTurn:
+    positive = (sign > 0.5).astype(np.int64)
+    table = _table(space, size)[operation, level.astype(np.int64), positive]
+    return grouped(operation, dict(zip(_COLUMNS, table.T, strict=True)))
+
+
+def grouped(operation: NDArray[np.int64], columns: dict[str, Any]) -> RandTurn:
+    """A turn of operations [batch], given by their places in `ALL`, with their parameters."""
     rows = np.argsort(operation, kind="stable")
     bounds = tuple(np.searchsorted(operation[rows], _GROUPS).tolist())
     return RandTurn({"rows": rows, "operation": operation, **columns}, bounds)
 
 
-def rand_augmented(images: Tensor, turn: RandTurn, magnitude: int) -> Tensor:
-    """Images [batch, 3, size, size] of whole numbers, each under its operation; columns are on the same device."""
+def rand_augmented(images: Tensor, turn: RandTurn, smooth: Smooth | None = None) -> Tensor:
+    """Images [batch, 3, size, size] of whole numbers, each under its operation; columns are on the same device.
+
+    `smooth` says how maps in plain numbers are interpolated; without it they are in fixed point, nearest neighbour.
+    """
     columns = turn.columns
     for group, (begin, end) in enumerate(itertools.pairwise(turn.bounds)):
         if begin == end:
             continue
         rows = columns["rows"][begin:end].to(torch.int64)
         mine = images[rows]
-        name = OPERATIONS[_GROUPS[group]]
-        if name == "ShearX":
-            mine = moved(mine, torch.stack([columns[what][rows] for what in _COLUMNS[:-1]]).to(torch.int64))
+        name = ALL[_GROUPS[group]]
+        if name == "ShearX" and smooth is not None:
+            mine = warped(mine, torch.stack([columns[what][rows] for what in AFFINE]), *smooth)
+        elif name == "ShearX":
+            mine = moved(mine, torch.stack([columns[what][rows] for what in _MAP]).to(torch.int64))
         elif name == "Brightness":
             mine = jittered(mine, columns["operation"][rows] - _ENHANCES, columns["factor"][rows])
         elif name == "Sharpness":
             mine = blended(mine, smoothed(mine), columns["factor"][rows])
         elif name == "Posterize":
-            mine = posterised(mine, _bits(magnitude))
+            mine = posterised(mine, columns["step"][rows])
         elif name == "Solarize":
-            mine = torch.where(mine < 255 * _level(1.0, 0.0, magnitude), mine, 255 - mine)
+            mine = torch.where(mine < columns["threshold"][rows].view(-1, 1, 1, 1), mine, 255 - mine)
+        elif name == "Invert":
+            mine = 255 - mine
+        elif name == "SolarizeAdd":
+            added = (mine + columns["add"][rows].view(-1, 1, 1, 1)).clamp_(max=255)
+            mine = torch.where(mine < SOLARISE_FROM, added, mine)
         else:
             mine = autocontrasted(mine) if name == "AutoContrast" else equalised(mine)
         images = images.index_copy(0, rows, mine)
@@ -106,9 +183,9 @@ def smoothed(images: Tensor) -> Tensor:
     return smooth
 
 
-def posterised(images: Tensor, bits: int) -> Tensor:
-    """The highest bits of each value; exact."""
-    step = 2 ** (8 - bits)
+def posterised(images: Tensor, step: Tensor) -> Tensor:
+    """Values cut down to multiples of their image's step [batch], a power of two; exact."""
+    step = step.view(-1, 1, 1, 1)
     return (images / step).floor_() * step
 
 
@@ -136,31 +213,34 @@ def equalised(images: Tensor) -> Tensor:
     return torch.where(step > 0, table.gather(1, values), values).view(images.shape).to(torch.float32)
 
 
-def _level(first: float, last: float, magnitude: int) -> float:
-    return float(torch.linspace(first, last, RAND_MAGNITUDES)[magnitude])  # float32, as torchvision
-
-
-def _bits(magnitude: int) -> int:
-    return 8 - round(magnitude / ((RAND_MAGNITUDES - 1) / 4))
-
-
 @lru_cache(8)
-def _table(magnitude: int, size: int) -> NDArray[np.float64]:
-    """[operations, signs, columns]: maps of the geometric operations in fixed point, and factors of the others."""
-    table = np.zeros((len(OPERATIONS), 2, len(_COLUMNS)))
-    for positive, sign in enumerate((-1.0, 1.0)):
-        shear, angle = sign * _level(0.0, 0.3, magnitude), sign * _level(0.0, 30.0, magnitude)
-        shift = -int(sign * _level(0.0, 150.0 / 331.0 * size, magnitude))
+def _table(space: Space, size: int) -> NDArray[np.float64]:
+    """[operations, levels, signs, columns]: parameters of every operation at every strength.
+
+    Maps are in fixed point. Levels are made in float32, as torchvision's are.
+    """
+    table = np.zeros((len(ALL), space.levels, 2, len(_COLUMNS)))
+    most = 150.0 / 331.0 * size if space.shift is None else space.shift
+    shear, shift, degrees, enhance = (
+        torch.linspace(0.0, largest, space.levels).tolist()
+        for largest in (space.shear, most, space.degrees, space.enhance)
+    )
+    bright = torch.linspace(1.0, 0.0, space.levels).tolist()
+    for level, positive in itertools.product(range(space.levels), range(2)):
+        sign = 2 * positive - 1
+        slope, move = sign * shear[level], -int(sign * shift[level])
         maps = {
-            "ShearX": (1.0, shear, 0.0, 0.0, 1.0, 0.0),
-            "ShearY": (1.0, 0.0, 0.0, shear, 1.0, 0.0),
-            "TranslateX": (1.0, 0.0, shift, 0.0, 1.0, 0.0),
-            "TranslateY": (1.0, 0.0, 0.0, 0.0, 1.0, shift),
-            "Rotate": _rotation(angle, size),
+            "ShearX": (1.0, slope, 0.0, 0.0, 1.0, 0.0),
+            "ShearY": (1.0, 0.0, 0.0, slope, 1.0, 0.0),
+            "TranslateX": (1.0, 0.0, move, 0.0, 1.0, 0.0),
+            "TranslateY": (1.0, 0.0, 0.0, 0.0, 1.0, move),
+            "Rotate": _rotation(sign * degrees[level], size),
         }
         for name, inverse in maps.items():
-            table[OPERATIONS.index(name), positive, :-1] = _fixed_point(*inverse)
-        table[:, positive, -1] = 1 + sign * _level(0.0, 0.9, magnitude)
+            table[ALL.index(name), level, positive, : len(_MAP)] = _fixed_point(*inverse)
+        step = 2 ** round(level / ((space.levels - 1) / space.bits))
+        # Whole numbers are below a threshold where they are below the next whole one; that one float32 holds exactly.
+        table[:, level, positive, len(_MAP) :] = 1 + sign * enhance[level], step, math.ceil(255 * bright[level])
     return table
 
 

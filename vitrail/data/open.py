@@ -22,7 +22,8 @@ from urllib.parse import parse_qsl
 from vitrail.data.levels import choose_level
 from vitrail.data.packed import drop_unreadable, is_packed, open_packed
 from vitrail.data.source import DataSet
-from vitrail.data.split import carve, limit_train
+from vitrail.data.split import carve
+from vitrail.data.subset import add_label_noise, reduce_train
 from vitrail.schema import near
 
 FORMS = (
@@ -41,14 +42,19 @@ def open_data(
     test_fraction: float = 0.1,
     split_seed: int = 0,
     level: str = "",
+    shots: int | None = None,
+    fraction: float = 1.0,
+    long_tail: float | None = None,
+    label_noise: float = 0.0,
     limit: int | None = None,
 ) -> DataSet:
     """The data set a URI names, with train and val splits and, where there is one, test.
 
     `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
     `val_fraction` of the whole are carved off. `level` is the level of a taxonomy that becomes the label, after
-    carving: splits are the same whatever is learned. `limit` is the most training images to keep. All draws are
-    stratified and depend on `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
+    carving: splits are the same whatever is learned. `shots`, `fraction`, `long_tail`, `limit` and `label_noise` then
+    change train alone, see `vitrail.data.subset`. All draws are stratified and depend on `split_seed`. Raises
+    `FileNotFoundError` or `ValueError` with one sentence.
 
     >>> data = open_data("embedded:fashion")
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
@@ -58,7 +64,8 @@ def open_data(
     if len(data.classes) < 2:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
     data = choose_level(carve(data, val_fraction, test_fraction, split_seed), level)
-    return drop_unreadable(data if limit is None else limit_train(data, limit, split_seed))
+    data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
+    return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
 
 
 def open_source(uri: str) -> DataSet:

@@ -3,6 +3,11 @@
 The training stream is one endless line: epoch 0's rows, epoch 1's rows, and so on, each in an order drawn from (seed,
 epoch). Step s takes places s * batch to (s + 1) * batch of that line, across the ends of epochs, so every batch is full
 and any step can be computed without having seen the ones before.
+
+Repeated augmentation (Hoffer et al., 2020; DeiT) puts every drawn row `repeats` times into the line, side by side, with
+a `repeat` that gives each copy its own augmentation. An epoch stays as long, so it shows 1 / repeats of the rows. What
+a batch holds is thereby what DeiT's sampler gives to all its processes together; but its places are then dealt anew,
+because mixup and CutMix mix place i with place i ^ 1, and copies side by side would be mixed with themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ class Order:
     classes with equal probability, and then the next row of that class, cycling through a permutation drawn for the
     epoch. Where several labels may hold (`labels` [rows, classes] of 0/1) a row is drawn, with replacement, in
     proportion to the mean over its labels of 1 / (rows with that label); rows without a label count as one more class.
+
+    With `repeats` the first rows / repeats places of such an epoch are drawn, each that many times (the last one fewer
+    times where they do not divide). Raises `ValueError` for more repeats than rows or than places in a batch.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class Order:
         seed: int,
         sampling: Literal["shuffle", "balanced"] = "shuffle",
         labels: NDArray[np.int64] | None = None,
+        repeats: int = 1,
     ) -> None:
         if rows < 1:
             raise ValueError("there are no images to train on; check the data with `vitrail check`")
@@ -51,7 +60,12 @@ class Order:
             raise ValueError(f"data.batch: {batch} must be at least 1")
         if sampling not in ("shuffle", "balanced"):
             raise ValueError(f"data.sampling: {sampling!r} is not one of shuffle, balanced")
-        self.rows, self.batch, self.seed, self.sampling = rows, batch, seed, sampling
+        if not 1 <= repeats <= min(rows, batch):
+            raise ValueError(
+                f"data.repeats: {repeats} copies of an image do not go with {rows} images in batches of {batch}; "
+                f"use 1 to {min(rows, batch)}"
+            )
+        self.rows, self.batch, self.seed, self.sampling, self.repeats = rows, batch, seed, sampling, repeats
         self._epochs: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.int64] | None]] = OrderedDict()
         self._labels: NDArray[np.integer] | None = None
         self._probability: NDArray[np.float64] | None = None
@@ -74,16 +88,24 @@ class Order:
         count = self.batch - first if count is None else count
         if step < 0 or first < 0 or count < 0 or first + count > self.batch:
             raise ValueError(f"step {step} has no places {first} to {first + count}; a batch has {self.batch}")
+        start = step * self.batch
+        if self.repeats == 1:
+            return self._line(start + first, start + first + count)
+        whole = self._line(start, start + self.batch)  # copies are dealt over the batch: its parts need all of it
+        return whole[_dealt(whole[:, 0], whole[:, 2] % self.repeats)[first : first + count]]
+
+    def _line(self, place: int, end: int) -> NDArray[np.int64]:
+        """Places of the endless line, across the ends of epochs."""
         drawn: list[NDArray[np.int64]] = []
-        place, end = step * self.batch + first, step * self.batch + first + count
         while place < end:
             epoch, begin = divmod(place, self.rows)
             stop = min(self.rows, begin + end - place)
-            rows, repeats = self._epoch(epoch)
-            part = np.zeros((stop - begin, 3), dtype=np.int64)
-            part[:, 0], part[:, 1] = rows[begin:stop], epoch
-            if repeats is not None:
-                part[:, 2] = repeats[begin:stop]
+            rows, earlier = self._epoch(epoch)
+            which, copy = np.divmod(np.arange(begin, stop), self.repeats)
+            part = np.empty((stop - begin, 3), dtype=np.int64)
+            part[:, 0], part[:, 1], part[:, 2] = rows[which], epoch, copy
+            if earlier is not None:
+                part[:, 2] += earlier[which] * self.repeats
             drawn.append(part)
             place += stop - begin
         return np.concatenate(drawn) if drawn else np.zeros((0, 3), dtype=np.int64)
@@ -126,6 +148,22 @@ def _balanced(
     turn = _earlier(classes)
     size = sizes[classes]
     return by_class[begins[classes] + turn % size], turn // size
+
+
+def _dealt(rows: NDArray[np.int64], copy: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An order of a batch in which places i and i ^ 1 hold different rows, and copies of a row different partners.
+
+    The first half, its copies number 0 first, goes to the even places; the second half, as it comes, to the odd ones.
+    Where a row meets itself (a copy on either side of the middle, in a small batch) the second half is turned until
+    none does; in a batch of hardly more than one row that may not be possible.
+    """
+    half = len(rows) // 2
+    first = np.argsort(copy[:half], kind="stable")
+    second = np.arange(half, 2 * half)
+    turns = (turned for shift in range(half) if (rows[first] != rows[turned := np.roll(second, -shift)]).all())
+    order = np.arange(len(rows))  # the last place of an odd batch has no partner and stays
+    order[0 : 2 * half : 2], order[1 : 2 * half : 2] = first, next(turns, second)
+    return order
 
 
 def _earlier(values: NDArray[np.integer]) -> NDArray[np.int64]:

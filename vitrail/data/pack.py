@@ -128,7 +128,8 @@ def _fill(
         notes=data.notes,
         splits=tuple(splits),
     )
-    write_text(out / LISTING, json.dumps(asdict(made), indent=1))
+    listing = {key: value for key, value in asdict(made).items() if key != "coarse_classes"}
+    write_text(out / LISTING, json.dumps(listing, indent=1))
     (out / UNFINISHED).unlink()
     return made
 

@@ -20,7 +20,7 @@ from vitrail.data.source import DataSet, Split
 
 UNDIVIDED = "all"  # name of the only split of a source that is not divided
 Key = tuple[int, int]  # seed, which draw
-_TEST, _VAL, _LIMIT = 1, 2, 3  # which draw: the same image has an independent number in each
+_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE = range(1, 7)  # which draw: an image has an independent number in each
 
 
 def carve(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -> DataSet:
@@ -72,7 +72,7 @@ def limit_train(data: DataSet, limit: int, seed: int) -> DataSet:
     sizes = np.bincount(stratum(train.labels))
     least = np.minimum(sizes, 1) if limit >= np.count_nonzero(sizes) else np.zeros_like(sizes)
     counts = apportion(sizes.astype(np.float64) * (limit / len(train)), least, sizes, limit)
-    rows = _smallest(train, np.ones(len(train), bool), counts, (seed, _LIMIT))
+    rows = smallest(train, np.ones(len(train), bool), counts, (seed, _LIMIT))
     note = f"train: {limit} of {len(train)} images drawn, stratified, seed {seed}"
     return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))
 
@@ -115,10 +115,10 @@ def _share(whole: Split, free: NDArray[np.bool_], fraction: float, key: Key, wha
             f"cannot carve {what}: no class has an image to spare; add images or that split, or set its fraction to 0"
         )
     counts = apportion(exact, np.zeros_like(room), room, max(1, round(float(exact.sum()))))
-    return _smallest(whole, free, counts, key)
+    return smallest(whole, free, counts, key)
 
 
-def _smallest(split: Split, free: NDArray[np.bool_], counts: NDArray[np.int64], key: Key) -> NDArray[np.int64]:
+def smallest(split: Split, free: NDArray[np.bool_], counts: NDArray[np.int64], key: Key) -> NDArray[np.int64]:
     """Rows, in order, of the `counts[c]` free images of each class c with the smallest random numbers."""
     rows, strata = np.flatnonzero(free), stratum(split.labels)
     index = split.index[rows]

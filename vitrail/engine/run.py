@@ -18,7 +18,8 @@ TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl`, `checkpoint/`, `model/`, `report.html`, `log.txt`, `environment.json`."""
+    """`config.yaml`, `metrics.jsonl`, `checkpoint/`, `model/`, `predictions.safetensors`, `report.html`, `log.txt`,
+    `environment.json`. The report comes last: a run that has one, and final figures, is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,6 +115,24 @@ class RunFolder:
             except json.JSONDecodeError:
                 continue
         return lines
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything is there. A resumed run loses its final figures first, and then counts as unfinished."""
+        return self.report.is_file() and any(line.get("final") for line in self.read_metrics())
+
+    @property
+    def busy(self) -> bool:
+        """Whether another process is writing here. Not for the writer itself: asking would let go of its own lock."""
+        if not (self.path / ".lock").exists():
+            return False
+        probe = RunFolder(self.path)
+        try:
+            probe.lock()
+        except FileExistsError:
+            return True
+        probe.unlock()
+        return False
 
     def cut_metrics(self, step: int) -> None:
         """Forget what was logged after the checkpoint, and any final figures."""
