@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,3 +277,33 @@ def test_random_embeddings_reach_the_prior_and_with_an_oracle_the_prior_within_t
     assert oracle == pytest.approx(0.201, abs=0.02)
     with pytest.raises(ValueError, match="a conditioned ranking needs"):
         mean_average_precision(queries, labels[rows], memory, labels, memory_coarse=coarse)
+
+
+def test_coarse_training_is_judged_on_fine_neighbours_and_can_be_evaluated_again(tmp_path: Path) -> None:
+    import vitrail
+    from vitrail.recipes import recipe, with_values
+
+    config = with_values(
+        recipe("small-grafit"),
+        {
+            "out": str(tmp_path / "run"),
+            "data.uri": "synthetic:shapes?n=120&size=32",
+            "data.batch": 24,
+            "data.workers": 0,
+            "optim.steps": 3,
+            "engine.device": "cpu",
+            "evaluators": ("knn", "retrieval"),
+        },
+    )
+    run = vitrail.train(config, quiet=True)
+    data = vitrail.open_data("synthetic:shapes?n=120&size=32")
+    fine, coarse = (level.classes for level in data.levels)
+    assert run.model.classes == coarse
+    assert len(fine) > len(coarse)
+    final = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"knn", "knn_fine", "knn_coarse", "map", "map_conditioned", "map_oracle"} <= final.keys()
+    assert final["knn"] == final["knn_fine"]
+    assert final["map_oracle"] >= final["map"]
+    again, _, split = vitrail.evaluate(run.path, "synthetic:shapes?n=120&size=32", device="cpu")
+    assert split == "test"
+    assert again.scalars()["top1"] == pytest.approx(run.figures.scalars()["top1"])

@@ -109,3 +109,9 @@ def test_broken_yaml_is_one_sentence(tmp_path) -> None:
         load_yaml(path)
     with pytest.raises(FileNotFoundError, match="no configuration at"):
         load_yaml(tmp_path / "none.yaml")
+
+
+def test_a_setting_of_the_trunk_leaves_the_others_of_its_base() -> None:
+    base = from_mapping({"model": {"name": "vit_micro_28", "trunk": {"depth": 3, "width": 32}}})
+    changed = from_mapping({"model": {"trunk": {"width": 64}}}, base)
+    assert changed.model.trunk == {"depth": 3, "width": 64}

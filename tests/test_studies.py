@@ -111,3 +111,13 @@ def test_the_speed_run_times_and_judges(tmp_path: Path) -> None:
     assert all(line["seconds"] >= line["training_seconds"] > 0 for line in lines[:4])
     means = {line["figure"]: line["mean"] for line in lines[4:]}
     assert means["top1"] == pytest.approx((lines[2]["top1"] + lines[3]["top1"]) / 2, abs=1e-4)
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_study_file_makes_sense(path: Path) -> None:
+    from vitrail.api.studies import read_study
+
+    study = read_study(path)
+    assert study.name == path.stem
+    assert len(study.seeds) >= 3
+    assert path.read_text().startswith("# ")  # what is expected, and where that is said

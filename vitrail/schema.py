@@ -181,7 +181,8 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
     if origin is Annotated:
         inner, *marks = get_args(kind)
         if any(isinstance(m, Overrides) for m in marks):
-            return _overrides(next(m.of for m in marks if isinstance(m, Overrides)), value, where, problems)
+            given = _overrides(next(m.of for m in marks if isinstance(m, Overrides)), value, where, problems)
+            return {**(base if isinstance(base, Mapping) else {}), **given}  # those that are not named stay
         before = len(problems)
         made = _value(inner, value, base, where, problems)
         for mark in marks:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.data.levels import choose_level
 from vitrail.data.loader import EvalLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -138,6 +139,9 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
         )
     if data.classes == model.classes:
         return data
+    for level in data.levels:  # trained on a coarser level of the same data
+        if level.classes == model.classes:
+            return choose_level(data, level.name)
     unknown = [name for name in data.classes if name not in model.classes]
     if unknown:
         raise ValueError(
