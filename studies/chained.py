@@ -1,0 +1,135 @@
+"""Studies in which one run stands on another: `vitrail compare` with something trained first.
+
+    python studies/chained.py resolution cifar100.npz        E22: low resolution first, against the target throughout
+    python studies/chained.py attention cifar100.npz cifar10.npz      E26: attention-only fine-tuning on few images
+    python studies/chained.py teachers cifar10.npz           E7: a convolutional against a transformer teacher
+    ... --smoke                                              a minute on a CPU, on whatever data are named
+
+Everything lands in runs/studies, finished runs are never repeated, and the report is that of `vitrail compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vitrail.api.comparing import compare_study
+from vitrail.api.studies import STUDIES, Study, run_hash
+from vitrail.config import RunConfig, dump
+from vitrail.engine.run import RunFolder
+from vitrail.files import write_text
+from vitrail.recipes import recipe, with_values
+from vitrail.show.compare_table import comparison_tables
+
+SMOKE = {
+    "data.batch": 20,
+    "data.limit": 60,
+    "data.workers": 0,
+    "data.check": "off",
+    "optim.steps": 3,
+    "model.trunk": {"depth": 1, "width": 48, "heads": 3},
+    "engine.device": "cpu",
+}
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any], smoke: bool) -> RunConfig:
+    """The configuration with changes, and as small as possible for a smoke run."""
+    small = dict(SMOKE) if smoke else {}
+    if config.model.name.startswith("cifar_resnet"):
+        small.pop("model.trunk", None)
+    return with_values(config, {**changes, "engine.evaluate_every": 0.0, **small})
+
+
+def made(config: RunConfig) -> Path:
+    """The run of a configuration, trained now if it is not there."""
+    path = STUDIES / f"run-{run_hash(config)}"
+    if not RunFolder(path).finished:
+        text = STUDIES / "configs" / f"{path.name}.yaml"
+        write_text(text, dump(config))
+        words = (
+            ["--resume", str(path)] if (path / "config.yaml").is_file() else ["--config", str(text), "--out", str(path)]
+        )
+        subprocess.run([sys.executable, "-m", "vitrail", "train", *words], check=True)
+    return path
+
+
+def resolution(data: str, smoke: bool) -> list[Study]:
+    """Trained at 24 pixels and fine-tuned at 32, against 32 throughout; the same images, three quarters of the tokens.
+
+    Expected (T6.6): at least as good, at lower cost.
+    """
+    base = changed(recipe("small-deit3"), {"data.uri": data, "optim.epochs": 40.0}, smoke)
+    studies = []
+    for seed in range(1 if smoke else 3):
+        low = made(with_values(base, {"model.image_size": 24, "seed": seed}))
+        tune = {
+            "model": {"weights": str(low)},
+            "optim": {"epochs": 5.0, "lr": 3e-4, "warmup": 1.0, "weight_decay": 0.02},
+        }
+        studies.append(
+            Study(f"resolution-seed{seed}", base, {"at-32": {}, "24-then-32": tune}, seeds=(seed,), budget="none")
+        )
+    return studies
+
+
+def attention(source: str, target: str, smoke: bool) -> list[Study]:
+    """A ViT from one data set fine-tuned on a tenth of another: all of it, its attention, its head.
+
+    Expected (section 6.3.5.1): attention alone about as good as all.
+    """
+    base = made(changed(recipe("small-deit"), {"data.uri": source, "optim.epochs": 60.0}, smoke))
+    tuned = changed(
+        recipe("small-transfer"),
+        {"data.uri": target, "data.fraction": 1.0 if smoke else 0.1, "model.weights": str(base), "optim.epochs": 40.0},
+        smoke,
+    )
+    ways: dict[str, dict[str, Any]] = {"full": {}, "attention": {"optim": {"tune": "attention"}}}
+    ways |= {"head": {"optim": {"tune": "head"}}}
+    return [Study("attention-only", tuned, ways, seeds=(0,) if smoke else (0, 1, 2))]
+
+
+def teachers(data: str, smoke: bool) -> list[Study]:
+    """A student of a ResNet and of a ViT, both trained here on the same images.
+
+    Expected (T3.2): the convolutional teacher is the better one of two that are about as accurate.
+    """
+    convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, "optim.epochs": 60.0}, smoke))
+    transformer = made(
+        changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 150.0, "model.name": "vit_small_32"}, smoke)
+    )
+    base = changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 40.0}, smoke)
+
+    def of(teacher: Path) -> dict[str, Any]:
+        return {"objective": {"kind": "distillation", "teacher": str(teacher), "labels": {"smoothing": 0.1}}}
+
+    ways = {"alone": {}, "of-resnet": of(convolutional), "of-vit": of(transformer)}
+    return [Study("teachers", base, ways, seeds=(0,) if smoke else (0, 1, 2))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("resolution", "attention", "teachers"))
+    parser.add_argument("data", nargs="+")
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if options.what == "attention" and len(options.data) != 2:
+        parser.error("attention needs two data sets: where the ViT is trained, and where it is fine-tuned")
+    if options.what == "attention":
+        studies = attention(*options.data, options.smoke)
+    else:
+        studies = (resolution if options.what == "resolution" else teachers)(options.data[0], options.smoke)
+    for study in studies:
+        found, folder = compare_study(study, jobs=options.jobs, seconds=0.0 if options.smoke else 1.0)
+        Console().print(comparison_tables(found))
+        print(f"report: {folder / 'report.html'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
