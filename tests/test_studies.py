@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -121,3 +122,18 @@ def test_every_study_file_makes_sense(path: Path) -> None:
     assert study.name == path.stem
     assert len(study.seeds) >= 3
     assert path.read_text().startswith("# ")  # what is expected, and where that is said
+
+
+def test_features_that_keep_images_apart_can_be_cut_anywhere() -> None:
+    """One-hot features separate any labels; equal ones separate only what is counted more often."""
+    specification = importlib.util.spec_from_file_location("features", STUDIES / "features.py")
+    assert specification is not None
+    assert specification.loader is not None
+    features = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(features)
+    coarse = torch.arange(40) % 4
+    apart, known = features.separability(torch.eye(40), coarse, cuts=2)
+    assert apart == known == [1.0, 1.0]
+    same, halves = features.separability(torch.ones(40, 8), coarse, cuts=2)
+    assert same == pytest.approx([1 / 8, 1 / 8])
+    assert halves == pytest.approx([1 / 2, 1 / 2])
