@@ -104,8 +104,10 @@ def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
         changes["model.name"] = "ga_vit_tiny_32"
     elif name == "sot":
         changes["model.name"] = "sot_7_32"
-    if config.objective.kind == "distillation":
+    if config.objective.kind in ("distillation", "compres", "simreg"):
         changes["objective.teacher"] = str(teacher)
+    if config.objective.kind == "attention_transfer":  # its layers are counted in a deeper model
+        changes |= {"objective.teacher": str(teacher), "objective.layers": "all"}
     if config.optim.tune != "full":
         changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
     if config.data.level:

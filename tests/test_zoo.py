@@ -285,7 +285,16 @@ MISMATCHES = {
     "deit_tiny_sot": "printed as 7.0 M, counted 7.06: rounded down",
     "ga_convnext_tiny": "the released layout is within 2 % of the paper's (heads §4)",
     "ga_resnet50": "widths unpublished; ours were chosen near the stated count",
+    "xcit_t12_p8": "printed as 7 M: one digit",
+    "xcit_t12_p8_sima": "printed as 7 M: one digit",
+    "xcit_t20_p16": "printed as 12 M; 20 blocks of width 192 have 10.3 (24 have 12.1), and MACs agree with 20",
+    "xcit_t20_p16_sima": "as xcit_t20_p16",
+    "xcit_t24_p16": "printed as 12 M: two digits",
+    "xcit_t24_p16_sima": "printed as 12 M: two digits",
+    "xcit_s12_p16": "printed as 26 M: two digits",
+    "xcit_s12_p16_sima": "printed as 26 M: two digits",
 }
+FAR = {"xcit_t12_p8": 0.05, "xcit_t12_p8_sima": 0.05, "xcit_t20_p16": 0.15, "xcit_t20_p16_sima": 0.15}
 
 
 @pytest.mark.parametrize("name", [n for n, spec in ZOO.items() if spec.stated.parameters])
@@ -293,7 +302,7 @@ def test_stated_parameters_agree_within_their_rounding(name: str) -> None:
     stated = ZOO[name].stated.parameters
     parameters = counted(name).parameters / 1e6
     if name in MISMATCHES:
-        assert parameters == pytest.approx(stated, rel=0.04)
+        assert parameters == pytest.approx(stated, rel=FAR.get(name, 0.04))
         assert parameters != pytest.approx(stated, rel=0.0065), "no mismatch any more: take it off the list"
         return
     assert parameters == pytest.approx(stated, rel=0.0065)
@@ -306,6 +315,7 @@ MAC_MISMATCHES = {
     "ga_convnext_small": "10.5 printed; the released layout has 9.6",
     "ga_convnext_base": "19.0 printed; the released layout has 16.9",
     "cifar_resnet29_bottleneck": "printed with one digit",
+    "deit_small_sima": "4.6 printed, as for softmax; the cheaper order of products leaves 4.36",
 }
 
 
@@ -371,6 +381,6 @@ def test_names_are_found_by_pattern() -> None:
 
 def test_every_family_has_a_small_version() -> None:
     small = [name for name in ZOO if name.endswith("_32")]
-    for family in ("vit", "deit_tiny_distilled", "deit3", "cait", "resmlp", "patchconvnet", "sot", "ga"):
+    for family in ("vit", "deit_tiny_distilled", "deit3", "cait", "resmlp", "patchconvnet", "xcit", "sot", "ga"):
         assert any(name.startswith(family) for name in small), family
     assert issubclass(type(create_model(small[0], device="meta").head), Head)

@@ -12,17 +12,26 @@ import yaml
 
 from vitrail.data.config import AugmentConfig, DataConfig, conflicts
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.learn.config import DistillationConfig, GrafitConfig, ObjectiveConfig, SupervisedConfig
+from vitrail.learn.config import (
+    AttentionTransferConfig,
+    DistillationConfig,
+    GrafitConfig,
+    MaeConfig,
+    ObjectiveConfig,
+    SupervisedConfig,
+)
 from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
 __all__ = [
+    "AttentionTransferConfig",
     "AugmentConfig",
     "ConfigError",
     "DataConfig",
     "DistillationConfig",
     "EngineConfig",
     "GrafitConfig",
+    "MaeConfig",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
@@ -152,6 +161,10 @@ def validate(config: RunConfig) -> list[str]:
         )
     if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
         problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
+    if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
+        problems.append(
+            "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
+        )
     problems += _sizes(config)
     return problems
 

@@ -104,6 +104,7 @@ class Fit:
     def run(self) -> FitResult:
         """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
         began, first = time.monotonic(), self.step
+        settling: float | None = None  # seconds of the first steps, compilation among them
         total = self.schedule.steps
         quiet = self.quiet or not self.group.main
         with ExitStack() as stack, StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
@@ -118,6 +119,7 @@ class Fit:
                     # What compilation left behind stays: looking through it for garbage takes a third of a second.
                     gc.collect()
                     gc.freeze()
+                    settling = time.monotonic() - began
                 finished = self.step == total
                 if finished or self.step % self.engine.log_every == 0:
                     self._log(bar)
@@ -130,6 +132,9 @@ class Fit:
                     raise Stopped(self.step, self.folder.path)
         seconds = time.monotonic() - began
         rate = (self.step - first) * self.batch / max(seconds, 1e-9)
+        if self.group.main:
+            apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
+            self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
         return FitResult(self.kept, self.step, seconds, rate, self.notes)
 
     def _every(self, epochs: float) -> int:
@@ -216,7 +221,9 @@ class Fit:
         kept = {n: t for n, t in self.objective.state_dict().items() if not (frozen and n.startswith(frozen))}
         tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
         if self.work.ema is not None:
-            tensors |= {f"ema/{n}": t for n, t in self.work.ema.model.state_dict().items()}
+            average = self.work.ema.model.state_dict()  # of the model alone, which may hold a frozen module, too
+            average = {n: t for n, t in average.items() if not (frozen and f"model.{n}".startswith(frozen))}
+            tensors |= {f"ema/{n}": t for n, t in average.items()}
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 for key, value in self.work.optimizer.state[parameter].items():
@@ -263,11 +270,12 @@ class Fit:
                 )
         missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
         frozen = tuple(f"{name}." for name in self.objective.frozen)
+        if self.work.ema is not None:
+            lacking = self.work.ema.model.load_state_dict(state.part("ema"), strict=False).missing_keys
+            missing = [*missing, *(f"model.{name}" for name in lacking)]
         missing = [name for name in missing if not (frozen and name.startswith(frozen))]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
-        if self.work.ema is not None:
-            self.work.ema.model.load_state_dict(state.part("ema"))
         saved = state.part("optimizer")
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):

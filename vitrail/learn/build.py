@@ -8,7 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.config import AugmentConfig
-from vitrail.learn.config import DistillationConfig, GrafitConfig, ObjectiveConfig, OneConfig, SupervisedConfig
+from vitrail.learn import config as learn
+from vitrail.learn.config import (
+    AttentionTransferConfig,
+    DistillationConfig,
+    GrafitConfig,
+    MaeConfig,
+    ObjectiveConfig,
+    OneConfig,
+    SupervisedConfig,
+)
 from vitrail.learn.objective import Objective
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
@@ -42,4 +51,58 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
         from vitrail.learn.grafit import Grafit
 
         return Grafit(model, config, facts.labels, facts.index)
+    if isinstance(config, AttentionTransferConfig):
+        from vitrail.learn.attention_plan import load_source
+        from vitrail.learn.attention_transfer import AttentionTransfer
+
+        source = load_source(config.teacher, model)
+        return AttentionTransfer(model, config, source, facts.labels, facts.augment)
+    if isinstance(config, MaeConfig):
+        from vitrail.learn.mae import Mae
+
+        return Mae(model, config, facts.augment)
+    return _compared(config, model, facts)
+
+
+def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
+    """Objectives that compare embeddings: with a momentum teacher's, a frozen teacher's, or one another."""
+    steps = facts.steps
+    if isinstance(config, learn.ByolConfig):
+        from vitrail.learn.byol import Byol
+
+        return Byol(model, config, steps)
+    if isinstance(config, learn.MocoConfig):
+        from vitrail.learn.moco import Moco
+
+        return Moco(model, config, steps)
+    if isinstance(config, learn.IsdConfig):
+        from vitrail.learn.isd import Isd
+
+        return Isd(model, config, steps)
+    if isinstance(config, learn.MsfConfig):
+        from vitrail.learn.msf import Msf
+
+        return Msf(model, config, steps)
+    if isinstance(config, learn.CmsfConfig):
+        from vitrail.learn.cmsf import Cmsf
+
+        return Cmsf(model, config, steps, facts.labels, facts.index)
+    if isinstance(config, learn.CompresConfig):
+        from vitrail.learn.compres import Compres
+        from vitrail.learn.embedder import load_embedder
+
+        return Compres(model, config, load_embedder(config.teacher, model, config.teacher_size), facts.index)
+    if isinstance(config, learn.SimregConfig):
+        from vitrail.learn.embedder import load_embedder
+        from vitrail.learn.simreg import Simreg
+
+        return Simreg(model, config, load_embedder(config.teacher, model, config.teacher_size))
+    if isinstance(config, learn.SupconConfig):
+        from vitrail.learn.supcon import Supcon
+
+        return Supcon(model, config)
+    if isinstance(config, learn.ProtonwConfig):
+        from vitrail.learn.protonw import Protonw
+
+        return Protonw(model, config, steps)
     raise NotImplementedError(type(config).__name__)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Positive
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,206 @@ class OneConfig:
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)
 
 
-ObjectiveConfig = SupervisedConfig | DistillationConfig | GrafitConfig | OneConfig
+@dataclass(frozen=True)
+class AttentionTransferConfig:
+    """Labels, and the attention of a teacher (attention-transfer §2).
+
+    `copy`: the student uses the teacher's attention, and needs it at inference, too. `distill`: it has its own, which
+    is drawn to the teacher's; the teacher is dropped after training.
+    """
+
+    kind: Literal["attention_transfer"] = "attention_transfer"
+    teacher: str = ""
+    """A run or model folder, timm:NAME of a plain ViT, random (untrained), or a .safetensors file with `attention.0`
+    and so on: [heads, tokens, tokens], or with images in front, by stable index (distill, fixed views)."""
+    mode: Literal["copy", "distill"] = "distill"
+    target: Literal["map", "q", "k", "v", "qk", "features"] = "map"
+    """What is taken. Distilled maps: cross entropy; all else: mean squared error. Copying q and k is copying maps."""
+    layers: str = "all"
+    """Layers of the student that take: all, first:K, last:K, or a list such as 0,1,5."""
+    heads: str = "all"
+    """Heads of the student that take: all, first:K, last:K, or a list."""
+    layer_map: tuple[Whole, ...] = ()
+    """Teacher's layer for each of them (empty: the same; needed where depths differ)."""
+    head_map: tuple[Whole, ...] = ()
+    """Teacher's head for each of them (empty: the same; needed where numbers of heads differ)."""
+    aggregate: Literal["none", "examples", "layers", "heads", "queries"] = "none"
+    """Average the teacher's maps over this before they are taken; examples: a running mean over training."""
+    weight: NotNegative = 1.0
+    """Of the distillation loss, beside 1 for the labels (the paper: 3 for its main result, 1 elsewhere)."""
+    head_reduction: Literal["mean", "sum"] = "mean"
+    """Over heads; always the mean over images and queries, and the sum over layers."""
+    drop_path: Literal["off", "shared"] = "off"
+    """The teacher's: none, or the student's masks for both."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: the student's)."""
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How labels are learned."""
+
+
+@dataclass(frozen=True)
+class MaeConfig:
+    """Masked autoencoding: hidden patches are guessed from visible ones, without labels (attention-transfer §2.3)."""
+
+    kind: Literal["mae"] = "mae"
+    mask: Fraction = 0.75
+    """Share of the patches that is hidden."""
+    decoder_width: Count = 512
+    decoder_depth: Count = 8
+    decoder_heads: Count = 16
+    normalise: bool = True
+    """Pixels of every patch are brought to mean 0 and deviation 1 before they are compared."""
+
+
+@dataclass(frozen=True)
+class MomentumConfig:
+    """What objectives with a momentum teacher share. The model's head must be `projected`."""
+
+    momentum: Fraction = 0.99
+    """Decay of the momentum teacher."""
+    momentum_end: Fraction | None = None
+    """Its decay at the end of the run, on a cosine; 1 as in BYOL's paper (none: constant)."""
+
+
+@dataclass(frozen=True)
+class BankConfig(MomentumConfig):
+    """What objectives with a bank of earlier embeddings share."""
+
+    bank: Count = 128_000
+    """Embeddings that the bank holds; the oldest make room."""
+    bank_precision: Literal["float32", "bf16"] = "float32"
+
+
+@dataclass(frozen=True)
+class ByolConfig(MomentumConfig):
+    """Predict what a slow copy of oneself says of another view (efficiency-1 §2.E2)."""
+
+    kind: Literal["byol"] = "byol"
+    predictor_hidden: Count = 4096
+    symmetric: bool = False
+    """Learn from both views, each against the other (else one way, which costs half: BYOL-asym)."""
+
+
+@dataclass(frozen=True)
+class MocoConfig(BankConfig):
+    """Tell the other view of an image from other images (efficiency-1 §2.C4)."""
+
+    kind: Literal["moco"] = "moco"
+    momentum: Fraction = 0.999
+    bank: Count = 65_536
+    temperature: Positive = 0.2
+
+
+@dataclass(frozen=True)
+class IsdConfig(BankConfig):
+    """See other images as near as a slow copy of oneself does (efficiency-1 §2.E)."""
+
+    kind: Literal["isd"] = "isd"
+    predictor_hidden: Count = 4096
+    temperature: Positive = 0.1
+    """Of the online network."""
+    teacher_temperature: Positive = 0.01
+    """Of the momentum teacher; below the other one it sharpens what is learned."""
+
+
+@dataclass(frozen=True)
+class MsfConfig(BankConfig):
+    """Move towards the mean of one's neighbours in a bank (efficiency-1 §2.F)."""
+
+    kind: Literal["msf"] = "msf"
+    predictor_hidden: Count = 4096
+    k: Count = 5
+    """Neighbours, oneself among them; with 1 this is BYOL."""
+
+
+@dataclass(frozen=True)
+class CmsfConfig(BankConfig):
+    """Mean shift among neighbours that something else allows (efficiency-1 §2.G)."""
+
+    kind: Literal["cmsf"] = "cmsf"
+    predictor_hidden: Count = 4096
+    constraint: Literal["self", "semi", "supervised"] = "self"
+    """`self`: an older embedding of the same images; `supervised`: the label; `semi`: the label of a share of the
+    images, and confident pseudo-labels of the others."""
+    k: Count | None = 5
+    """Neighbours, oneself among them (none: all that are allowed, with labels only)."""
+    pool: Count = 5
+    """`self`: neighbours that the older embedding allows, the thesis' k'."""
+    labelled: Fraction = 0.1
+    """`semi`: share of every class whose labels may be used."""
+    threshold: Fraction = 0.85
+    """`semi`: probability above which a pseudo-label counts."""
+
+
+@dataclass(frozen=True)
+class CompresConfig:
+    """See images as near to one another as a frozen teacher does (efficiency-1 §2.C)."""
+
+    kind: Literal["compres"] = "compres"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    queues: Annotated[int, Range(1, 2)] = 1
+    """1: compare with the teacher's anchors, through a linear map where widths differ. 2: with a slow copy's."""
+    temperature: Positive = 0.04
+    bank: Count = 128_000
+    """Embeddings that a queue holds; the oldest make room."""
+    bank_precision: Literal["float32", "bf16"] = "float32"
+    momentum: Fraction = 0.999
+    """Two queues: decay of the slow copy of the student."""
+    cache: bool = False
+    """Ask the teacher once for each image and keep what it said of the view that came first."""
+
+
+@dataclass(frozen=True)
+class SimregConfig:
+    """Regress a frozen teacher's embedding (efficiency-1 §1.3, §2.C4)."""
+
+    kind: Literal["simreg"] = "simreg"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    layers: Count = 4
+    """Of the predictor, which goes when training ends; 1 is plain regression."""
+    hidden: Count | None = None
+    """Width between the predictor's layers (none: twice the embedding)."""
+    match: Literal["unit", "raw", "batch_norm"] = "unit"
+    """Compare unit vectors, embeddings as they are, or both normalised over the batch."""
+
+
+@dataclass(frozen=True)
+class SupconConfig:
+    """Contrast within a batch, by label (efficiency-1 §2.G3)."""
+
+    kind: Literal["supcon"] = "supcon"
+    temperature: Positive = 0.1
+
+
+@dataclass(frozen=True)
+class ProtonwConfig(BankConfig):
+    """The class means of a bank as a classifier (efficiency-1 §2.G3)."""
+
+    kind: Literal["protonw"] = "protonw"
+    predictor_hidden: Count = 4096
+    temperature: Positive = 0.1
+
+
+ObjectiveConfig = (
+    SupervisedConfig
+    | DistillationConfig
+    | GrafitConfig
+    | OneConfig
+    | AttentionTransferConfig
+    | MaeConfig
+    | ByolConfig
+    | MocoConfig
+    | IsdConfig
+    | MsfConfig
+    | CmsfConfig
+    | CompresConfig
+    | SimregConfig
+    | SupconConfig
+    | ProtonwConfig
+)

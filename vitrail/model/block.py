@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vitrail.kernels.gelu import Gelu
 from vitrail.model.config import TrunkConfig
+from vitrail.model.local import LocalPatchInteraction
 from vitrail.model.mixers.build import build_mixer
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.norms import make_norm
@@ -61,7 +62,8 @@ def added(x: Tensor, branch: Tensor) -> Tensor:
 class Block(nn.Module):
     """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm, eq. 3.5).
 
-    The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Names follow timm's ViT.
+    The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Between them stands local patch interaction
+    where `local` is on (XCiT). Names follow timm's.
     """
 
     def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
@@ -72,6 +74,11 @@ class Block(nn.Module):
         self.attn = build_mixer(config.mixer, width, config.heads, grid)
         self.ls1 = branch_gain(config)
         self.drop_path = DropPath(drop_path)
+        self.norm3, self.local_mp, self.ls3 = None, None, None
+        if config.local:
+            self.norm3 = make_norm(config.norm, width, config.norm_eps)
+            self.local_mp = LocalPatchInteraction(width, activation(config.activation))
+            self.ls3 = branch_gain(config)
         self.norm2, self.mlp, self.ls2 = None, None, None
         if config.mlp_ratio:
             self.norm2 = make_norm(config.norm, width, config.norm_eps)
@@ -84,9 +91,12 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        x = added(x, self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe))))
+        keep = (None, None) if probe is None else probe.keep(self.layer) or (None, None)
+        x = added(x, self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe)), keep[0]))
+        if self.local_mp is not None and self.norm3 is not None and self.ls3 is not None:
+            x = added(x, self.drop_path(self.ls3(self.local_mp(self.norm3(x), tokens))))
         if self.mlp is not None and self.norm2 is not None and self.ls2 is not None:
-            x = added(x, self.drop_path(self.ls2(self.mlp(self.norm2(x)))))
+            x = added(x, self.drop_path(self.ls2(self.mlp(self.norm2(x))), keep[1]))
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
 
 
@@ -116,6 +126,8 @@ class ParallelBlock(nn.Module):
         super().__init__()
         if not config.mlp_ratio:
             raise ValueError("parallel blocks have channel branches: mlp_ratio must not be 0")
+        if config.local:
+            raise ValueError("local patch interaction stands between two branches: parallel must be 1")
         self.layer = layer
 
         def mixer() -> Mixer:

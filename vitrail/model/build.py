@@ -13,7 +13,8 @@ from torch import nn
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
-from vitrail.model.config import AnyTrunkConfig, CifarResNet, TimmBackbone, TrunkConfig
+from vitrail.model.config import AnyTrunkConfig, CifarResNet, Guided, TimmBackbone, TrunkConfig
+from vitrail.model.guided import GuidedTrunk
 from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.build import build_head
 from vitrail.model.heads.config import Branches, Distilled, HeadConfig, Own, SecondOrder
@@ -157,6 +158,9 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
             return branch_blocks(config, parts.head, classes)
         head = build_head(parts.head, config.width, classes, config)
         return Trunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
+    if isinstance(config, Guided):
+        head = build_head(parts.head, config.student.width, classes, config.student)
+        return GuidedTrunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
     trunk: TimmTrunk | CifarResNetTrunk
     if isinstance(config, CifarResNet):
         shortcut = config.shortcut if config.block == "basic" else None

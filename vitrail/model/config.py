@@ -20,7 +20,7 @@ class Patchify:
 
 @dataclass(frozen=True)
 class ConvStem:
-    """3x3 convolutions of stride 2 (PatchConvNet §7.1)."""
+    """3x3 convolutions of stride 2 (PatchConvNet §7.1, XCiT)."""
 
     kind: Literal["conv"] = "conv"
     norm: bool = True
@@ -67,12 +67,15 @@ class TrunkConfig:
     start: Literal["default", "xavier", "fixup", "t_fixup"] = "default"
     """Initial weights: truncated normal of 0.02; Xavier, better for narrow models; Fixup (scalar gains of 1, last
     layers 0) and T-Fixup (scaled by depth), which need no norm."""
+    local: bool = False
+    """Local patch interaction between the mixing and the channel branch (XCiT)."""
     parallel: Count = 1
     """Branches side by side in each block (2: ViT-H-26x2)."""
     drop_path: Fraction = 0.0
     drop_path_rule: Literal["linear", "uniform"] = "linear"
     """`linear`: from 0 in the first block to `drop_path` in the last; `uniform`: the same in every block."""
-    positions: Literal["learned", "sinusoid", "none"] = "learned"
+    positions: Literal["learned", "sinusoid", "fourier", "none"] = "learned"
+    """`fourier`: a learned projection of sines and cosines of row and column (XCiT)."""
     class_position: bool = True
     """The class token has a position embedding (timm's DeiT III has none)."""
     class_token_at: Whole = 0
@@ -115,7 +118,47 @@ class TimmBackbone:
     """With stages: rows and columns to which maps are brought."""
 
 
-AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone
+@dataclass(frozen=True)
+class GuideConfig:
+    """What one trunk takes from another, layer by layer and head by head (attention-transfer §2)."""
+
+    teacher: TrunkConfig | None = None
+    """The other trunk, as far as it is needed (none: stored tensors)."""
+    prefix: Whole = 1
+    """Its class tokens."""
+    target: Literal["map", "q", "k", "v", "qk", "features"] = "map"
+    layers: tuple[tuple[int, int], ...] = ()
+    """Pairs: a layer that takes, and the layer it takes from."""
+    heads: tuple[tuple[int, int], ...] = ()
+    """Pairs of heads, the same in every layer."""
+    tokens: Count = 1
+    aggregate: Literal["none", "examples", "layers", "heads", "queries"] = "none"
+    maps: bool = False
+    """Maps are made: they are averaged, or heads of different widths stand side by side."""
+    share_drop_path: bool = False
+    size: Count | None = None
+    """Image size that the other trunk sees (none: the same)."""
+    scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """With `shift`: from one normalisation to the other."""
+    shift: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stored: tuple[int, ...] = ()
+    """Shape of stored tensors."""
+
+
+@dataclass(frozen=True)
+class Guided:
+    """A trunk whose attention is another trunk's (attention copy)."""
+
+    kind: Literal["guided"] = "guided"
+    student: TrunkConfig = field(default_factory=TrunkConfig)
+    guide: GuideConfig = field(default_factory=GuideConfig)
+
+    @property
+    def image_size(self) -> int:
+        return self.student.image_size
+
+
+AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided
 
 
 @dataclass(frozen=True)

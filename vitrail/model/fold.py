@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vitrail.model.block import Block, Branch, Mlp
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.attention_pool import AttentionPoolHead
-from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock
+from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, XcitClassBlock
 from vitrail.model.heads.head import LinearHead
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.mixers.patches import FixedPatches, LinearPatchesMixer
@@ -26,6 +26,8 @@ def fold_layerscale(model: Classifier) -> Classifier:
     for module in model.modules():
         if isinstance(module, Block):
             module.ls1 = _fold_gain(module.ls1, module.attn.last_linear())
+            if module.local_mp is not None and module.ls3 is not None:
+                module.ls3 = _fold_gain(module.ls3, module.local_mp.conv2)
             if module.mlp is not None and module.ls2 is not None:
                 module.ls2 = _fold_gain(module.ls2, module.mlp.fc2)
         elif isinstance(module, Branch):
@@ -34,7 +36,9 @@ def fold_layerscale(model: Classifier) -> Classifier:
             module.ls = _fold_gain(module.ls, operation.fc2 if isinstance(operation, Mlp) else last)
         elif isinstance(module, ClassBlock):
             last = module.attn.proj if isinstance(module.attn, ClassAttentionMixer) else None
-            module.ls1, module.ls2 = _fold_gain(module.ls1, last), _fold_gain(module.ls2, module.mlp.fc2)
+            if not isinstance(module, XcitClassBlock):  # there it is the patches' gain, too
+                module.ls1 = _fold_gain(module.ls1, last)
+            module.ls2 = _fold_gain(module.ls2, module.mlp.fc2)
         elif isinstance(module, AttentionPoolHead):
             module.ls1, module.ls2 = _fold_gain(module.ls1, module.proj), _fold_gain(module.ls2, module.mlp.fc2)
     model.folded = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def resize_positions(
@@ -51,3 +53,36 @@ def sinusoid(count: int, width: int) -> Tensor:
     angle = place / 10000 ** (2 * torch.div(channel, 2, rounding_mode="floor") / width)
     table = torch.where(channel % 2 == 0, angle.sin(), angle.cos())
     return table.float()[None]
+
+
+class FourierPositions(nn.Module):
+    """Sines and cosines of row and column at `waves` frequencies, and a learned projection (XCiT). Names follow timm's.
+
+    Places are shares of the image, so another grid needs no interpolation.
+    """
+
+    waves = 32
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token_projection = nn.Conv2d(2 * self.waves, width, 1)
+
+    def table(self, grid: tuple[int, int], device: torch.device) -> Tensor:
+        """[1, 2 waves, rows, columns] in float32, rows first; the order of operations is that of the published code."""
+        rows, columns = grid
+        pair = torch.arange(self.waves, device=device).div(2, rounding_mode="floor")
+        period = 10000 ** (2 * pair.float() / self.waves)
+
+        def encoded(count: int) -> Tensor:  # [count, waves]
+            place = torch.arange(1, count + 1, device=device).float()
+            angle = (place / (place[-1] + 1e-6) * (2 * math.pi))[:, None] / period
+            return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], 2).flatten(1)
+
+        down = encoded(rows)[:, None].expand(-1, columns, -1)
+        across = encoded(columns)[None].expand(rows, -1, -1)
+        return torch.cat([down, across], 2).permute(2, 0, 1)[None]
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        """[1, rows * columns, width]"""
+        weight = self.token_projection.weight
+        return self.token_projection(self.table(grid, weight.device).to(weight.dtype)).flatten(2).transpose(1, 2)

@@ -69,7 +69,9 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, branch: Tensor) -> Tensor:  # [batch, ...]
+    def forward(self, branch: Tensor, keep: Tensor | None = None) -> Tensor:  # [batch, ...]
+        if keep is not None:  # drawn by somebody else, who shares it: 0, or 1 / (1 - rate)
+            return branch * keep.to(branch.dtype)
         if self.rate == 0.0 or not self.training:
             return branch
         return stochastic_depth(branch, self.rate, "row", True)

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from vitrail.model.block import Mlp
-from vitrail.model.mixers.softmax import SoftmaxMixer
+from vitrail.model.mixers.qkv import QkvMixer
 
 
 def xavier(module: nn.Module, depth: int) -> None:
     """Xavier weights in every linear layer. A deviation of 0.02 suits widths of several hundred; in a narrow model each
     layer would shrink its input several times, and learning starts slowly."""
     for part in module.modules():
-        if isinstance(part, SoftmaxMixer):
+        if isinstance(part, QkvMixer):
             for rows in part.qkv.weight.chunk(3):
                 nn.init.xavier_uniform_(rows)
             nn.init.xavier_uniform_(part.proj.weight)
@@ -31,7 +31,7 @@ def fixup(module: nn.Module, depth: int) -> None:
     The exponent is -1/(2m - 2) for m = 2 layers a branch. Scalar gains of 1 and shifts stand in the block.
     """
     for part in module.modules():
-        if isinstance(part, SoftmaxMixer):
+        if isinstance(part, QkvMixer):
             part.qkv.weight.mul_(depth**-0.5)
             nn.init.zeros_(part.proj.weight)
         elif isinstance(part, Mlp):
@@ -45,7 +45,7 @@ def t_fixup(module: nn.Module, depth: int) -> None:
     gain = 0.67 * depth**-0.25
     xavier(module, depth)
     for part in module.modules():
-        if isinstance(part, SoftmaxMixer):
+        if isinstance(part, QkvMixer):
             part.qkv.weight.chunk(3)[2].mul_(gain)
             part.proj.weight.mul_(gain)
         elif isinstance(part, Mlp):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.model.block import activation
 from vitrail.model.config import ConvStem, Patchify, SotStem, StemConfig
 from vitrail.model.sot_stem import SotEmbed
 
@@ -55,13 +56,13 @@ class PatchEmbed(Stem):
 
 
 class ConvEmbed(Stem):
-    """3x3 convolutions of stride 2, each doubling the width, GELU between (architectures-and-training §7.1).
+    """3x3 convolutions of stride 2, each doubling the width, activations between (architectures-and-training §7.1).
 
     With BatchNorm and without convolution biases: only that gives the printed parameter counts. For patches of 16 there
     are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
     """
 
-    def __init__(self, patch: int, width: int, norm: bool) -> None:
+    def __init__(self, patch: int, width: int, norm: bool, act: str = "gelu") -> None:
         super().__init__()
         halvings = int(math.log2(patch))
         if 2**halvings != patch or halvings < 1:
@@ -70,11 +71,12 @@ class ConvEmbed(Stem):
         widths = [3, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(nn.BatchNorm2d(b) if norm else nn.Identity() for b in widths[1:])
+        self.act = activation(act)
 
     def features(self, images: Tensor) -> Tensor:
         x = images
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            x = norm(conv(x if i == 0 else F.gelu(x)))
+            x = norm(conv(x if i == 0 else self.act(x)))
         return x
 
 
@@ -90,10 +92,10 @@ class SotTokens(Stem):
         return self.embed(images)
 
 
-def build_stem(config: StemConfig, patch: int, width: int) -> Stem:
+def build_stem(config: StemConfig, patch: int, width: int, act: str = "gelu") -> Stem:
     """The stem that `config` describes."""
     if isinstance(config, ConvStem):
-        return ConvEmbed(patch, width, config.norm)
+        return ConvEmbed(patch, width, config.norm, act)
     if isinstance(config, SotStem):
         return SotTokens(config, patch, width)
     assert isinstance(config, Patchify)

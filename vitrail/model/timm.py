@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.model.classifier import Classifier
-from vitrail.model.mixers.config import Softmax
+from vitrail.model.config import ConvStem, TrunkConfig
+from vitrail.model.heads.config import ClassAttention
+from vitrail.model.mixers.config import Softmax, Xca
 from vitrail.model.mixers.patches import LinearPatchesMixer
 from vitrail.model.positions import resize_mixing, resize_positions
 from vitrail.model.timm_trunk import OwnHead, TimmTrunk
@@ -34,10 +36,23 @@ RESMLP: Renames = (
     (r"blocks\.(\d+)\.linear_tokens\.", r"trunk.blocks.\1.attn.tokens."),
     (r"blocks\.(\d+)\.mlp_channels\.", r"trunk.blocks.\1.mlp."),
 )
+XCIT: Renames = (
+    (r"head\.", "head.fc."),
+    (r"norm\.", "head.norm."),
+    (r"cls_token", "head.cls_token"),
+    (r"cls_attn_blocks\.(\d+)\.gamma(\d)", r"head.blocks.\1.ls\2.gamma"),
+    (r"cls_attn_blocks\.", "head.blocks."),
+    (r"blocks\.(\d+)\.gamma(\d)", r"trunk.blocks.\1.ls\2.gamma"),
+    # Convolutions stand at the even places of a sequence, each with its norm.
+    *((rf"patch_embed\.proj\.{2 * i}\.0\.", f"trunk.patch_embed.convs.{i}.") for i in range(4)),
+    *((rf"patch_embed\.proj\.{2 * i}\.1\.", f"trunk.patch_embed.norms.{i}.") for i in range(4)),
+)
 
 
-def family(state: Mapping[str, Tensor]) -> Renames:
-    """Which table a timm state dict wants."""
+def family(state: Collection[str]) -> Renames:
+    """Which table a timm state dict wants, by its names."""
+    if any(name.startswith("cls_attn_blocks.") for name in state):
+        return XCIT
     if any(name.startswith("blocks_token_only.") for name in state):
         return CAIT
     return RESMLP if any("linear_tokens" in name for name in state) else VIT
@@ -46,17 +61,18 @@ def family(state: Mapping[str, Tensor]) -> Renames:
 def from_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A timm model's state dict under our names."""
     table = family(state)
-    renamed = {}
-    for name, tensor in state.items():
-        for pattern, ours in table:
-            if re.match(pattern, name):
-                renamed[re.sub(f"^{pattern}", ours, name)] = tensor
-                break
-        else:
-            renamed[f"trunk.{name}"] = tensor
+    renamed = {our_name(name, table): tensor for name, tensor in state.items()}
     if "trunk.dist_token" in renamed:  # ours hold all prefix tokens in one parameter
         renamed["trunk.cls_token"] = torch.cat([renamed["trunk.cls_token"], renamed.pop("trunk.dist_token")], 1)
     return renamed
+
+
+def our_name(name: str, table: Renames) -> str:
+    """timm's name of a tensor as ours."""
+    for pattern, ours in table:
+        if re.match(pattern, name):
+            return re.sub(f"^{pattern}", ours, name)
+    return f"trunk.{name}"
 
 
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
@@ -114,15 +130,20 @@ def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
 
 
 def to_timm(model: Classifier) -> nn.Module:
-    """The same classifier as a timm model, weights included; for plain ViTs and timm trunks with their own head."""
+    """The same classifier as a timm model, weights included; for plain ViTs, XCiTs and timm trunks with their own head.
+
+    Raises `ValueError` for anything else.
+    """
     import timm
 
     if isinstance(model.trunk, TimmTrunk) and isinstance(model.head, OwnHead):
         return model.trunk.backbone
     trunk = model.trunk
+    if isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Xca):
+        return _to_timm_xcit(model, trunk.config)
     plain = isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Softmax) and trunk.config.norm == "layernorm"
     if not isinstance(trunk, Trunk) or not plain or model.head.classifiers > 1 or trunk.config.parallel > 1:
-        raise ValueError("only plain ViTs with one classifier can be handed to timm")
+        raise ValueError("only plain ViTs with one classifier, and XCiTs with XCA, can be handed to timm")
     if model.head.prefix == 0 and not model.head.own_norm:
         raise ValueError("timm's average pooling normalises after the mean; use Mean(norm_after=True) to hand it over")
     config = trunk.config
@@ -144,6 +165,45 @@ def to_timm(model: Classifier) -> nn.Module:
     first = next(model.parameters())
     made.to(device=first.device, dtype=first.dtype)
     made.load_state_dict(to_timm_names(model.state_dict()), strict=True)
+    return cast("nn.Module", made).train(model.training)
+
+
+def _to_timm_xcit(model: Classifier, config: TrunkConfig) -> nn.Module:
+    from timm.models.xcit import Xcit
+
+    from vitrail.model.build import Parts
+    from vitrail.schema import build
+
+    head = build(Parts, model.spec).head
+    alike = (
+        isinstance(head, ClassAttention)
+        and (head.style, head.attention, head.token_in_keys, head.scaled) == ("xcit", "softmax", True, True)
+        and head.heads in (None, config.heads)
+        and head.layerscale in (None, config.layerscale)
+        and head.mlp_ratio == config.mlp_ratio
+    )
+    alike = alike and config.stem == ConvStem(norm=True) and config.patch in (8, 16) and config.local
+    alike = alike and (config.norm, config.positions, config.activation) == ("layernorm", "fourier", "gelu")
+    if not alike or config.layerscale is None or config.gate is not None or config.layerscale_shift:
+        raise ValueError("timm's XCiT has all parts of xcit_*; one with other parts cannot be handed over")
+    assert isinstance(head, ClassAttention)
+    made = Xcit(
+        img_size=config.image_size,
+        patch_size=config.patch,
+        embed_dim=config.width,
+        depth=config.depth,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+        num_classes=len(model.classes),
+        cls_attn_layers=head.layers,
+        eta=config.layerscale,
+        tokens_norm=True,
+        qkv_bias=cast("Xca", config.mixer).qkv_bias,
+    )
+    first, state = next(model.parameters()), model.state_dict()
+    made.to(device=first.device, dtype=first.dtype)
+    theirs = made.state_dict()
+    made.load_state_dict({name: state[our_name(name, XCIT)].reshape(t.shape) for name, t in theirs.items()})
     return cast("nn.Module", made).train(model.training)
 
 

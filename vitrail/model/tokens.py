@@ -45,24 +45,36 @@ def _unflatten(leaves: Any, layout: Any) -> Tokens:
 _pytree.register_pytree_node(Tokens, _flatten, _unflatten, serialized_type_name="vitrail.Tokens")
 
 
+Given = Tensor | Callable[[Tensor], Tensor]
+"""What takes the place of a computed value: a tensor, or a function of that value (some heads of it)."""
+
+
 class Probe:
     """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `tokens.7`.
 
     `want` names what is captured; `given` maps names to what takes the place of a computed value. Names that the model
-    does not have are an error before anything runs: a silent empty answer would be worse.
+    does not have are an error before anything runs: a silent empty answer would be worse. `keep.3`, which can only be
+    given, is what drop path multiplies the two branches of block 3 by, [2, batch, 1, 1].
     """
 
-    def __init__(self, want: Collection[str], given: Mapping[str, Tensor], known: Collection[str]) -> None:
+    def __init__(self, want: Collection[str], given: Mapping[str, Given], known: Collection[str]) -> None:
+        layers = {name.partition(".")[2] for name in known}
         for name in (*want, *given):
-            if name not in known:
+            kept = name in given and name not in want and name.startswith("keep.") and name[5:] in layers
+            if name not in known and not kept:
                 raise ValueError(f"no intermediate {name!r}{near(name, known)}; layers count from 0")
         self.want, self.given = frozenset(want), dict(given)
         self.captured: dict[str, Tensor] = {}
 
+    def concerns(self, *names: str) -> bool:
+        """Whether any of these is wanted or given."""
+        return any(name in self.want or name in self.given for name in names)
+
     def __call__(self, name: str, value: Tensor) -> Tensor:
         """What the model goes on with under this name: the given value if there is one, else `value`."""
         if name in self.given:
-            value = self.given[name].to(value)
+            given = self.given[name]
+            value = (given if isinstance(given, Tensor) else given(value)).to(value)
         if name in self.want:
             self.captured[name] = value
         return value
@@ -70,11 +82,17 @@ class Probe:
     def map(self, name: str, compute: Callable[[], Tensor]) -> Tensor | None:
         """An attention map where it is wanted or given, else None (the fused kernel runs)."""
         if name in self.given:
-            value = self.given[name]
+            given = self.given[name]
+            value = given if isinstance(given, Tensor) else given(compute())
             if name in self.want:
                 self.captured[name] = value
             return value
         return self(name, compute()) if name in self.want else None
+
+    def keep(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """What drop path multiplies the two branches of a block by, where that is given: [batch, 1, 1] each."""
+        given = self.given.get(f"keep.{layer}")
+        return (given[0], given[1]) if isinstance(given, Tensor) else None
 
 
 def reset(module: torch.nn.Module) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from vitrail.model.block import Block, ParallelBlock
 from vitrail.model.config import TrunkConfig
 from vitrail.model.norms import make_norm
-from vitrail.model.positions import resize_positions, sinusoid
+from vitrail.model.positions import FourierPositions, resize_positions, sinusoid
 from vitrail.model.residual import drop_path_rates
 from vitrail.model.starts import STARTS
 from vitrail.model.stems import build_stem
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.tokens import Given, Probe, Tokens
 
 SMALL_GAIN = 0.01  # bf16 keeps 8 bits: what is added with a smaller gain loses most of its own
 
@@ -34,17 +34,20 @@ class Trunk(nn.Module):
         self.config = config
         self.prefix = prefix
         self.width = config.width
-        self.patch_embed = build_stem(config.stem, config.patch, config.width)
+        self.patch_embed = build_stem(config.stem, config.patch, config.width, config.activation)
         self.grid = self.patch_embed.grid(config.image_size, config.image_size)
         if config.class_token_at > config.depth:
             raise ValueError(f"class_token_at is {config.class_token_at}, but there are only {config.depth} blocks")
         # Positions for the prefix come first, as in timm; DeiT III has none for its class token, nor has a late one.
-        self.placed_prefix = prefix if config.class_position and config.class_token_at == 0 else 0
+        placed = config.class_position and config.class_token_at == 0 and config.positions != "fourier"
+        self.placed_prefix = prefix if placed else 0
         self.cls_token = nn.Parameter(torch.empty(1, prefix, config.width)) if prefix else None
         count = self.placed_prefix + self.grid[0] * self.grid[1]
-        self.pos_embed: Tensor | nn.Parameter | None
+        self.pos_embed: Tensor | nn.Parameter | FourierPositions | None
         if config.positions == "learned":
             self.pos_embed = nn.Parameter(torch.empty(1, count, config.width))
+        elif config.positions == "fourier":
+            self.pos_embed = FourierPositions(config.width)
         else:
             table = sinusoid(count, config.width) if config.positions == "sinusoid" else None
             self.register_buffer("pos_embed", table, persistent=False)
@@ -63,7 +66,7 @@ class Trunk(nn.Module):
     def reset_parameters(self) -> None:
         if isinstance(self.pos_embed, nn.Parameter):
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        elif self.pos_embed is not None and not self.pos_embed.is_meta:
+        elif isinstance(self.pos_embed, Tensor) and not self.pos_embed.is_meta:
             self.fill_buffers()
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
@@ -72,7 +75,7 @@ class Trunk(nn.Module):
 
     def fill_buffers(self) -> None:
         """Compute what is not stored: the fixed table of positions."""
-        if self.pos_embed is not None and not isinstance(self.pos_embed, nn.Parameter):
+        if isinstance(self.pos_embed, Tensor) and not isinstance(self.pos_embed, nn.Parameter):
             device = next(self.blocks.parameters()).device
             self.pos_embed = sinusoid(self.pos_embed.shape[1], self.width).to(device)
 
@@ -89,7 +92,9 @@ class Trunk(nn.Module):
         grid = self.patch_embed.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images)
         positions = None
-        if self.pos_embed is not None:
+        if isinstance(self.pos_embed, FourierPositions):
+            positions = self.pos_embed(grid)
+        elif self.pos_embed is not None:
             positions = resize_positions(self.pos_embed, self.placed_prefix, self.grid, grid)
         if self.placed_prefix:
             x = self._with_class_tokens(x)
@@ -126,7 +131,7 @@ class Trunk(nn.Module):
         self,
         tokens: Tokens,
         want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
+        given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
         """Run the blocks. With `until=k` stop before block k and leave out the final norm (teachers)."""

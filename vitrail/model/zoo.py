@@ -27,8 +27,10 @@ from vitrail.model.mixers.config import (
     NoMixing,
     PatchConv,
     PatchMlp,
+    Sima,
     Softmax,
     TalkingHeads,
+    Xca,
 )
 
 
@@ -240,6 +242,46 @@ def patchconvnets() -> Rows:
     return rows
 
 
+XCIT = {  # width, depth, heads, patch, parameters, MACs, timm's name (efficiency-1 §2.B3 and B5)
+    "t12_p8": (192, 12, 4, 8, 7.0, 4.8, "xcit_tiny_12_p8_224"),
+    "t20_p16": (192, 20, 4, 16, 12.0, 1.9, None),
+    "t24_p16": (192, 24, 4, 16, 12.0, 2.3, "xcit_tiny_24_p16_224"),
+    "s12_p16": (384, 12, 8, 16, 26.0, 4.8, "xcit_small_12_p16_224"),
+}
+
+
+def xcit_trunk(width: int, depth: int, heads: int, **changes: Any) -> TrunkConfig:
+    return replace(
+        TrunkConfig(
+            width=width,
+            depth=depth,
+            heads=heads,
+            stem=ConvStem(),
+            mixer=Xca(),
+            local=True,
+            positions="fourier",
+            layerscale=1.0 if depth <= 12 else 1e-5,  # 20 blocks are not published: as 24
+            drop_path=0.05,
+            drop_path_rule="uniform",
+        ),
+        **changes,
+    )
+
+
+def xcits() -> Rows:
+    """XCiT, and the same with SimA in the place of XCA and of softmax in the class-attention layers."""
+    rows: Rows = {}
+    for name, (width, depth, heads, patch, parameters, macs, published) in XCIT.items():
+        trunk, stated = xcit_trunk(width, depth, heads, patch=patch), Stated(parameters, macs)
+        source = "XCiT, arXiv 2106.09681; SimA, tables 2.4 and 2.5"
+        rows[f"xcit_{name}"] = Spec(trunk, ClassAttention(style="xcit"), source, stated, published)
+        head = ClassAttention(style="xcit", attention="sima")
+        rows[f"xcit_{name}_sima"] = Spec(replace(trunk, mixer=Sima()), head, "SimA, tables 2.4 and 2.5", stated)
+    trunk = plain_vit("small", mixer=Sima(), drop_path=0.05, drop_path_rule="uniform")
+    rows["deit_small_sima"] = Spec(trunk, ClassToken(), "SimA, table 2.4", Stated(22.0, 4.6))
+    return rows
+
+
 def sot_trunk(width: int, depth: int, heads: int, ratio: float, **changes: Any) -> TrunkConfig:
     return replace(
         TrunkConfig(
@@ -330,6 +372,7 @@ def small_images() -> Rows:
         "cait_xxs12_32": Spec(cait_trunk(12, 192, 0.0, 0.1, **tiny), ClassAttention(), about, classes=100),
         "resmlp_t12_32": Spec(resmlp_trunk(192, 12, **tiny), Mean(), about, classes=100),
         "patchconvnet_t20_32": Spec(patchconvnet_trunk(192, 20, 0.0, **tiny), AttentionPool(), about, classes=100),
+        "xcit_t12_32": Spec(xcit_trunk(192, 12, 4, **tiny), ClassAttention(style="xcit"), about, classes=100),
         "sot_7_32": Spec(sot_trunk(192, 7, 4, 2.0, **tiny), second_order(14), about, classes=100),
         "ga_vit_tiny_32": Spec(
             plain_vit("tiny", **tiny),
@@ -351,6 +394,7 @@ ZOO: Rows = {
     **caits(),
     **resmlps(),
     **patchconvnets(),
+    **xcits(),
     **sots(),
     **gramians(),
     **cifar_resnets(),
@@ -362,6 +406,6 @@ def list_models(pattern: str = "*") -> list[str]:
     """Names of the models that match a shell pattern, in the zoo's order.
 
     >>> list_models("deit_s*")
-    ['deit_small', 'deit_small_distilled', 'deit_small_sot']
+    ['deit_small', 'deit_small_distilled', 'deit_small_sima', 'deit_small_sot']
     """
     return [name for name in ZOO if fnmatchcase(name, pattern)]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.attention_pool import AttentionPoolHead
-from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, ClassDecoderHead, ClassMlpMixer
+from vitrail.model.heads.class_attention import (
+    ClassAttentionMixer,
+    ClassBlock,
+    ClassDecoderHead,
+    ClassMlpMixer,
+    ClassSimaMixer,
+    XcitClassBlock,
+)
 from vitrail.model.heads.class_token import ClassTokenHead
 from vitrail.model.heads.config import (
     AttentionPool,
@@ -57,13 +64,16 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
 def _class_attention(config: ClassAttention, width: int, classes: int, trunk: TrunkConfig | None) -> ClassDecoderHead:
     heads = config.heads or (trunk.heads if trunk is not None else max(1, width // 64))
     start = config.layerscale if config.layerscale is not None else trunk.layerscale if trunk is not None else None
+    block = XcitClassBlock if config.style == "xcit" else ClassBlock
+    mixer = ClassSimaMixer if config.attention == "sima" else ClassAttentionMixer
     blocks = [
-        ClassBlock(
-            ClassAttentionMixer(width, heads, config.token_in_keys),
+        block(
+            mixer(width, heads, config.token_in_keys),
             width,
             config.mlp_ratio,
             "layernorm",
             start if config.scaled else None,
+            "gelu" if trunk is None else trunk.activation,
         )
         for _ in range(config.layers)
     ]

@@ -1,4 +1,4 @@
-"""Heads that decode the patches into one class token: CaiT's class attention and ResMLP's class-MLP."""
+"""Heads that decode the patches into one class token: class attention of CaiT and XCiT, ResMLP's class-MLP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.kernels.sima import normalised, product
 from vitrail.model.block import Mlp
 from vitrail.model.heads.head import LinearHead
 from vitrail.model.norms import make_norm
@@ -52,6 +53,24 @@ class ClassAttentionMixer(nn.Module):
         return scores.softmax(-1)[:, :, 0]
 
 
+class ClassSimaMixer(ClassAttentionMixer):
+    """The same without softmax (SimA, efficiency-1 §2.B): q and k are normalised over tokens.
+
+    The norm of q needs the queries of all tokens, though only the class token's is read. Entries of its map may be
+    negative, so it shows none.
+    """
+
+    def forward(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            mask = ~mask[:, None, :, None]
+        q, k, v = (self._split(layer(z)) for layer in (self.q, self.k, self.v))
+        if mask is not None:
+            q, k = q.masked_fill(mask, 0.0), k.masked_fill(mask, 0.0)
+        first = 0 if self.token_in_keys else 1
+        out = product(normalised(q, "l1")[:, :, :1], normalised(k[:, :, first:], "l1"), v[:, :, first:], "qk_first")
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
 class ClassMlpMixer(nn.Module):
     """One linear map over [class token, patches], shared by all channels (ResMLP's class-MLP, §6.1)."""
 
@@ -73,18 +92,34 @@ class ClassMlpMixer(nn.Module):
 class ClassBlock(nn.Module):
     """norm -> mixer -> gain, added to the class token; then norm -> MLP -> gain. Patches are read, never written."""
 
-    def __init__(self, mixer: nn.Module, width: int, mlp_ratio: float, norm: str, layerscale: float | None) -> None:
+    def __init__(
+        self, mixer: nn.Module, width: int, mlp_ratio: float, norm: str, layerscale: float | None, act: str = "gelu"
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = make_norm(norm, width), make_norm(norm, width)
         self.attn = mixer
-        self.mlp = Mlp(width, int(width * mlp_ratio), "gelu")
+        self.mlp = Mlp(width, int(width * mlp_ratio), act)
         self.ls1: nn.Module = nn.Identity() if layerscale is None else LayerScale(width, layerscale)
         self.ls2: nn.Module = nn.Identity() if layerscale is None else LayerScale(width, layerscale)
 
-    def forward(self, token: Tensor, patches: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, token: Tensor, patches: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The class token after this layer, and what the next layer reads."""
         z = self.norm1(torch.cat([token, patches], 1))
         token = token + self.ls1(self.attn(z, mask))
-        return token + self.ls2(self.mlp(self.norm2(token)))
+        return token + self.ls2(self.mlp(self.norm2(token))), patches
+
+
+class XcitClassBlock(ClassBlock):
+    """The same as published weights of XCiT need it.
+
+    The MLP is added to the normalised token, not to the token; patches go along: their own norm is added to them, they
+    are normalised and doubled.
+    """
+
+    def forward(self, token: Tensor, patches: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        z = self.norm1(torch.cat([token, patches], 1))
+        token = self.norm2(token + self.ls1(self.attn(z, mask)))
+        return token + self.ls2(self.mlp(token)), 2 * self.norm2(patches + self.ls1(z[:, 1:]))
 
 
 class ClassDecoderHead(LinearHead):
@@ -119,14 +154,14 @@ class ClassDecoderHead(LinearHead):
         patches, mask = tokens.patches, self._mask(tokens)
         token = self.cls_token.expand(len(patches), -1, -1).to(patches.dtype)
         for block in self.blocks:
-            token = block(token, patches, mask)
+            token, patches = block(token, patches, mask)
         return self.norm(token)[:, 0]
 
     def maps(self, tokens: Tokens) -> Tensor | None:
         """Attention of the first layer to the patches, one map a head."""
         first = self.blocks[0]
         assert isinstance(first, ClassBlock)
-        if not isinstance(first.attn, ClassAttentionMixer):
+        if not isinstance(first.attn, ClassAttentionMixer) or isinstance(first.attn, ClassSimaMixer):
             return None
         patches = tokens.patches
         token = self.cls_token.expand(len(patches), -1, -1).to(patches.dtype)

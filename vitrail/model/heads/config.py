@@ -41,7 +41,7 @@ class Distilled:
 
 @dataclass(frozen=True)
 class ClassAttention:
-    """Layers in which only a class token is updated, by attention to the patches (CaiT §5.3)."""
+    """Layers in which a class token reads the patches by attention (CaiT §5.3, XCiT)."""
 
     kind: Literal["class_attention"] = "class_attention"
     layers: Count = 2
@@ -54,6 +54,10 @@ class ClassAttention:
     """LayerScale in these layers, where the trunk has it."""
     token_in_keys: bool = True
     """The class token is among the keys and values."""
+    attention: Literal["softmax", "sima"] = "softmax"
+    """sima: without softmax, as in the body (its code does so; efficiency-1 §5 item 4)."""
+    style: Literal["cait", "xcit"] = "cait"
+    """xcit: normalised tokens are what is added to, and patches are rewritten along, as its weights need."""
 
 
 @dataclass(frozen=True)

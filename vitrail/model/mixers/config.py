@@ -64,4 +64,63 @@ class GatedConv:
     squeeze: Fraction = 0.25
 
 
-MixerConfig = Softmax | TalkingHeads | LinearPatches | PatchMlp | PatchConv | NoMixing | GatedConv
+@dataclass(frozen=True)
+class Sima:
+    """Attention without softmax: q and k normalised over tokens, products in the cheaper order (efficiency-1 §2.B)."""
+
+    kind: Literal["sima"] = "sima"
+    qkv_bias: bool = True
+    norm: Literal["l1", "l2", "none"] = "l1"
+    """Of every channel over tokens (none diverges in training)."""
+    order: Literal["auto", "qk_first", "kv_first"] = "auto"
+    """Which product comes first; auto: the cheaper, the result is the same."""
+
+
+@dataclass(frozen=True)
+class Xca:
+    """Channels attend to channels by their covariance over tokens (XCiT, arXiv 2106.09681)."""
+
+    kind: Literal["xca"] = "xca"
+    qkv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class EluKernel:
+    """Linear attention with features 1 + elu (arXiv 2006.16236)."""
+
+    kind: Literal["elu_kernel"] = "elu_kernel"
+    qkv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class Efficient:
+    """Softmax of q over channels and of k over tokens, then linear attention (arXiv 1812.01243)."""
+
+    kind: Literal["efficient"] = "efficient"
+    qkv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class CosFormer:
+    """Linear attention with relu features (arXiv 2202.08791)."""
+
+    kind: Literal["cosformer"] = "cosformer"
+    qkv_bias: bool = True
+    reweight: bool = False
+    """Near patches weigh more, by cosines of distances (never converged, says efficiency-1 §2.B5; costs four times)."""
+
+
+MixerConfig = (
+    Softmax
+    | TalkingHeads
+    | LinearPatches
+    | PatchMlp
+    | PatchConv
+    | NoMixing
+    | GatedConv
+    | Sima
+    | Xca
+    | EluKernel
+    | Efficient
+    | CosFormer
+)

@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.kernels.attention import packed_attention
-from vitrail.model.mixers.mixer import Mixer
+from vitrail.model.mixers.qkv import QkvMixer
 from vitrail.model.tokens import Probe, Tokens
 
 
-class SoftmaxMixer(Mixer):
+class SoftmaxMixer(QkvMixer):
     """Multi-head scaled dot-product attention (architectures-and-training §2.3, eq. 3.1).
 
     sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]; map [batch, heads, tokens, tokens]
     """
 
     shows = ("q", "k", "v", "attention")
-    attention_products = True
     fused = True  # nothing happens between scores, softmax and values
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
-        super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} cannot be cut into {heads} heads")
-        self.heads = heads
+        super().__init__(width, heads, qkv_bias)
         self.attention_drop = attention_drop
-        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
-        self.proj = nn.Linear(width, width)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for layer in (self.qkv, self.proj):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-
-    def last_linear(self) -> nn.Module:
-        return self.proj
-
-    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        return q, k, v
 
     def scores(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
         """q kᵀ / √d, minus infinity where a key is padding."""
@@ -63,13 +41,14 @@ class SoftmaxMixer(Mixer):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
         else:
             out = F.dropout(attention, drop, self.training).to(v) @ v
-        return self.proj(out.transpose(1, 2).flatten(2))
+        return self.leave(out)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
+        if probe is not None and not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
+            probe = None  # nobody looks at this layer: the fused kernel runs
         if probe is None and plain:
-            packed = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-            return self.proj(packed_attention(packed).flatten(2))
+            return self.proj(packed_attention(self.packed(x)).flatten(2))
         q, k, v = self.project(x, tokens)
         if probe is None:
             return self.mix((q, k, v), tokens)

@@ -1,0 +1,595 @@
+"""Objectives without labels against brute force and their identities (efficiency-1 §4.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.kernels.similarity import log_sum, relation_loss, top_rows
+from vitrail.learn.bank import Bank
+from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
+from vitrail.learn.config import (
+    ByolConfig,
+    CmsfConfig,
+    CompresConfig,
+    IsdConfig,
+    MocoConfig,
+    MsfConfig,
+    ProtonwConfig,
+    SimregConfig,
+    SupconConfig,
+)
+from vitrail.learn.embedder import Embedder
+from vitrail.learn.moco import contrast
+from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.msf import Msf, purity, shift_loss
+from vitrail.learn.objective import Objective
+from vitrail.learn.pseudo import PseudoLabels, draw_labelled
+from vitrail.learn.supcon import supervised_contrast
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+
+COUNT, CLASSES = 6, 3
+INDEX = np.arange(18) * 2
+FACTS = TrainingFacts(np.arange(18) % CLASSES, INDEX, 20)
+
+
+def small(seed: int = 0, width: int = 16, **head: object) -> Classifier:
+    torch.manual_seed(seed)
+    options = {"kind": "projected", "width": 8, "hidden": 16, "norm": True, **head}
+    return create_model("vit_micro_28", classes=CLASSES, depth=1, width=width, heads=2, head=options)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small(7, width=24).save(tmp_path_factory.mktemp("teacher")))
+
+
+def batch_of(step: int = 0, views: int = 2) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    images = tuple(torch.randn(COUNT, 3, 28, 28, generator=generator) for _ in range(views))
+    rows = (torch.arange(COUNT) + step * COUNT) % len(INDEX)
+    return Batch(images, rows % CLASSES, rows % CLASSES, rows * 2, step=step)
+
+
+CONFIGS: dict[str, Any] = {
+    "byol": ByolConfig(predictor_hidden=16, momentum_end=1.0),
+    "byol both ways": ByolConfig(predictor_hidden=16, symmetric=True),
+    "moco": MocoConfig(bank=16),
+    "isd": IsdConfig(bank=16, predictor_hidden=16),
+    "msf": MsfConfig(bank=16, predictor_hidden=16, k=3),
+    "msf bf16": MsfConfig(bank=16, predictor_hidden=16, k=3, bank_precision="bf16"),
+    "cmsf self": CmsfConfig(bank=16, predictor_hidden=16, k=3, pool=5),
+    "cmsf supervised": CmsfConfig(bank=16, predictor_hidden=16, k=3, constraint="supervised"),
+    "cmsf top-all": CmsfConfig(bank=16, predictor_hidden=16, k=None, constraint="supervised"),
+    "cmsf semi": CmsfConfig(bank=16, predictor_hidden=16, k=3, constraint="semi", labelled=0.5, threshold=0.3),
+    "compres 1q": CompresConfig(bank=16, teacher="TEACHER"),
+    "compres 2q": CompresConfig(bank=16, teacher="TEACHER", queues=2),
+    "compres cached": CompresConfig(bank=16, teacher="TEACHER", cache=True),
+    "simreg": SimregConfig(teacher="TEACHER"),
+    "regression": SimregConfig(teacher="TEACHER", layers=1, match="raw"),
+    "regression with BatchNorm": SimregConfig(teacher="TEACHER", layers=1, match="batch_norm"),
+    "supcon": SupconConfig(),
+    "protonw": ProtonwConfig(bank=16, predictor_hidden=16),
+}
+
+
+def made(name: str, teacher: str, **changes: object) -> Any:
+    from dataclasses import replace
+
+    config = replace(CONFIGS[name], **changes)
+    if hasattr(config, "teacher"):
+        config = replace(config, teacher=teacher)
+    return build_objective(config, small(), FACTS).train()
+
+
+def unit(*shape: int) -> Tensor:
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+# The bank and what is computed over it
+
+
+@pytest.mark.parametrize("part", [1 << 24, 20, 7])
+@pytest.mark.parametrize("widths", [(5, 5), (5, 8)])
+def test_the_relation_loss_and_its_gradient_equal_torchs_divergence(part: int, widths: tuple[int, int]) -> None:
+    mine, theirs = widths
+    student, teacher = unit(4, mine).requires_grad_(), unit(4, theirs)
+    anchors, teacher_anchors = unit(11, mine), unit(11, theirs)
+    p = (teacher @ teacher_anchors.T / 0.05).softmax(1)
+    q = (student @ anchors.T / 0.2).log_softmax(1)
+    expected = F.kl_div(q, p, reduction="batchmean")
+    found = relation_loss(student, teacher, anchors, teacher_anchors, 0.2, 0.05, part)
+    # float32 sums of scores up to 20 in another order
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    losses = (found, expected, -(p * q).sum(1).mean())
+    gradients = [torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in losses]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-5, atol=1e-6)  # cross entropy is enough
+
+
+def test_scores_that_overflow_an_exponential_are_safe() -> None:
+    """Temperature 0.007 (SwAV teachers): exp(1 / 0.007) is infinite in float32."""
+    student, memory = unit(3, 5), unit(9, 5)
+    expected = (student.double() @ memory.double().T / 0.007).logsumexp(1)
+    torch.testing.assert_close(log_sum(student, memory, 0.007, 7).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_memory_may_change_between_forward_and_backward() -> None:
+    student, memory = unit(3, 5).requires_grad_(), unit(9, 5)
+    (before,) = torch.autograd.grad(log_sum(student, memory, 0.1).sum(), student)
+    found = log_sum(student, memory, 0.1).sum()
+    memory.zero_()
+    assert torch.equal(torch.autograd.grad(found, student)[0], before)
+
+
+def test_contrast_is_cross_entropy_with_the_own_target_first() -> None:
+    online, target, bank = unit(4, 5).requires_grad_(), unit(4, 5), unit(9, 5)
+    logits = torch.cat([(online * target).sum(1, keepdim=True), online @ bank.T], 1) / 0.2
+    expected = F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+    found = contrast(online, target, bank, 0.2)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, online), torch.autograd.grad(expected, online))
+
+
+def test_similarity_distillation_with_the_query_as_an_anchor_and_a_sharp_teacher_is_contrast() -> None:
+    online, target, bank = unit(1, 5), unit(1, 5), unit(9, 5)
+    anchors = torch.cat([target, bank])
+    found = relation_loss(online, target, anchors, anchors, 0.2, 1e-4)
+    torch.testing.assert_close(found, contrast(online, target, bank, 0.2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sharp_teacher_asks_for_its_nearest_anchor() -> None:
+    student, teacher, anchors = unit(6, 5), unit(6, 5), unit(9, 5)
+    nearest = (teacher @ anchors.T).argmax(1)
+    expected = F.cross_entropy(student @ anchors.T / 0.2, nearest)
+    torch.testing.assert_close(relation_loss(student, teacher, anchors, anchors, 0.2, 1e-5), expected)
+
+
+@pytest.mark.parametrize("part", [1 << 24, 30, 4])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_top_rows_equal_a_sorted_list(part: int, labelled: bool) -> None:
+    queries, memory = unit(5, 4), unit(13, 4)
+    own = torch.tensor([0, 12, 5, 6, 3])
+    labels, memory_labels = torch.tensor([0, 1, 2, -1, 9]), torch.randint(3, (13,))
+    memory_labels[own] = labels
+    options = {"labels": labels, "memory_labels": memory_labels} if labelled else {}
+    scores, rows = top_rows(queries, memory, 6, own, part=part, **options)
+    for i in range(5):
+        free = not labelled or labels[i] < 0
+        allowed = [j for j in range(13) if j != own[i] and (free or memory_labels[j] == labels[i])]
+        ranked = sorted(allowed, key=lambda j: -float(queries[i] @ memory[j]))
+        wanted = [int(own[i]), *ranked][:6]
+        assert rows[i, : len(wanted)].tolist() == wanted
+        assert (scores[i] > float("-inf")).sum() == len(wanted)
+
+
+def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
+    bank = Bank.queue(7, 3, beside=2)
+    place = bank.rows.data_ptr()
+    begin = [(bank.rows[i].clone(), -1, bank.beside[i].clone()) for i in range(7)]
+    oracle: deque[tuple[Tensor, int, Tensor]] = deque(begin, maxlen=7)
+    for count in (3, 1, 5, 7, 2, 4):
+        values, labels, second = torch.randn(count, 3), torch.randint(9, (count,)), torch.randn(count, 2)
+        slots = bank.push(values, labels, second)
+        assert torch.equal(bank.rows[slots], values)
+        oracle.extend(zip(values, labels.tolist(), second, strict=True))
+        order = (int(bank.oldest) + torch.arange(7)) % 7  # oldest first
+        assert torch.equal(bank.rows[order], torch.stack([row for row, _, _ in oracle]))
+        assert bank.labels[order].tolist() == [label for _, label, _ in oracle]
+        assert torch.equal(bank.beside[order], torch.stack([row for _, _, row in oracle]))
+    assert bank.rows.data_ptr() == place, "the bank was copied"
+    with pytest.raises(ValueError, match=r"cannot take a batch of 8; raise objective\.bank"):
+        bank.push(torch.randn(8, 3))
+
+
+def test_a_queue_goes_on_where_its_state_says() -> None:
+    bank, other = Bank.queue(5, 3, dtype=torch.bfloat16), Bank.queue(5, 3, dtype=torch.bfloat16)
+    bank.push(torch.randn(3, 3), torch.tensor([4, 5, 6]))
+    other.load_state_dict(bank.state_dict())
+    more = torch.randn(4, 3)
+    assert torch.equal(bank.push(more), other.push(more))
+    for name, value in bank.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert {"rows", "labels", "oldest"} <= bank.state_dict().keys()
+
+
+def test_an_empty_bank_knows_what_was_set() -> None:
+    bank = Bank(np.array([4, 9, 2]), np.zeros(3, np.int64), 3, empty=True)
+    bank.update(torch.tensor([9]), torch.tensor([[0.0, 0.0, 2.0]]), share=1.0)
+    assert bank.known(torch.tensor([2, 9, 4])).tolist() == [False, True, False]
+
+
+def test_a_momentum_copys_decay_may_end_below_one() -> None:
+    copy_ = MomentumCopy(torch.nn.Linear(2, 2), 0.5, steps=10, end=0.9)
+    assert [round(copy_.decay_at(step), 6) for step in (0, 5, 10, 20)] == [0.5, 0.7, 0.9, 0.9]
+
+
+# Every objective
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_reach_what_is_trained_and_no_teacher_and_no_bank(name: str, teacher: str) -> None:
+    objective = made(name, teacher)
+    trained = {n for n, p in objective.named_parameters() if p.requires_grad}
+    assert not any(n.startswith(("target.", "key.", "embedder.", "bank.", "pseudo.")) for n in trained)
+    losses = objective(batch_of(views=objective.views.views))
+    losses["loss"].backward()
+    reached = {n for n, p in objective.named_parameters() if p.grad is not None}
+    assert reached == trained, "several processes want a gradient for every trained parameter"
+    assert all(not value.requires_grad for key, value in losses.items() if key != "loss")
+    assert not any(b.requires_grad for b in objective.buffers())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_classifier_listens_and_does_not_speak(name: str, teacher: str) -> None:
+    """Neither the loss nor the trunk's gradient depends on the classifier; the classifier's gradient is a probe's."""
+    one, two = made(name, teacher), made(name, teacher)
+    with torch.no_grad():
+        two.model.head.fc.weight.mul_(100)
+    batch = batch_of(views=one.views.views)
+    found = [objective(batch) for objective in (one, two)]
+    assert torch.equal(found[0]["probe"], found[1]["probe"]) is False
+    # the classifier's loss is added and taken away again, which rounds at its own size
+    torch.testing.assert_close(found[0]["loss"], found[1]["loss"], rtol=1e-5, atol=1e-5)
+    for losses in found:
+        losses["loss"].backward()
+    for (n, p), q in zip(one.model.named_parameters(), two.model.parameters(), strict=True):
+        if not n.startswith("head.fc"):
+            assert torch.equal(p.grad, q.grad), n
+        else:
+            assert p.grad.abs().sum() > 0, n
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_goes_on_from_its_state_bit_for_bit(name: str, teacher: str) -> None:
+    def train(objective: Objective, first: int, last: int) -> list[float]:
+        optimizer = torch.optim.SGD([p for p in objective.parameters() if p.requires_grad], lr=0.05)
+        seen = []
+        for step in range(first, last):
+            loss = objective(batch_of(step, objective.views.views))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            objective.after_step(step)
+            seen.append(float(loss.detach()))
+        return seen
+
+    whole = made(name, teacher)
+    losses = train(whole, 0, 7)
+    half = made(name, teacher)
+    assert train(half, 0, 4) == losses[:4]
+    resumed = made(name, teacher)
+    resumed.load_state_dict(copy.deepcopy(half.state_dict()))
+    assert train(resumed, 4, 7) == losses[4:]
+    for key, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", ["compres 1q"])
+def test_a_compiled_step_is_the_plain_one_though_the_bank_changes_in_it(name: str, teacher: str) -> None:
+    """One graph of the loss and the push once gave one queue another gradient at the same loss."""
+    found = []
+    for compiled in (False, True):
+        objective = made(name, teacher)
+        if compiled:
+            objective.compile(dynamic=False, backend="aot_eager")
+        objective(batch_of(views=objective.views.views))["loss"].backward()
+        found.append({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(found[1][key], gradient, rtol=1e-5, atol=1e-6, msg=key)
+
+
+# BYOL, MoCo, ISD, MSF
+
+
+def test_mean_shift_to_one_neighbour_is_byol_exactly(teacher: str) -> None:
+    byol, msf = made("byol", teacher, momentum_end=None), made("msf", teacher, k=1)
+    msf.load_state_dict(byol.state_dict(), strict=False)
+    for step in range(3):
+        found = [objective(batch_of(step)) for objective in (byol, msf)]
+        assert torch.equal(found[0]["loss"], found[1]["loss"])
+        for objective, losses in zip((byol, msf), found, strict=True):
+            objective.zero_grad()
+            losses["loss"].backward()
+        for (n, p), q in zip(byol.named_parameters(), msf.named_parameters(), strict=True):
+            assert n == q[0]
+            assert (p.grad is None and q[1].grad is None) or torch.equal(p.grad, q[1].grad), n
+
+
+def test_byol_is_the_squared_distance_of_unit_vectors(teacher: str) -> None:
+    objective, batch = made("byol", teacher), batch_of()
+    twin = copy.deepcopy(objective)
+    online = twin.predictor(twin.model.outputs(batch.views[1]).embedding)
+    target = twin.target.module.outputs(batch.views[0]).embedding
+    apart = F.normalize(online, dim=1) - F.normalize(target, dim=1)
+    torch.testing.assert_close(objective(batch)["loss"], apart.square().sum(1).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_byol_both_ways_is_the_mean_of_the_two_directions_where_nothing_depends_on_the_batch(teacher: str) -> None:
+    """In evaluation mode BatchNorm treats each image alone, so the two directions can be computed apart."""
+    both, one = made("byol both ways", teacher).eval(), made("byol", teacher).eval()
+    batch = batch_of()
+    back = Batch(batch.views[::-1], batch.label, batch.target, batch.index)
+    expected = (one(batch)["loss"] + one(back)["loss"]) / 2
+    torch.testing.assert_close(both(batch)["loss"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["moco", "isd"])
+def test_an_image_is_never_its_own_anchor(name: str, teacher: str) -> None:
+    objective, batch = made(name, teacher), batch_of()
+    twin, before = copy.deepcopy(objective), objective.bank.rows.clone()
+    online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
+    target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
+    if name == "isd":
+        p = (target @ before.T / 0.01).softmax(1)
+        expected = F.kl_div((online @ before.T / 0.1).log_softmax(1), p, reduction="batchmean")
+    else:
+        logits = torch.cat([(online * target).sum(1, keepdim=True), online @ before.T], 1) / 0.2
+        expected = F.cross_entropy(logits, torch.zeros(COUNT, dtype=torch.int64))
+    torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(objective.bank.rows[:COUNT], target)
+    assert torch.equal(objective.bank.rows[COUNT:], before[COUNT:])
+
+
+def test_mean_shift_equals_brute_force_over_the_bank_with_the_batch_in_it(teacher: str) -> None:
+    objective = made("msf", teacher)
+    for step in range(4):
+        batch = batch_of(step)
+        twin = copy.deepcopy(objective)
+        online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
+        target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
+        losses = objective(batch)
+        bank, right, terms = objective.bank, [], []
+        for i in range(COUNT):
+            nearest = sorted(range(16), key=lambda j: float((target[i] - bank.rows[j]).norm()))[:3]
+            torch.testing.assert_close(bank.rows[nearest[0]], target[i])  # u itself
+            terms += [(online[i] - bank.rows[j]).square().sum() for j in nearest]
+            right += [int(bank.labels[j] == batch.label[i]) for j in nearest[1:]]
+        torch.testing.assert_close(losses["loss"], torch.stack(terms).mean(), rtol=1e-5, atol=1e-6)
+        assert losses["purity"] == pytest.approx(sum(right) / len(right))
+
+
+def test_the_distance_to_neighbours_has_the_gradient_of_the_distance_to_their_mean() -> None:
+    online, bank, found = unit(4, 5).requires_grad_(), unit(9, 5), torch.randint(9, (4, 3))
+    (one,) = torch.autograd.grad(shift_loss(online, bank, found), online)
+    (two,) = torch.autograd.grad(-2 * (online * bank[found].mean(1)).sum(1).mean(), online)
+    torch.testing.assert_close(one, two)
+
+
+def test_purity_by_hand() -> None:
+    bank_labels = torch.tensor([0, 0, 1, 2, -1])
+    found = torch.tensor([[0, 1, 2], [2, 3, 4]])
+    assert purity(found, torch.tensor([0, 1]), bank_labels) == pytest.approx(1 / 4)
+
+
+# CMSF
+
+
+@pytest.mark.parametrize(("k", "pool"), [(2, 4), (3, 3), (1, 5)])
+def test_constrained_neighbours_equal_two_sorted_lists(k: int, pool: int) -> None:
+    target, hint, rows, beside = unit(5, 4), unit(5, 6), unit(12, 4), unit(12, 6)
+    own = torch.tensor([0, 11, 4, 7, 2])
+    found = constrained_rows(target, hint, rows, beside, own, k, pool)
+    for i in range(5):
+        others = [j for j in range(12) if j != own[i]]
+        allowed = sorted(others, key=lambda j: -float(hint[i] @ beside[j]))[: pool - 1]
+        ranked = sorted(allowed, key=lambda j: -float(target[i] @ rows[j]))
+        assert set(found[i].tolist()) == {int(own[i]), *ranked[: k - 1]}
+        assert found[i, 0] == own[i]
+
+
+def test_a_pool_of_the_whole_bank_is_plain_mean_shift(teacher: str) -> None:
+    cmsf, msf = made("cmsf self", teacher, pool=16), made("msf", teacher)
+    for step in range(4):  # beyond the first epoch of 3 steps, where hints differ from targets
+        losses = [objective(batch_of(step))["loss"] for objective in (cmsf, msf)]
+        torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_the_hint_is_what_the_target_said_when_the_image_last_came_by(teacher: str) -> None:
+    objective = made("cmsf self", teacher, bank=18)
+    first: dict[int, Tensor] = {}
+    for step in range(6):  # two epochs
+        batch = batch_of(step)
+        objective(batch)
+        slots = torch.arange(COUNT) + step % 3 * COUNT
+        for slot, image in zip(slots.tolist(), batch.index.tolist(), strict=True):
+            said = first.setdefault(image, objective.bank.rows[slot].clone())
+            assert torch.equal(objective.bank.beside[slot], said)  # in the first epoch its own stands for it
+    assert not torch.equal(objective.bank.beside, objective.bank.rows)
+
+
+def test_another_modality_may_guide(teacher: str) -> None:
+    seen = unit(40, 5)
+    config = CONFIGS["cmsf self"]
+    objective = Cmsf(small(), config, 20, FACTS.labels, FACTS.index, guide=lambda b: seen[b.index], guide_width=5)
+    batch = batch_of()
+    assert torch.isfinite(objective(batch)["loss"])
+    assert torch.equal(objective.bank.beside[:COUNT], seen[batch.index])
+    with pytest.raises(ValueError, match="guide_width"):
+        Cmsf(small(), config, 20, FACTS.labels, FACTS.index, guide=lambda b: seen[b.index])
+
+
+@pytest.mark.parametrize("k", [3, None])
+def test_supervised_neighbours_all_have_the_label(k: int | None, teacher: str) -> None:
+    """Brute force over those of the label, the image among them; where they are fewer than k, over those."""
+    objective = made("cmsf supervised", teacher, k=k)
+    for step in range(3):
+        batch = batch_of(step)
+        twin = copy.deepcopy(objective)
+        online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
+        target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
+        loss, bank, terms = objective(batch)["loss"], objective.bank, []
+        for i in range(COUNT):
+            kin = [j for j in range(16) if bank.labels[j] == batch.label[i]]
+            near = sorted(kin, key=lambda j: float((target[i] - bank.rows[j]).norm()))[:k]
+            terms.append(torch.stack([(online[i] - bank.rows[j]).square().sum() for j in near]).mean())
+        assert step or len(kin) == 2  # at first there are only two of each class
+        torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_class_means_leave_out_rows_without_a_label() -> None:
+    rows, labels = torch.randn(6, 3), torch.tensor([1, -1, 1, 0, -1, 1])
+    means, counts = class_means(rows, labels, 3)
+    assert counts.tolist() == [1, 3, 0]
+    torch.testing.assert_close(means[1], rows[[0, 2, 5]].mean(0))
+    torch.testing.assert_close(means[0], rows[3])
+
+
+def test_a_share_of_every_class_is_labelled_and_always_the_same() -> None:
+    labels = np.array([0] * 20 + [1] * 10 + [2])
+    rows = draw_labelled(labels, 0.1)
+    assert np.bincount(labels[rows]).tolist() == [2, 1, 1]
+    assert np.array_equal(rows, draw_labelled(labels, 0.1))
+
+
+def test_pseudo_labels_are_true_where_known_guessed_where_sure_and_absent_before_the_first_round() -> None:
+    corners = torch.eye(3)
+    index = np.array([0, 2, 4])
+    pseudo = PseudoLabels(index, np.array([2, 0, 1]), 3, 3, threshold=0.9)
+    images = torch.zeros(5, 3, 4, 4)
+    batch = Batch((images,), torch.zeros(5).long(), torch.zeros(5).long(), torch.tensor([0, 2, 4, 5, 99]))
+    vectors = torch.cat([corners, corners[1:2], torch.full((1, 3), 3**-0.5)])
+    assert pseudo.see(batch, vectors).tolist() == [2, 0, 1, -1, -1]
+    for seed in range(300):
+        pseudo.round(seed)
+    assert pseudo.see(batch, vectors).tolist() == [2, 0, 1, 0, -1]  # like the second image; like none
+    assert not any(p.requires_grad for p in pseudo.parameters())
+
+
+def test_a_round_is_held_at_the_end_of_every_epoch(teacher: str) -> None:
+    objective, held = made("cmsf semi", teacher), []
+    objective.pseudo.round = held.append
+    for step in range(7):
+        objective(batch_of(step))
+        objective.after_step(step)
+    assert held == [2, 5]  # 18 images, 6 a step
+
+
+# Frozen teachers
+
+
+def test_one_queue_is_two_where_the_students_anchors_are_the_teachers(teacher: str) -> None:
+    losses, rows = [], unit(16, 24)
+    for queues in (1, 2):
+        config = CompresConfig(bank=16, teacher=teacher, queues=queues)
+        objective = build_objective(config, small(width=24, projector="none"), FACTS)
+        assert isinstance(objective.adapter, torch.nn.Identity)  # both are 24 wide
+        objective.bank.rows.copy_(rows)
+        if queues == 2:
+            objective.bank.beside.copy_(rows)
+        losses.append(objective(batch_of(views=1))["loss"])
+    assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("name", ["compres 1q", "compres 2q"])
+def test_compres_is_the_divergence_over_the_bank_before_the_batch(name: str, teacher: str) -> None:
+    objective = made(name, teacher)
+    for step in range(3):
+        batch = batch_of(step, 1)
+        twin = copy.deepcopy(objective)
+        t = F.normalize(twin.embedder.ask(batch.images), dim=1)
+        s = F.normalize(twin.adapter(twin.model.outputs(batch.images).embedding), dim=1)
+        mine = twin.bank.beside if name.endswith("2q") else twin.bank.rows
+        p = (t @ twin.bank.rows.T / 0.04).softmax(1)
+        expected = F.kl_div((s @ mine.T / 0.04).log_softmax(1), p, reduction="batchmean")
+        torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
+        slots = (torch.arange(COUNT) + step * COUNT) % 16
+        torch.testing.assert_close(objective.bank.rows[slots], t)
+        if name.endswith("2q"):
+            key = F.normalize(twin.key.module.outputs(batch.images).embedding, dim=1)
+            torch.testing.assert_close(objective.bank.beside[slots], key)
+
+
+def test_a_teacher_is_asked_for_features_before_its_projector_and_only_once_when_kept() -> None:
+    teacher, student = small(7, width=24), small()
+    embedder = Embedder(teacher, student, index=INDEX)
+    assert embedder.width == 24  # the trunk's, not the projector's 8
+    batches = [batch_of(step, 1) for step in range(3)]
+    said = [embedder(batch) for batch in batches]
+    expected = teacher.eval().head.pooled(teacher.tokens(batches[1].images))
+    torch.testing.assert_close(said[1], expected.detach())
+    other = batch_of(9, 1)
+    again = Batch(other.views, batches[0].label, batches[0].target, batches[0].index)
+    assert torch.equal(embedder(again), said[0]), "another view of a known image is not asked for"
+    embedder.after_step(15)
+    assert embedder.complete
+    embedder.ask = None
+    assert torch.equal(embedder(again), said[0])
+
+
+@pytest.mark.parametrize("match", ["unit", "raw", "batch_norm"])
+def test_regression_by_hand(match: str, teacher: str) -> None:
+    objective = made("simreg", teacher, match=match)
+    s, t = torch.randn(6, 5), torch.randn(6, 5)
+    if match == "unit":
+        expected = (s / s.norm(dim=1, keepdim=True) - t / t.norm(dim=1, keepdim=True)).square().sum(1).mean()
+    elif match == "raw":
+        expected = (s - t).square().mean()
+    else:
+        s_, t_ = ((x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt() for x in (s, t))
+        expected = (s_ - t_).square().mean()
+    torch.testing.assert_close(objective.compare(s, t), expected)
+
+
+def test_one_layer_of_regression_is_linear_and_the_teacher_is_stored_by_hash(teacher: str) -> None:
+    objective = made("regression", teacher)
+    assert [type(part).__name__ for part in objective.regressor] == ["Linear"]
+    assert objective.identities.keys() == {"embedder.teacher"}
+
+
+# With labels
+
+
+def test_supervised_contrast_by_hand() -> None:
+    x, labels = unit(7, 4), torch.tensor([0, 0, 1, 1, 1, 0, 5])  # nobody else has 5
+    terms = []
+    for i in range(6):
+        kin = [j for j in range(7) if j != i and labels[j] == labels[i]]
+        total = sum(torch.exp(x[i] @ x[j] / 0.1) for j in range(7) if j != i)
+        terms.append(-sum(torch.log(torch.exp(x[i] @ x[j] / 0.1) / total) for j in kin) / len(kin))
+    x.requires_grad_()
+    found = supervised_contrast(x, labels, 0.1)
+    torch.testing.assert_close(found, torch.stack(terms).mean())
+    assert torch.isfinite(torch.autograd.grad(found, x)[0]).all()
+
+
+def test_prototypes_are_the_class_means_of_the_bank(teacher: str) -> None:
+    objective, batch = made("protonw", teacher), batch_of()
+    batch = Batch(batch.views, batch.label.clamp(max=1), batch.target.clamp(max=1), batch.index)  # class 2 is not seen
+    twin = copy.deepcopy(objective)
+    online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
+    target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
+    means = torch.stack([F.normalize(target[batch.label == c].mean(0), dim=0) for c in range(2)])
+    expected = F.cross_entropy(online @ means.T / 0.1, batch.label)
+    torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
+
+
+# What does not fit
+
+
+def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    plain = create_model("vit_micro_28", classes=3, depth=1)
+    with pytest.raises(ValueError, match=r"--model\.head\.kind projected"):
+        build_objective(ByolConfig(), plain, FACTS)
+    with pytest.raises(ValueError, match=r"raise objective\.bank"):
+        Msf(small(), MsfConfig(k=9, bank=4), 1)
+    with pytest.raises(ValueError, match=r"raise objective\.pool"):
+        build_objective(CmsfConfig(k=9, pool=4), small(), FACTS)
+    with pytest.raises(ValueError, match=r"objective\.teacher: name one"):
+        build_objective(CompresConfig(), small(), FACTS)
+    with pytest.raises(FileNotFoundError, match=r"objective\.teacher"):
+        build_objective(SimregConfig(teacher=str(tmp_path / "none")), small(), FACTS)
+    several = TrainingFacts(np.eye(3, dtype=np.int64), np.arange(3), 1)
+    with pytest.raises(ValueError, match="needs one label an image"):
+        build_objective(CmsfConfig(constraint="supervised"), small(), several)

@@ -1,0 +1,112 @@
+"""How far one attention is from another: a cross entropy of maps, without the maps.
+
+Of every query, with logits s = q kᵀ / √dim of a student and t of a teacher, p = softmax(t):
+
+    cross entropy = logsumexp(s) - Σ p s, with the gradient softmax(s) - p of s; entropy of p = logsumexp(t) - Σ p t
+
+Both run over keys in tiles, so nothing of size tokens x tokens is ever stored; the backward pass computes the tiles
+again. Heads of teacher and student may have different widths. No gradient reaches the teacher.
+
+q, k [batch, heads, tokens, dim], q_t, k_t [batch, heads, tokens, dim_t] -> two of [batch, heads, tokens], in float32
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TRITON = find_spec("triton") is not None
+
+
+def attention_match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each query's attention with the teacher's, and the teacher's entropy, its least value.
+
+    The kernel where it is able, else its plain twin.
+    """
+    if able(q, k, q_t, k_t):
+        cross, entropy, _, _ = torch.ops.vitrail.attention_match(q, k, q_t, k_t)
+        return cross, entropy
+    return plain_attention_match(q, k, q_t, k_t)
+
+
+def plain_attention_match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's own operations, with both maps in memory."""
+    with torch.no_grad():
+        said = _logits(q_t, k_t).log_softmax(-1)
+    return map_match(q, k, said.exp()), -(said.exp() * said).sum(-1)
+
+
+def map_match(q: Tensor, k: Tensor, attention: Tensor) -> Tensor:
+    """Cross entropy [batch, heads, tokens] with given maps [batch, heads, tokens, tokens] (averaged or stored ones)."""
+    own = _logits(q, k).log_softmax(-1)
+    return -(attention.detach().to(own) * own).sum(-1)
+
+
+def map_entropy(attention: Tensor) -> Tensor:
+    """Entropy [...] of every row of maps [..., keys]; 0 log 0 is 0."""
+    wide = attention.detach() if attention.dtype == torch.float64 else attention.detach().float()
+    return torch.special.entr(wide).sum(-1)
+
+
+def _logits(q: Tensor, k: Tensor) -> Tensor:
+    # A contiguous transpose: the strided product is many times slower on some CPUs.
+    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1).contiguous()
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def able(*parts: Tensor) -> bool:
+    """Whether the kernel takes these tensors: on CUDA, at most 32 bits, heads of at most 128 channels."""
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    return _TRITON and all(x.is_cuda and x.dtype in kinds and x.shape[-1] <= 128 for x in parts)
+
+
+# Operators are declared here and call Triton when they run: torch.compile can see them without importing it.
+
+
+@torch.library.custom_op("vitrail::attention_match", mutates_args=(), device_types="cuda")
+def _match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cross entropy, entropy, and the base-2 logarithms of the sums of student and teacher for the backward pass."""
+    from vitrail.kernels import attention_match_triton
+
+    return attention_match_triton.forward(q, k, q_t, k_t)
+
+
+@torch.library.custom_op("vitrail::attention_match_backward", mutates_args=(), device_types="cuda")
+def _match_backward(
+    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, lse: Tensor, lse_t: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k."""
+    from vitrail.kernels import attention_match_triton
+
+    return attention_match_triton.backward(q, k, q_t, k_t, lse, lse_t, grad.contiguous())
+
+
+@_match.register_fake
+def _(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(4)]
+    return rows[0], rows[1], rows[2], rows[3]
+
+
+@_match_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, lse: Tensor, lse_t: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[2:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    return *_match_backward(*ctx.saved_tensors, grad), None, None
+
+
+_match.register_autograd(_gradient, setup_context=_remember)

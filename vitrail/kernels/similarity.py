@@ -1,0 +1,137 @@
+"""A memory of unit vectors under a softmax, and the nearest in it, a part of it at a time.
+
+Nothing as large as queries x memory is kept, for the backward pass neither, and nothing is normalised or copied: the
+memory is read where it lies, in its own precision, and multiplied in float32. Queries [queries, width], memory
+[rows, width], both of unit length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from vitrail.kernels.neighbours import PART, _parts
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Keep a function that reads or changes a memory out of compiled graphs.
+
+    A compiler that holds both in one graph may compute a softmax anew for the backward pass, from the memory as it is
+    by then: the gradient is silently another one (torch 2.15, backend `aot_eager`). The networks on either side, which
+    are what costs, are compiled all the same.
+    """
+    return cast("Function", torch.compiler.disable(function))
+
+
+@uncompiled
+def attend(
+    queries: Tensor, memory: Tensor, temperature: float, values: Tensor | None = None, part: int = PART
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What matters of p = softmax(queries @ memory.T / temperature), without gradient.
+
+    The mean under p of `values` [rows, any width] (none: of the memory itself), the log-sum of the softmax, and the
+    mean under p of its scores: [queries, width], [queries] and [queries].
+    """
+    values = memory if values is None else values
+    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+        scaled = queries.float() / temperature
+        highest = torch.full_like(scaled[:, 0], float("-inf"))
+        total, score = torch.zeros_like(highest), torch.zeros_like(highest)
+        mean = torch.zeros(len(queries), values.shape[1], device=queries.device)
+        for rows in _parts(len(queries), len(memory), part):
+            scores = scaled @ memory[rows].float().T
+            top = torch.maximum(highest, scores.amax(1))
+            shrink, weights = (highest - top).exp(), (scores - top[:, None]).exp()
+            total = total * shrink + weights.sum(1)
+            score = score * shrink + (weights * scores).sum(1)
+            mean = mean * shrink[:, None] + weights @ values[rows].float()
+            highest = top
+        return mean / total[:, None], highest + total.log(), score / total
+
+
+class _LogSum(torch.autograd.Function):
+    """The gradient of a log-sum is the mean row under its softmax, known with the log-sum itself.
+
+    So nothing of the memory is saved, and it may change between the two passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, memory: Tensor, temperature: float, part: int) -> Tensor:
+        mean, log_sum, _ = attend(queries, memory, temperature, part=part)
+        ctx.save_for_backward(mean)
+        ctx.temperature, ctx.dtype = temperature, queries.dtype
+        return log_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (mean,) = ctx.saved_tensors
+        return (grad[:, None] * mean / ctx.temperature).to(ctx.dtype), None, None, None
+
+
+@uncompiled
+def log_sum(queries: Tensor, memory: Tensor, temperature: float, part: int = PART) -> Tensor:
+    """log sum over rows of exp(query . row / temperature): [queries]. Gradients reach the queries only."""
+    found: Tensor = _LogSum.apply(queries, memory, temperature, part)
+    return found
+
+
+@uncompiled
+def relation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    anchors: Tensor,
+    teacher_anchors: Tensor,
+    temperature: float,
+    teacher_temperature: float,
+    part: int = PART,
+) -> Tensor:
+    """KL(teacher || student) of how near each says a query is to every anchor, mean over queries.
+
+    student, anchors [.., width], teacher, teacher_anchors [.., its width]; row j of both memories is one image. The
+    widths may differ: only relations are compared (efficiency-1 §2.C, §2.E). Gradients reach `student` only.
+    """
+    expected, teacher_sum, teacher_score = attend(teacher, teacher_anchors, teacher_temperature, anchors, part)
+    # sum_j p_j log q_j = student . (sum_j p_j anchor_j) / temperature - log-sum: the products need not be kept.
+    cross = log_sum(student, anchors, temperature, part) - (student.float() * expected).sum(1) / temperature
+    return (teacher_score - teacher_sum + cross).mean()
+
+
+@uncompiled
+def top_rows(
+    queries: Tensor,
+    memory: Tensor,
+    k: int,
+    own: Tensor | None = None,
+    labels: Tensor | None = None,
+    memory_labels: Tensor | None = None,
+    part: int = PART,
+) -> tuple[Tensor, Tensor]:
+    """Products and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part.
+
+    `own` [queries] is a row that comes first whatever its product, which is then infinite. With `labels` [queries] only
+    rows of that label are taken (a negative one: any row); where they are fewer than k, the rest has a product of minus
+    infinity. Raises `ValueError` where the memory has fewer than k rows.
+    """
+    if not 1 <= k <= len(memory):
+        raise ValueError(f"k = {k}, but the memory has {len(memory)} rows")
+    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+        best = torch.zeros(len(queries), 0, device=queries.device)
+        found = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
+        for rows in _parts(len(queries), len(memory), part):
+            scores = queries.float() @ memory[rows].float().T
+            if labels is not None and memory_labels is not None:
+                other = (labels[:, None] != memory_labels[None, rows]) & (labels[:, None] >= 0)
+                scores = scores.masked_fill(other, float("-inf"))
+            if own is not None:
+                place = torch.arange(rows.start, rows.stop, device=queries.device)
+                scores = scores.masked_fill(place[None] == own[:, None], float("inf"))
+            top, where = scores.topk(min(k, scores.shape[1]), dim=1)
+            both, places = torch.cat([best, top], 1), torch.cat([found, where + rows.start], 1)
+            best, order = both.topk(min(k, both.shape[1]), dim=1)
+            found = places.gather(1, order)
+        return best, found

@@ -1,0 +1,144 @@
+"""CMSF: mean shift among neighbours that something else allows (efficiency-1 §2.G).
+
+self         those that an older embedding of the same images finds near; beside them plain mean shift, half each
+supervised   those of one's label
+semi         those of one's label, or of one's pseudo-label where it is confident; all of them where it is not
+cross-modal  as self, with a frozen network of another modality in place of the older embedding: `guide`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.kernels.similarity import top_rows
+from vitrail.learn.bank import UNKNOWN, Bank
+from vitrail.learn.config import CmsfConfig
+from vitrail.learn.msf import purity, shift_loss
+from vitrail.learn.pseudo import PseudoLabels, draw_labelled
+from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
+from vitrail.model.classifier import Classifier
+
+Guide = Callable[[Batch], Tensor]
+"""Unit embeddings [batch, width] of another modality of the same images, without gradient."""
+
+
+def constrained_rows(
+    target: Tensor, hint: Tensor, rows: Tensor, beside: Tensor, own: Tensor, k: int, pool: int
+) -> Tensor:
+    """The k rows nearest to `target` among the `pool` slots whose second rows are nearest to `hint`: [batch, k].
+
+    The own slot is the first of both. target [batch, width], hint [batch, its width], own [batch].
+    """
+    allowed = top_rows(hint, beside, pool, own)[1]
+    if k == pool:
+        return allowed
+    scores = (rows[allowed].float() * target[:, None]).sum(-1)
+    scores = scores.masked_fill(allowed == own[:, None], float("inf"))
+    return allowed.gather(1, scores.topk(k, dim=1).indices)
+
+
+def class_means(rows: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Mean row [classes, width] and number of rows [classes] of every class; rows without a label are left out."""
+    place = torch.where(labels < 0, classes, labels)  # a class too many, for those without one
+    sums = torch.zeros(classes + 1, rows.shape[1], device=rows.device).index_add_(0, place, rows.float())[:classes]
+    counts = torch.zeros(classes + 1, device=rows.device).index_add_(0, place, torch.ones_like(place).float())[:classes]
+    return sums / counts.clamp(min=1)[:, None], counts
+
+
+class Cmsf(MomentumPair):
+    """See the module. Raises `ValueError` where the data have several labels an image and the constraint needs one."""
+
+    def __init__(
+        self,
+        model: Classifier,
+        config: CmsfConfig,
+        steps: int,
+        labels: NDArray[np.int64],
+        index: NDArray[np.int64],
+        guide: Guide | None = None,
+        guide_width: int = 0,
+    ) -> None:
+        super().__init__(model, config, steps, config.predictor_hidden)
+        if config.constraint != "self" and labels.ndim == 2:
+            raise ValueError(f"objective.constraint: {config.constraint} needs one label an image, these have several")
+        if config.constraint == "self" and (config.k is None or config.pool < config.k):
+            raise ValueError(f"objective.k: {config.k} neighbours of {config.pool} allowed; raise objective.pool")
+        if max(config.k or 1, config.pool) > config.bank:
+            raise ValueError(
+                f"objective.k: the bank has {config.bank} rows, fewer than k or pool; raise objective.bank"
+            )
+        if guide is not None and not guide_width:
+            raise ValueError("a guide of another modality wants guide_width, the width of its embeddings")
+        self.options, self.guide = config, guide
+        if isinstance(guide, nn.Module):
+            guide.requires_grad_(False)
+            self.frozen = ("guide",)
+        width, dtype = self.head.features, PRECISIONS[config.bank_precision]
+        second = (guide_width if guide else width) if config.constraint == "self" else 0
+        self.bank = Bank.queue(config.bank, width, second, dtype)
+        self.earlier: Bank | None = None  # what the target said of every image when it last came by
+        self.pseudo: PseudoLabels | None = None
+        if config.constraint == "self" and guide is None:
+            self.earlier = Bank(index, np.zeros(len(index), np.int64), width, dtype, empty=True)
+        if config.constraint == "semi":
+            labelled = draw_labelled(labels, config.labelled)
+            self.pseudo = PseudoLabels(index[labelled], labels[labelled], width, len(model.classes), config.threshold)
+            self.images = len(index)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        online, target, pooled = self.pair(batch)
+        if self.options.constraint == "self":
+            loss, found = self.by_hint(batch, online, target)
+            pure = {"purity": purity(found, one_label(batch), self.bank.labels)} if found.shape[1] > 1 else {}
+            return self.losses(loss, pooled, batch, **pure)
+        labels = batch.label
+        others = {}
+        if self.pseudo is not None:
+            labels = self.pseudo.see(batch, target)
+            others["confident"] = (labels != UNKNOWN).float().mean()
+        own = self.bank.push(target, labels)
+        if self.options.k is None:
+            return self.losses(self.to_class_mean(online, own, labels), pooled, batch, **others)
+        scores, found = top_rows(target, self.bank.rows, self.options.k, own, labels, self.bank.labels)
+        valid = scores > float("-inf")
+        return self.losses(shift_loss(online, self.bank.rows, found, valid), pooled, batch, **others)
+
+    def by_hint(self, batch: Batch, online: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Half plain mean shift, half among the rows that the hint allows; the loss, and those rows [batch, k].
+
+        An image that never came by before has no older embedding: its own stands for it, so the first epoch is nearly
+        plain mean shift (efficiency-1 §2.G2 suggests that). The authors' code takes the mean of the two losses.
+        """
+        config, bank = self.options, self.bank
+        assert config.k is not None
+        if self.guide is not None:
+            hint = self.guide(batch)
+        else:
+            assert self.earlier is not None
+            known = self.earlier.known(batch.index)[:, None]
+            hint = torch.where(known, self.earlier.rows[self.earlier.where(batch.index)].float(), target)
+            self.earlier.update(batch.index, target, share=1.0)
+        own = bank.push(target, one_label(batch), hint)
+        plain = top_rows(target, bank.rows, config.k, own)[1]
+        found = constrained_rows(target, hint, bank.rows, bank.beside, own, config.k, config.pool)
+        return (shift_loss(online, bank.rows, plain) + shift_loss(online, bank.rows, found)) / 2, found
+
+    def to_class_mean(self, online: Tensor, own: Tensor, labels: Tensor) -> Tensor:
+        """Mean distance to all rows of the label (top-all), or to the own row where there is no label.
+
+        The mean over unit vectors of 2 - 2 cos is 2 - 2 the product with their mean, so no row is compared.
+        """
+        means, _ = class_means(self.bank.rows, self.bank.labels, len(self.model.classes))
+        towards = torch.where((labels >= 0)[:, None], means[labels.clamp(min=0)], self.bank.rows[own].float())
+        return distance(online, towards).mean()
+
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        if self.pseudo is not None:
+            self.pseudo.after_step(step, self.images)

@@ -1,0 +1,53 @@
+"""CompRes: a small student sees images as near to one another as a frozen teacher does (efficiency-1 §2.C)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch, ViewSpec
+from vitrail.kernels.similarity import relation_loss
+from vitrail.learn.bank import Bank
+from vitrail.learn.config import CompresConfig
+from vitrail.learn.embedder import Embedder
+from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.selfsupervised import PRECISIONS, SelfSupervised, unit
+from vitrail.model.classifier import Classifier
+
+
+class Compres(SelfSupervised):
+    """KL between the teacher's softmax over a queue of its embeddings and the student's.
+
+    One queue: the student, through a linear map where widths differ, compares itself with the teacher's anchors. Two:
+    with what a slow copy of itself said of the same images, which lie in the same slots; so only relations are taken
+    over and widths do not matter. All see one and the same crop; the batch is pushed after the loss.
+    """
+
+    frozen = ("embedder.teacher",)
+    views = ViewSpec(1)
+
+    def __init__(self, model: Classifier, config: CompresConfig, teacher: Classifier, index: NDArray[np.int64]) -> None:
+        super().__init__(model)
+        self.options = config
+        self.embedder = Embedder(teacher, model, config.teacher, config.teacher_size, index if config.cache else None)
+        width, theirs = self.head.features, self.embedder.width
+        self.key = MomentumCopy(model, config.momentum) if config.queues == 2 else None
+        adapted = config.queues == 1 and width != theirs
+        self.adapter: nn.Module = nn.Linear(width, theirs) if adapted else nn.Identity()
+        self.bank = Bank.queue(config.bank, theirs, 0 if self.key is None else width, PRECISIONS[config.bank_precision])
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        config, bank = self.options, self.bank
+        teacher = unit(self.embedder(batch))
+        embedding, pooled = self.encode(batch.images)
+        student = unit(self.adapter(embedding))
+        anchors = bank.rows if self.key is None else bank.beside
+        loss = relation_loss(student, teacher, anchors, bank.rows, config.temperature, config.temperature)
+        bank.push(teacher, beside=None if self.key is None else self.key.embed(batch.images))
+        return self.losses(loss, pooled, batch)
+
+    def after_step(self, step: int) -> None:
+        self.embedder.after_step(step)
+        if self.key is not None:
+            self.key.follow(self.model, step)

@@ -1,0 +1,31 @@
+"""ISD: see other images as near as a slow copy of oneself does (efficiency-1 §2.E)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.kernels.similarity import relation_loss
+from vitrail.learn.bank import Bank
+from vitrail.learn.config import IsdConfig
+from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
+from vitrail.model.classifier import Classifier
+
+
+class Isd(MomentumPair):
+    """KL between two softmaxes over a queue of the target's embeddings: the target's and the online network's.
+
+    The batch is pushed after the loss, so an image is never its own anchor.
+    """
+
+    def __init__(self, model: Classifier, config: IsdConfig, steps: int) -> None:
+        super().__init__(model, config, steps, config.predictor_hidden)
+        self.options = config
+        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        config, rows = self.options, self.bank.rows
+        online, target, pooled = self.pair(batch)
+        loss = relation_loss(online, target, rows, rows, config.temperature, config.teacher_temperature)
+        self.bank.push(target)
+        return self.losses(loss, pooled, batch)

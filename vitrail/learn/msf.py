@@ -1,0 +1,49 @@
+"""MSF: move towards the mean of one's neighbours in a bank (efficiency-1 §2.F)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.kernels.similarity import top_rows
+from vitrail.learn.bank import Bank
+from vitrail.learn.config import MsfConfig
+from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
+from vitrail.model.classifier import Classifier
+
+
+def shift_loss(online: Tensor, bank: Tensor, found: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean squared distance to rows `found` [batch, k] of the bank, of each image and then of the batch.
+
+    `valid` [batch, k] says which of them count, at least one for each image (none: all). Only those rows are read; no
+    gradient reaches them.
+    """
+    apart = distance(online[:, None], bank[found].float())
+    if valid is None:
+        return apart.mean(1).mean()
+    return (torch.where(valid, apart, 0.0).sum(1) / valid.sum(1)).mean()
+
+
+def purity(found: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
+    """Share of the neighbours [batch, k] after the first, which is the image itself, that have its label [batch]."""
+    return (bank_labels[found[:, 1:]] == labels[:, None]).float().mean()
+
+
+class Msf(MomentumPair):
+    """The target's embedding is pushed first and is its own first neighbour, so with k = 1 this is BYOL, exactly."""
+
+    def __init__(self, model: Classifier, config: MsfConfig, steps: int) -> None:
+        super().__init__(model, config, steps, config.predictor_hidden)
+        if config.k > config.bank:
+            raise ValueError(f"objective.k: {config.k} neighbours in a bank of {config.bank}; raise objective.bank")
+        self.k = config.k
+        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        online, target, pooled = self.pair(batch)
+        labels = one_label(batch)
+        own = self.bank.push(target, labels)  # labels are for looking only
+        found = own[:, None] if self.k == 1 else top_rows(target, self.bank.rows, self.k, own)[1]
+        pure = {} if self.k == 1 else {"purity": purity(found, labels, self.bank.labels)}
+        return self.losses(shift_loss(online, self.bank.rows, found), pooled, batch, **pure)

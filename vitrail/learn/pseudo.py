@@ -1,0 +1,91 @@
+"""Labels for images that have none, from those that have (efficiency-1 §2.G2, semi-supervised)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.learn.bank import UNKNOWN, Bank, of_all, processes
+
+EPOCHS, BATCH = 10, 256  # of a round; the thesis says 10 and 40, the authors' code 10
+
+
+def draw_labelled(labels: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """Rows of the images whose labels may be used: `share` of every class, at least one; always the same ones."""
+    rng = np.random.default_rng(0)
+    rows = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in rows]))
+
+
+class PseudoLabels(nn.Module):
+    """Two layers on the target's embeddings, trained between steps on those of the labelled images.
+
+    A round is held each time as many images as there are came by; before the first nobody gets a pseudo-label. All of
+    it is in checkpoints, and a round depends on nothing but its step, so a resumed run holds the same ones.
+    """
+
+    ready: Tensor
+    truth: Tensor
+
+    def __init__(
+        self, index: NDArray[np.int64], labels: NDArray[np.int64], width: int, classes: int, threshold: float
+    ) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.bank = Bank(index, labels, width, empty=True)
+        self.net = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, classes))
+        self.requires_grad_(False)  # the engine's optimiser has nothing to do with it
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+        place = torch.full((int(index.max()) + 1,), UNKNOWN, dtype=torch.int64)
+        place[torch.from_numpy(index)] = torch.from_numpy(labels.copy())
+        self.register_buffer("truth", place, persistent=False)
+        self.seen = 0  # images of the step that is being made
+
+    def see(self, batch: Batch, embedding: Tensor) -> Tensor:
+        """Label of each image [batch]: its own where it may be used, else a confident guess, else UNKNOWN.
+
+        Embeddings [batch, width] of labelled images are remembered.
+        """
+        self.seen += len(batch) * processes()
+        with torch.no_grad():
+            index, values = of_all(batch.index), of_all(embedding)
+            labelled = self.true_label(index) != UNKNOWN
+            self.bank.rows[self.bank.where(index[labelled])] = values[labelled]
+            truth = self.true_label(batch.index)
+            with torch.autocast(embedding.device.type, enabled=False):
+                sure, guess = self.net(embedding.float()).softmax(-1).max(-1)
+            guessed = torch.where((sure > self.threshold) & self.ready, guess, UNKNOWN)
+            return torch.where(truth == UNKNOWN, guessed, truth)
+
+    def true_label(self, index: Tensor) -> Tensor:
+        """Label of each image [batch] that may be used, else UNKNOWN."""
+        inside = index.clamp(max=len(self.truth) - 1)  # images after the last labelled one have none
+        return torch.where(index == inside, self.truth[inside], UNKNOWN)
+
+    def after_step(self, step: int, images: int) -> None:
+        """Hold a round where an epoch of `images` ends."""
+        seen, self.seen = self.seen, 0
+        if (step + 1) % max(1, images // max(1, seen)) == 0:
+            self.round(step)
+
+    def round(self, seed: int) -> None:
+        """Go on training on the remembered embeddings: SGD 0.01, momentum 0.9, decay 1e-4, in batches of 256."""
+        seen = self.bank.rows.any(1)
+        rows, labels = self.bank.rows[seen].float(), self.bank.labels[seen]
+        if not len(rows):
+            return
+        generator = torch.Generator().manual_seed(seed)
+        self.net.requires_grad_(True)
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        for _ in range(EPOCHS):
+            for part in torch.randperm(len(rows), generator=generator).to(rows.device).split(BATCH):
+                optimizer.zero_grad()
+                F.cross_entropy(self.net(rows[part]), labels[part]).backward()
+                optimizer.step()
+        self.net.requires_grad_(False)
+        self.net.zero_grad()
+        self.ready.fill_(True)

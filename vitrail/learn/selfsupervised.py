@@ -1,0 +1,116 @@
+"""What objectives without labels share: embeddings, a momentum teacher, a predictor, and a classifier that listens."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.mixing import soft
+from vitrail.learn.bank import UNKNOWN
+from vitrail.learn.config import MomentumConfig
+from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.objective import Objective
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.projected import ProjectedHead
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Vectors [..., width] of length 1, in float32."""
+    return F.normalize(vectors.float(), dim=-1)
+
+
+def distance(online: Tensor, target: Tensor) -> Tensor:
+    """Squared distance 2 - 2 cos of unit vectors [..., width]: [...]."""
+    return 2 - 2 * (online * target).sum(-1)
+
+
+def predictor(width: int, hidden: int) -> nn.Sequential:
+    """What stands on the online network alone: linear, BatchNorm, ReLU, linear; [batch, width] -> the same."""
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias=False),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, width),
+    )
+
+
+def one_label(batch: Batch) -> Tensor:
+    """The class of each image [batch]; UNKNOWN where several may hold. For looking at neighbours, not for learning."""
+    return batch.label if batch.label.ndim == 1 else torch.full_like(batch.index, UNKNOWN)
+
+
+def refuse_several(model: Classifier, name: str) -> None:
+    """Raises `ValueError` where an image may have several labels."""
+    if model.multilabel:
+        raise ValueError(f"objective {name} needs one label an image; these data have several")
+
+
+class SelfSupervised(Objective):
+    """A representation learned without labels, and a linear classifier that listens.
+
+    The classifier of the head learns the labels of the pooled features, and no gradient of it goes further: the
+    representation is what it would be without, the loss that is shown is the representation's alone, and the figures
+    of a run are those of a linear probe under way. Raises `ValueError` where the model's head is not `projected`.
+    """
+
+    capturable = False  # cached teachers and pseudo-labels decide on the host; of the others no capture was compared
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        if not isinstance(model.head, ProjectedHead):
+            raise ValueError(
+                f"this objective compares embeddings, which the head {model.spec['head']['kind']} does not project; "
+                "use --model.head.kind projected"
+            )
+        self.model = model
+
+    @property
+    def head(self) -> ProjectedHead:
+        return cast("ProjectedHead", self.model.head)
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings [images, features], not normalised, and the pooled features [images, width] they come from."""
+        pooled = self.head.pooled(self.model.tokens(images))
+        return self.head.projector(pooled), pooled
+
+    def losses(self, loss: Tensor, pooled: Tensor, batch: Batch, **others: Tensor) -> dict[str, Tensor]:
+        """The loss with the classifier's added to its gradient and not to its value; pooled features [batch, width]."""
+        logits = self.head.fc(pooled.detach()).float()
+        dense = soft(batch.target, logits.shape[-1])
+        if self.model.multilabel:
+            listening = F.binary_cross_entropy_with_logits(logits, dense)
+        else:
+            listening = F.cross_entropy(logits, dense)
+        values = {name: value.detach() for name, value in others.items()}
+        return {"loss": loss + listening - listening.detach(), "probe": listening.detach(), **values}
+
+
+class MomentumPair(SelfSupervised):
+    """An online network on one view, and its slow copy on another, which it is compared to.
+
+    The target sees the first view, the online network the second (which a loader makes alike today: weak and strong
+    views would be theirs in this order). With `hidden` a predictor of that width stands on the online network.
+    """
+
+    views = ViewSpec(2)
+
+    def __init__(self, model: Classifier, config: MomentumConfig, steps: int, hidden: int | None = None) -> None:
+        super().__init__(model)
+        moves = config.momentum_end is not None
+        end = 1.0 if config.momentum_end is None else config.momentum_end
+        self.target = MomentumCopy(model, config.momentum, steps if moves else None, end)
+        self.predictor = nn.Identity() if hidden is None else predictor(self.head.features, hidden)
+
+    def pair(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Online and target embeddings of unit length [batch, features], and the online pooled features."""
+        embedding, pooled = self.encode(batch.views[1])
+        return unit(self.predictor(embedding)), self.target.embed(batch.views[0]), pooled
+
+    def after_step(self, step: int) -> None:
+        self.target.follow(self.model, step)

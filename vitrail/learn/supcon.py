@@ -1,0 +1,42 @@
+"""SupCon: contrast within a batch, by label; a baseline of CMSF (efficiency-1 §2.G3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch, ViewSpec
+from vitrail.learn.config import SupconConfig
+from vitrail.learn.selfsupervised import SelfSupervised, refuse_several, unit
+from vitrail.model.classifier import Classifier
+
+
+def supervised_contrast(embedding: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """-log probability of those of one's label among all others, mean over them and then over the batch.
+
+    Unit vectors [rows, width], labels [rows]. The mean is outside the logarithm (L_out of Khosla and others, 2020);
+    rows without anyone of their label do not count.
+    """
+    with torch.autocast(embedding.device.type, enabled=False):
+        scores = embedding.float() @ embedding.float().T / temperature
+    oneself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    chances = scores.masked_fill(oneself, float("-inf")).log_softmax(1)
+    kin = (labels[:, None] == labels[None]) & ~oneself
+    each = -torch.where(kin, chances, 0.0).sum(1) / kin.sum(1).clamp(min=1)
+    return each.sum() / kin.any(1).sum().clamp(min=1)
+
+
+class Supcon(SelfSupervised):
+    """SupCon: both views of every image of a batch, by label. In a process group each process has its own batch."""
+
+    views = ViewSpec(2)
+
+    def __init__(self, model: Classifier, config: SupconConfig) -> None:
+        super().__init__(model)
+        refuse_several(model, "supcon")
+        self.temperature = config.temperature
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        embedding, pooled = self.encode(torch.cat(batch.views))
+        loss = supervised_contrast(unit(embedding), batch.label.repeat(len(batch.views)), self.temperature)
+        return self.losses(loss, pooled[: len(batch)], batch)

@@ -1,0 +1,357 @@
+"""Representations without labels, or with few (efficiency-1 §2.C, §2.E-2.G).
+
+The papers give one network weak views (crop and flip) and the other strong ones in their best rows. A batch's views
+are made alike today, so these recipes are the papers' strong / strong rows; `STRONG` lacks hue, and jitters every image
+where the papers leave out one in five. Learning rates that drop at epochs of a list are a cosine here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vitrail.config import AugmentConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from vitrail.learn.config import (
+    ByolConfig,
+    CmsfConfig,
+    CompresConfig,
+    IsdConfig,
+    MocoConfig,
+    MsfConfig,
+    ObjectiveConfig,
+    SimregConfig,
+    SupconConfig,
+)
+from vitrail.model.heads.config import Projected
+
+STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, grey=0.2, blur=0.5)
+SMALL = replace(STRONG, blur=0.0)  # a blur of radius 2 leaves nothing of 32 pixels
+
+SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "data.batch": 256}
+SHIFT = {
+    **SGD,
+    "optim.lr": 0.05,
+    "optim.schedule": "cosine",
+    "optim.epochs": 200,
+    "objective.momentum": 0.99,
+    "objective.predictor_hidden": 4096,
+    "model.head.hidden": 4096,
+    "model.head.width": 512,
+}
+STATED = {
+    "byol-asym": {"source": "ISD, L1491-1497: ResNet-50", **SHIFT, "objective.symmetric": False},
+    "moco-v2": {
+        "source": "CompRes, section 2.3.4: 200 epochs, momentum 0.999, lr 0.03; the rest as MoCo-v2's own",
+        "optim.lr": 0.03,
+        "optim.epochs": 200,
+        "objective.momentum": 0.999,
+    },
+    "isd-r18": {
+        "source": "ISD, section 4.1.4: ResNet-18, strong / strong",
+        **SGD,
+        "optim.lr": 0.01,
+        "optim.epochs": 200,
+        "model.head.projector": "none",
+        "objective.predictor_hidden": 512,
+        "objective.temperature": 0.02,
+        "objective.teacher_temperature": 0.02,
+        "objective.momentum": 0.999,
+        "objective.bank": 128_000,
+    },
+    "isd": {
+        "source": "ISD, section 4.1.4: ResNet-50",
+        **SHIFT,
+        "objective.temperature": 0.1,
+        "objective.teacher_temperature": 0.01,
+        "objective.bank": 128_000,
+    },
+    "msf": {"source": "MSF, section 4.2.4: 128K bank", **SHIFT, "objective.k": 5, "objective.bank": 128_000},
+    "cmsf-self": {
+        "source": "CMSF, section 4.3.4",
+        **SHIFT,
+        "objective.constraint": "self",
+        "objective.k": 5,
+        "objective.pool": 5,
+        "objective.bank": 128_000,
+    },
+    "cmsf-semi": {
+        "source": "CMSF, section 4.3.4 and L2144: ImageNet with a tenth of its labels",
+        **SHIFT,
+        "objective.constraint": "semi",
+        "objective.k": 10,
+        "objective.labelled": 0.1,
+        "objective.threshold": 0.85,
+        "objective.bank": 128_000,
+    },
+    "cmsf-sup": {
+        "source": "CMSF, section 4.3.4",
+        **SHIFT,
+        "objective.constraint": "supervised",
+        "objective.k": 10,
+        "objective.bank": 128_000,
+    },
+    "supcon": {"source": "CMSF, section 4.3.4", "objective.temperature": 0.1, "optim.warmup": 10},
+    "compres-1q": {
+        "source": "CompRes, L950",
+        **SGD,
+        "optim.lr": 0.01,
+        "optim.epochs": 130,
+        "objective.queues": 1,
+        "objective.bank": 128_000,
+        "objective.temperature": 0.04,
+    },
+    "compres-2q": {
+        "source": "CompRes, L950",
+        **SGD,
+        "optim.lr": 0.01,
+        "optim.epochs": 130,
+        "objective.queues": 2,
+        "objective.bank": 128_000,
+        "objective.temperature": 0.04,
+        "objective.momentum": 0.999,
+    },
+    "reg": {
+        "source": "CompRes, appendix A.3.2: ResNet-18",
+        "optim.name": "adam",
+        "optim.lr": 0.001,
+        "optim.weight_decay": 1e-4,
+        "optim.epochs": 100,
+        "optim.schedule": "step",
+        "optim.step_every": 40,
+        "optim.step_factor": 0.1,
+        "data.batch": 256,
+        "objective.layers": 1,
+        "objective.match": "raw",
+    },
+}
+
+
+def _paper(
+    name: str, objective: ObjectiveConfig, rate: float = 0.05, epochs: float = 200, network: str = "resnet50"
+) -> RunConfig:
+    return RunConfig(
+        recipe=name,
+        data=DataConfig(uri="", batch=256, augment=STRONG),
+        model=ModelConfig(name=f"timm:{network}", head=Projected(width=512, hidden=4096, norm=True)),
+        optim=OptimConfig(name="sgd", lr=rate, epochs=epochs, warmup=0, weight_decay=1e-4, floor=0.0),
+        objective=objective,
+        evaluators=("classification", "knn"),
+    )
+
+
+def byol_asym() -> RunConfig:
+    """BYOL, one way: predict what a slow copy of oneself says of another view.
+
+    Source:    ISD, L1491-1497
+    Command:   vitrail train byol-asym --data imagenet/
+    Expect:    the paper: 69.3 % linear, 55.0 % 1-NN on ImageNet; not run here
+    """
+    return _paper("byol-asym", ByolConfig())
+
+
+def moco_v2() -> RunConfig:
+    """MoCo-v2: tell the other view of an image from 65,536 others.
+
+    Source:    CompRes, section 2.3.4
+    Command:   vitrail train moco-v2 --data imagenet/
+    Expect:    the paper: 67.5 % linear, 50.9 % 1-NN on ImageNet; not run here
+    """
+    base = _paper("moco-v2", MocoConfig(), rate=0.03)
+    return replace(base, model=replace(base.model, head=Projected(width=128, hidden=2048)))
+
+
+def isd_r18() -> RunConfig:
+    """ISD on a ResNet-18: one temperature, no projector.
+
+    Source:    ISD, section 4.1.4; its rate falls to a fifth at epochs 140 and 180, a cosine here
+    Command:   vitrail train isd-r18 --data imagenet/
+    Expect:    the paper: 53.8 % linear, 41.5 % 1-NN on ImageNet; not run here
+    """
+    objective = IsdConfig(momentum=0.999, temperature=0.02, teacher_temperature=0.02, predictor_hidden=512)
+    base = _paper("isd-r18", objective, rate=0.01, network="resnet18")
+    return replace(base, model=replace(base.model, head=Projected(projector="none")))
+
+
+def isd() -> RunConfig:
+    """ISD on a ResNet-50: see other images as near as a slow, sharper copy of oneself.
+
+    Source:    ISD, section 4.1.4, where the teacher's views are weak
+    Command:   vitrail train isd --data imagenet/
+    Expect:    the paper: 69.8 % linear, 59.2 % 1-NN on ImageNet; not run here
+    """
+    return _paper("isd", IsdConfig())
+
+
+def msf() -> RunConfig:
+    """MSF: move towards the mean of five neighbours, oneself among them.
+
+    Source:    MSF, section 4.2.4
+    Command:   vitrail train msf --data imagenet/
+    Expect:    the paper: 71.4 % linear, 60.6 % 1-NN on ImageNet with a bank of a million; not run here
+    """
+    return _paper("msf", MsfConfig())
+
+
+def cmsf_self() -> RunConfig:
+    """CMSF without labels: neighbours that an older embedding finds near too.
+
+    Source:    CMSF, section 4.3.4, where the target's views are weak
+    Command:   vitrail train cmsf-self --data imagenet/
+    Expect:    the paper: 73.0 % linear, 63.2 % 1-NN on ImageNet; not run here
+    """
+    return _paper("cmsf-self", CmsfConfig())
+
+
+def cmsf_semi() -> RunConfig:
+    """CMSF with a tenth of the labels: neighbours of one's label or confident pseudo-label.
+
+    Source:    CMSF, section 4.3.4 and L2144
+    Command:   vitrail train cmsf-semi --data imagenet/
+    Expect:    the paper: 69.9 % after its fine-tuning with a tenth of ImageNet's labels; not run here
+    """
+    return _paper("cmsf-semi", CmsfConfig(constraint="semi", k=10))
+
+
+def cmsf_sup() -> RunConfig:
+    """CMSF with labels: the ten nearest of one's class.
+
+    Source:    CMSF, section 4.3.4
+    Command:   vitrail train cmsf-sup --data imagenet/
+    Expect:    the paper: 76.4 % linear on ImageNet, 80.1 % mean of ten transfers; not run here
+    """
+    return _paper("cmsf-sup", CmsfConfig(constraint="supervised", k=10))
+
+
+def supcon() -> RunConfig:
+    """SupCon: contrast within a batch, by label.
+
+    Source:    CMSF, section 4.3.4 (temperature, warm-up); rate and batch are its common ones
+    Command:   vitrail train supcon --data imagenet/
+    Expect:    the paper: 77.5 % linear on ImageNet; not run here
+    """
+    base = _paper("supcon", SupconConfig())
+    head = Projected(width=128, hidden=2048, norm=True)
+    return replace(base, model=replace(base.model, head=head), optim=replace(base.optim, warmup=10))
+
+
+def _student(name: str, objective: ObjectiveConfig) -> RunConfig:
+    base = _paper(name, objective, rate=0.01, epochs=130, network="resnet18")
+    data = replace(base.data, augment=AugmentConfig())
+    return replace(base, data=data, model=replace(base.model, head=Projected(projector="none")))
+
+
+def compres_1q() -> RunConfig:
+    """CompRes with one queue: a student sees images as near to the teacher's anchors as the teacher.
+
+    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
+    Command:   vitrail train compres-1q --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 62.6 % linear, 53.5 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    return _student("compres-1q", CompresConfig(queues=1))
+
+
+def compres_2q() -> RunConfig:
+    """CompRes with two queues: a student's own anchors beside the teacher's.
+
+    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
+    Command:   vitrail train compres-2q --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 61.7 % linear, 53.4 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    return _student("compres-2q", CompresConfig(queues=2))
+
+
+def reg() -> RunConfig:
+    """Plain regression of a teacher's embedding, CompRes' baseline.
+
+    Source:    CompRes, appendix A.3.2
+    Command:   vitrail train reg --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 52.2 % linear, 41.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    base = _student("reg", SimregConfig(layers=1, match="raw"))
+    optim = OptimConfig(
+        name="adam", lr=1e-3, epochs=100, schedule="step", step_every=40, warmup=0, weight_decay=1e-4, floor=0.0
+    )
+    return replace(base, optim=optim)
+
+
+def _small(name: str, objective: ObjectiveConfig, head: Projected | None = None) -> RunConfig:
+    return RunConfig(
+        recipe=name,
+        data=DataConfig(uri="", batch=256, augment=SMALL),
+        model=ModelConfig(name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True)),
+        optim=OptimConfig(name="sgd", lr=0.05, epochs=50, warmup=1, weight_decay=1e-4, floor=0.0),
+        objective=objective,
+        engine=EngineConfig(evaluate_every=10, checkpoint_every=10, log_every=50),
+        evaluators=("classification", "knn"),
+    )
+
+
+def small_byol() -> RunConfig:
+    """BYOL on a small ResNet, in minutes.
+
+    Command:   vitrail train small-byol --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-byol", ByolConfig(predictor_hidden=512))
+
+
+def small_moco() -> RunConfig:
+    """MoCo on a small ResNet, in minutes.
+
+    Command:   vitrail train small-moco --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-moco", MocoConfig(momentum=0.99, bank=4096))
+
+
+def small_isd() -> RunConfig:
+    """ISD on a small ResNet, in minutes.
+
+    Command:   vitrail train small-isd --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-isd", IsdConfig(predictor_hidden=512, bank=4096))
+
+
+def small_msf() -> RunConfig:
+    """Mean shift on a small ResNet, in minutes.
+
+    Command:   vitrail train small-msf --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-msf", MsfConfig(predictor_hidden=512, bank=4096))
+
+
+def small_cmsf() -> RunConfig:
+    """Constrained mean shift on a small ResNet, in minutes; other constraints by --objective.constraint.
+
+    Command:   vitrail train small-cmsf --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-cmsf", CmsfConfig(predictor_hidden=512, bank=4096))
+
+
+def small_compres() -> RunConfig:
+    """A teacher's relations taken over by a small ResNet, in minutes.
+
+    Command:   vitrail train small-compres --data cifar10.npz --objective.teacher RUN
+    Expect:    not measured yet
+    """
+    return _small("small-compres", CompresConfig(bank=4096), Projected(projector="none"))
+
+
+def small_simreg() -> RunConfig:
+    """A teacher's embeddings regressed by a small ResNet, in minutes.
+
+    Command:   vitrail train small-simreg --data cifar10.npz --objective.teacher RUN
+    Expect:    not measured yet
+    """
+    return _small("small-simreg", SimregConfig(), Projected(projector="none"))
+
+
+def small_supcon() -> RunConfig:
+    """Supervised contrast on a small ResNet, in minutes.
+
+    Command:   vitrail train small-supcon --data cifar10.npz
+    Expect:    not measured yet
+    """
+    return _small("small-supcon", SupconConfig())
