@@ -56,7 +56,7 @@ class EngineConfig:
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, float32 on a CPU."""
     compile: bool | None = None
-    """torch.compile (none: on an accelerator only)."""
+    """torch.compile (none: on CUDA in bf16)."""
     graph: bool | None = None
     """Launch whole training steps as a CUDA graph (none: on CUDA, where nothing must be decided on the host)."""
     accumulate: Count = 1
