@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import platform
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from rounds import in_turns, where
 from torch import nn
 
 import vitrail
+from vitrail.measure.speed import keep_freed_memory
 from vitrail.model.timm import load_weights
 from vitrail.model.zoo import ZOO
 
@@ -43,16 +43,6 @@ def training(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Ca
         optimizer.zero_grad(set_to_none=True)
 
     return once
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc not to give freed memory back: page faults cost up to a tenth, and fall on either model by chance."""
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(option, 2**31 - 1)
-    except OSError:
-        return  # another C library
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +46,23 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels[..., 2 - c] += 100
             Image.fromarray(pixels).save(root / name / f"{i:02d}.jpg", quality=90)
     return root
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], str]:
+    """Runs a script with Triton's interpreter in place of an accelerator; returns what it prints."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+
+    def run(script: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run

@@ -77,7 +77,7 @@ def test_compiled_gradients_equal_plain_ones(autocast: torch.dtype | None, most:
 def steps_of(autocast: torch.dtype | None, compiled: bool, graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = create_model("vit_tiny_32", classes=10, depth=3)
-    optim = OptimConfig(lr=1e-4, clip=1.0, warmup=0, schedule="constant")
+    optim = OptimConfig(lr=1e-3, clip=1.0, warmup=0, schedule="constant")
     step = TrainStep(
         Supervised(model, SupervisedConfig(smoothing=0.1)),
         optim,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -48,17 +46,8 @@ print("quantisation is right")
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_equal_float64_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "attention is right\nquantisation is right\n" in done.stdout
+def test_triton_kernels_equal_float64_in_the_interpreter(interpreted: Callable[[str], str]) -> None:
+    assert "attention is right\nquantisation is right\n" in interpreted(INTERPRETED)
 
 
 def test_kernels_of_triton_are_not_imported_on_a_cpu() -> None:

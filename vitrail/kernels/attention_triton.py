@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.kernels.attention import WHOLE_TOKENS
+
 _LOG2E = 1.4426950408889634
-WHOLE_TOKENS = 128
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.kernels.neighbours import PART
+from vitrail.kernels.similarity import PART
 
 
 class Clusters(NamedTuple):

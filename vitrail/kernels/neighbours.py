@@ -5,20 +5,13 @@ Rows are compared by cosine. Queries [queries, width], memory [rows, width]; bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 1 << 24  # similarities that are held at once
-
-
-def _parts(queries: int, rows: int, part: int) -> Iterator[slice]:
-    size = max(1, part // max(1, queries))
-    for first in range(0, rows, size):
-        yield slice(first, min(first + size, rows))
+from vitrail.kernels.similarity import PART, parts, top_rows
 
 
 class _LogSums(torch.autograd.Function):
@@ -30,7 +23,7 @@ class _LogSums(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         every = torch.full((len(queries),), float("-inf"), dtype=torch.float32, device=queries.device)
         same = every.clone()
-        for rows in _parts(len(queries), len(memory), part):
+        for rows in parts(len(queries), len(memory), part):
             scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
             every = torch.logaddexp(every, scores.logsumexp(1))
             same = torch.logaddexp(same, scores.masked_fill(~kin, float("-inf")).logsumexp(1))
@@ -44,7 +37,7 @@ class _LogSums(torch.autograd.Function):
         grad = torch.zeros_like(queries, dtype=torch.float32)
         # Without anyone of its class a query has an empty sum, which no query moves.
         grad_same = torch.where(torch.isfinite(same), grad_same, 0.0)
-        for rows in _parts(len(queries), len(memory), ctx.part):
+        for rows in parts(len(queries), len(memory), ctx.part):
             scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
             weights = grad_every[:, None] * (scores - every[:, None]).exp()
             inner = (scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]).masked_fill(~kin, float("-inf"))
@@ -85,18 +78,7 @@ def neighbour_loss(
 
 def nearest(queries: Tensor, memory: Tensor, k: int, part: int = PART) -> tuple[Tensor, Tensor]:
     """Cosines and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part."""
-    if not 1 <= k <= len(memory):
-        raise ValueError(f"k = {k}, but the memory has {len(memory)} rows")
-    unit, rows_ = F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1)
-    best = torch.full((len(queries), 0), 0.0, device=queries.device)
-    found = torch.zeros((len(queries), 0), dtype=torch.int64, device=queries.device)
-    for rows in _parts(len(queries), len(memory), part):
-        scores = unit @ rows_[rows].T
-        top, place = scores.topk(min(k, scores.shape[1]), dim=1)
-        both, places = torch.cat([best, top], 1), torch.cat([found, place + rows.start], 1)
-        best, order = both.topk(min(k, both.shape[1]), dim=1)
-        found = places.gather(1, order)
-    return best, found
+    return top_rows(F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1), k, part=part)
 
 
 def neighbour_probabilities(

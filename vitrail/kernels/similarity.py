@@ -7,15 +7,22 @@ memory is read where it lies, in its own precision, and multiplied in float32. Q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from vitrail.kernels.neighbours import PART, _parts
+PART = 1 << 24  # similarities that are held at once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def parts(queries: int, rows: int, part: int) -> Iterator[slice]:
+    """A memory of `rows` in pieces, of which `queries` have at most about `part` similarities."""
+    size = max(1, part // max(1, queries))
+    for first in range(0, rows, size):
+        yield slice(first, min(first + size, rows))
 
 
 def uncompiled(function: Function) -> Function:
@@ -43,7 +50,7 @@ def attend(
         highest = torch.full_like(scaled[:, 0], float("-inf"))
         total, score = torch.zeros_like(highest), torch.zeros_like(highest)
         mean = torch.zeros(len(queries), values.shape[1], device=queries.device)
-        for rows in _parts(len(queries), len(memory), part):
+        for rows in parts(len(queries), len(memory), part):
             scores = scaled @ memory[rows].float().T
             top = torch.maximum(highest, scores.amax(1))
             shrink, weights = (highest - top).exp(), (scores - top[:, None]).exp()
@@ -122,7 +129,7 @@ def top_rows(
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
         best = torch.zeros(len(queries), 0, device=queries.device)
         found = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
-        for rows in _parts(len(queries), len(memory), part):
+        for rows in parts(len(queries), len(memory), part):
             scores = queries.float() @ memory[rows].float().T
             if labels is not None and memory_labels is not None:
                 other = (labels[:, None] != memory_labels[None, rows]) & (labels[:, None] >= 0)
