@@ -37,22 +37,30 @@ from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.recipes import recipe
 from vitrail.schema import parse_flags
 
+RAND = "--data.augment.rand_ops 1 --data.augment.rand_magnitude 6"
+NO_MIX = "--data.augment.mixup 0 --data.augment.cutmix 0"
+MEAN = "--model.head.kind mean"
 VARIANTS = {  # what was tried, as changes of the recipe
     "recipe": "",
     "adamw": "--optim.name adamw --optim.lr 1e-3",
     "muon-4e-3": "--optim.lr 4e-3",
     "muon-1e-3": "--optim.lr 1e-3",
-    "mean": "--model.head.kind mean",
+    "mean": MEAN,
     "depth-6": "--model.trunk.depth 6 --optim.epochs 65",
     "depth-12": "--model.trunk.depth 12 --optim.epochs 34",
     "tiny": "--model.name vit_tiny_32 --model.trunk.depth 12 --optim.epochs 80",
-    "rand": "--data.augment.rand_ops 1 --data.augment.rand_magnitude 6",
-    "no-mix": "--data.augment.mixup 0 --data.augment.cutmix 0",
+    "rand": RAND,
+    "no-mix": NO_MIX,
+    "rand-no-mix": f"{RAND} {NO_MIX}",
     "conv-stem": "--model.trunk.stem.kind conv",
+    # Second round, on what was best in the first: a mean instead of a class token, and RandAugment.
+    "mean-rand": f"{MEAN} {RAND}",
+    "mean-rand-500": f"{MEAN} {RAND} --data.batch 500",
+    "mean-rand-500-1e-3": f"{MEAN} {RAND} --data.batch 500 --optim.lr 1e-3",
+    "mean-rand2-500": f"{MEAN} --data.augment.rand_ops 2 --data.augment.rand_magnitude 9 --data.batch 500",
 }
 SMOKE = (
-    "--model.trunk.depth 1 --model.trunk.width 48 --model.trunk.heads 3 --data.batch 20 --optim.steps 6 "
-    "--data.limit 60 --data.augment.mixup 0.2"
+    "--model.trunk.depth 1 --model.trunk.width 48 --model.trunk.heads 3 --data.batch 20 --optim.steps 6 --data.limit 60"
 )
 
 
@@ -157,8 +165,10 @@ class Bench:
 
 
 def configured(changes: str, smoke: bool) -> RunConfig:
-    _, values = parse_flags(f"--data x.npz {changes} {SMOKE if smoke else ''}".split())
-    return from_mapping(values, recipe("speedrun-cifar10"))
+    config = recipe("speedrun-cifar10")
+    for flags in (f"--data x.npz {changes}", *([SMOKE] if smoke else [])):
+        config = from_mapping(parse_flags(flags.split())[1], config)
+    return config
 
 
 def tell(line: dict[str, Any], out: Path | None) -> None:

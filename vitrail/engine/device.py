@@ -40,7 +40,4 @@ def prepare(config: EngineConfig, seed: int, device: torch.device, group: Group)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if config.compile is not None:
-        return config.compile
-    # Compiled float32 steps were seen to leave plain ones on CUDA (test_gpu.py holds it), so only bf16 is by itself.
-    return device.type == "cuda" and choose_precision(config.precision, device) is not None
+    return device.type == "cuda" if config.compile is None else config.compile

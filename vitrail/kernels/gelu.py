@@ -17,6 +17,7 @@ _A1, _A2, _A3, _A4, _A5 = 0.254829592, -0.284496736, 1.421413741, -1.453152027, 
 _P = 0.3275911 * math.sqrt(0.5)
 _EXPONENT = -0.5 * math.log2(math.e)  # exp(-x² / 2) = 2 ** (_EXPONENT x²)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def _distribution(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,12 @@ class _FewOperations(torch.autograd.Function):
 
 
 def few_operations_gelu(x: Tensor) -> Tensor:
-    """x Φ(x), computed in float32."""
+    """x Φ(x) of half-precision x, computed in float32.
+
+    Not for float32: there `x.float()` is x itself, and torch.compile of PyTorch 2.11 lost the first term of the
+    gradient of a function that works on its own input under a second name.
+    """
+    assert x.dtype in HALF or not torch.compiler.is_compiling()
     out: Tensor = _FewOperations.apply(x)
     return out
 
@@ -52,7 +58,7 @@ class Gelu(nn.Module):
     """x Φ(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and x.is_cuda:
+        if torch.compiler.is_compiling() and x.is_cuda and x.dtype in HALF:
             return few_operations_gelu(x)
         return F.gelu(x)
 
@@ -74,7 +80,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     On CUDA in half precision that is the tanh approximation of GELU, which is off by at most 5e-4 and costs nothing;
     elsewhere the exact one.
     """
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+    if x.is_cuda and x.dtype in HALF:
         out: Tensor = torch.ops.vitrail.linear_gelu(x.flatten(0, -2), weight, bias)
         return out.unflatten(0, x.shape[:-1])
     return F.gelu(F.linear(x, weight, bias))
