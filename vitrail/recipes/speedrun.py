@@ -11,6 +11,7 @@ from vitrail.config import (
     RunConfig,
     SupervisedConfig,
 )
+from vitrail.model.heads.config import Mean
 
 
 def speedrun_cifar10() -> RunConfig:
@@ -25,9 +26,9 @@ def speedrun_cifar10() -> RunConfig:
             uri="torchvision:CIFAR10?root=data",
             batch=1000,
             loader="device",
-            augment=AugmentConfig(crop="pad", padding=4, flip=0.5, mixup=0.2, cutmix=1.0),
+            augment=AugmentConfig(crop="pad", padding=4, flip=0.5, rand_ops=1, rand_magnitude=6, mixup=0.2, cutmix=1.0),
         ),
-        model=ModelConfig(name="vit_small_32", trunk={"depth": 8}),
+        model=ModelConfig(name="vit_small_32", head=Mean(), trunk={"depth": 8}),
         optim=OptimConfig(name="muon", lr=2e-3, momentum=0.95, epochs=50, warmup=2, weight_decay=0.1, clip=1.0),
         objective=SupervisedConfig(smoothing=0.1),
         engine=EngineConfig(ema=0.998, evaluate_every=0, checkpoint_every=0, log_every=200),
