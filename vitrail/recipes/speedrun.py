@@ -18,7 +18,7 @@ def speedrun_cifar10() -> RunConfig:
     """A plain ViT from raw pixels to 94 % of CIFAR-10 in the least time on one accelerator.
 
     Command:   vitrail train speedrun-cifar10 --data cifar10.npz; ten seeds, timed: python studies/speedrun.py judge
-    Expect:    not measured yet
+    Expect:    92.0 % (std 0.2 over ten seeds) in 46.9 s on one H200, compilation apart: two points short of its goal
     """
     return RunConfig(
         recipe="speedrun-cifar10",
