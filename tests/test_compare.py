@@ -24,7 +24,7 @@ import vitrail
 from vitrail.api import budgets
 from vitrail.api.comparing import compare_runs, compare_study
 from vitrail.api.evaluation import sweep
-from vitrail.api.running import failure_reason, run_missing
+from vitrail.api.running import failure_reason
 from vitrail.api.studies import Study, plan, read_study, run_hash, study_from_mapping
 from vitrail.cli.compare import compare
 from vitrail.config import ConfigError, RunConfig, from_mapping
@@ -346,31 +346,6 @@ def test_the_reason_of_a_failure_is_what_the_process_said_last(tmp_path: Path) -
     assert failure_reason(log, 1) == "RuntimeError: no memory"
     assert failure_reason(log, -9) == "killed by SIGKILL (perhaps for lack of memory)"
     assert failure_reason(tmp_path / "absent", 3) == "exit code 3, and nothing was said"
-
-
-def test_runs_are_spread_over_devices_and_begin_only_where_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A child that only says where it runs stands in for training."""
-    child = tmp_path / "vitrail" / "__main__.py"
-    child.parent.mkdir()
-    (child.parent / "__init__.py").write_text("")
-    child.write_text(
-        "import os, sys, time, pathlib\n"
-        "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1]); out.mkdir()\n"
-        "(out / 'place').write_text(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(0.5)\n"
-        "(out / 'report.html').write_text('')\n"
-        '(out / "metrics.jsonl").write_text(\'{"final": true, "split": "test", "top1": 0.5}\')\n'
-    )
-    monkeypatch.chdir(tmp_path)  # where `python -m vitrail` looks first
-    study = Study("s", base(), {"plain": {}, "wide": WIDER}, seeds=(0, 1))
-    planned = plan(study, {}, tmp_path / "runs")
-    (tmp_path / "runs").mkdir()
-    failed = run_missing(planned, tmp_path / "s", devices=["4", "7"], quiet=True)
-    assert failed == {}
-    assert sorted((p.path / "place").read_text() for p in planned) == ["4", "4", "7", "7"]
-    child.write_text("raise SystemExit('must not begin')")
-    assert run_missing(planned, tmp_path / "s", devices=["4"], quiet=True) == {}
 
 
 # What people see

@@ -36,6 +36,7 @@ from vitrail.learn.teacher import Teacher, load_teacher
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Distilled
+from vitrail.model.heads.head import Head
 from vitrail.model.heads.mean import MeanHead
 from vitrail.model.tokens import Tokens
 from vitrail.recipes import recipe
@@ -78,7 +79,7 @@ def batch(target: Tensor = LABELS, size: int = 16, count: int = 6) -> Batch:
     return Batch((images,), LABELS, target, torch.arange(count))
 
 
-class Fixed(nn.Module):
+class Fixed(Head):
     """A head that says always the same."""
 
     def __init__(self, stack: Tensor) -> None:

@@ -13,6 +13,7 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised, balanced_weights, smooth
 from vitrail.model.build import create_model
+from vitrail.model.heads.head import Head
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -84,8 +85,8 @@ def test_multilabel_uses_one_sigmoid_a_class() -> None:
     torch.testing.assert_close(smoothed.criterion(LOGITS, target), expected)
 
 
-class TwoClassifiers(torch.nn.Module):
-    prefix, own_norm, classifiers = 1, False, 2
+class TwoClassifiers(Head):
+    prefix, classifiers = 1, 2
 
     def forward(self, tokens):
         return torch.stack([LOGITS, LOGITS.flip(0)], 1)

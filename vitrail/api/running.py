@@ -1,7 +1,9 @@
-"""Many training runs, each a process of its own: a crash is a row of the table and not the end of a study.
+"""Many training runs, made by worker processes: a crash is a row of the table and not the end of a study.
 
-Several run side by side on one accelerator or spread over several. Nothing is remembered here: what is finished, begun
-or missing is read from the run folders, so a killed study goes on where it was, beside others that share its runs.
+A worker (`vitrail.api.worker`) makes the seeds of one variant, one after the other: on an accelerator most of a short
+run is compilation, which a second model of the same shape does not need. Several work side by side on one accelerator
+or spread over several. Nothing is remembered here: what is finished, begun or missing is read from the run folders, so
+a killed study goes on where it was, beside others that share its runs.
 """
 
 from __future__ import annotations
@@ -9,13 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitrail.api.orders import PATIENCE, Worker
 from vitrail.api.studies import Planned
 from vitrail.config import dump
 from vitrail.engine.progress import Progress, duration
@@ -33,10 +34,18 @@ class StudyStopped(Exception):
 @dataclass
 class _Job:
     planned: Planned
-    process: subprocess.Popen[bytes]
     log: Path
-    place: str | None  # what CUDA_VISIBLE_DEVICES says
     began: float
+
+
+@dataclass
+class _Hand:
+    """A worker, what it is for and what it does."""
+
+    worker: Worker
+    variant: str
+    place: str | None  # what CUDA_VISIBLE_DEVICES says
+    job: _Job | None = None
 
 
 def visible_devices() -> list[str]:
@@ -58,8 +67,12 @@ def run_missing(
 ) -> dict[Path, str]:
     """Begin or continue every run that is not finished, `jobs` at a time (none: one a device).
 
-    `folder` is the study's: it keeps the configurations and what the processes print. Returns run folder -> reason of
-    those that failed. Raises `StudyStopped` on Ctrl-C or SIGTERM, after the running ones have saved.
+    Each worker stays with its variant while that has runs to make; a new one takes the first run of the plan whose
+    variant has fewest workers. So all variants go on side by side where there are as many jobs, and with fewer they
+    come one after the other. After a run that failed, what its variant still lacks is made by a fresh worker.
+
+    `folder` is the study's: it keeps the configurations and what the runs print. Returns run folder -> reason of those
+    that failed. Raises `StudyStopped` on Ctrl-C or SIGTERM, after the running ones have saved.
     """
     places: list[str | None] = [*(visible_devices() if devices is None else devices)] or [None]
     most = len(places) if jobs is None else jobs
@@ -67,104 +80,129 @@ def run_missing(
         raise ValueError(f"jobs: {most}; at least one run must be made at a time")
     unique = {p.path: p for p in planned}
     waiting = [p for p in unique.values() if not RunFolder(p.path).finished]
-    failed: dict[Path, str] = {}
-    running: list[_Job] = []
-    told: set[Path] = set()
     with StopRequest() as stop, Progress("study", len(unique), unit="runs", quiet=quiet) as bar:
         bar.advance(len(unique) - len(waiting))
+        crew = _Crew(waiting, folder, places, most, bar)
         try:
-            while waiting or running:
-                for one in list(waiting):
-                    if stop.requested or len(running) >= most:
-                        break
-                    if not _begin(one, places, running, folder, most, bar, told):
-                        continue
-                    waiting.remove(one)
+            while waiting or crew.hands:
+                crew.hand_out()
                 time.sleep(LOOK_EVERY)
                 if stop.requested:
                     raise StudyStopped("stopped; the same command goes on where it was")
-                for job in [j for j in running if j.process.poll() is not None]:
-                    running.remove(job)
-                    again = _end(job, failed, bar)
-                    if again:
-                        waiting.append(job.planned)
+                crew.collect()
         finally:
-            _stop(running)
-    return failed
+            crew.stop()
+    return crew.failed
 
 
-def _begin(
-    one: Planned,
-    places: Sequence[str | None],
-    running: list[_Job],
-    folder: Path,
-    most: int,
-    bar: Progress,
-    told: set[Path],
-) -> bool:
-    """Start a run; true where nothing more is to be waited for."""
-    run = RunFolder(one.path)
-    if run.busy:
-        if one.path not in told:
-            told.add(one.path)
-            bar.say(f"{one.name}: another process is making this run ({one.path}); waiting for it")
-        return False
-    if run.finished:
-        bar.advance(1)
-        bar.say(f"{one.name}: finished by another process")
-        return True
-    place = min(places, key=lambda p: sum(j.place == p for j in running))
-    job = _start(one, place, folder, most)
-    running.append(job)
-    how = "continued" if "--resume" in job.process.args else "begun"  # type: ignore[operator]
-    bar.say(f"{one.name}: {how}{'' if place is None else f' on device {place}'}")
-    return True
+class _Crew:
+    """The workers of a study, at most `most` of them, and the runs that wait for one."""
 
+    def __init__(
+        self, waiting: list[Planned], folder: Path, places: Sequence[str | None], most: int, bar: Progress
+    ) -> None:
+        self.waiting, self.folder, self.places, self.most, self.bar = waiting, folder, places, most, bar
+        self.hands: list[_Hand] = []
+        self.failed: dict[Path, str] = {}  # run folder -> reason
+        self._told: set[Path] = set()
 
-def _start(one: Planned, place: str | None, folder: Path, most: int) -> _Job:
-    _clear_stub(one.path)
-    if (one.path / "config.yaml").is_file():
-        words = ["--resume", str(one.path)]
-    else:
-        config = folder / "configs" / f"{one.name}.yaml"
-        write_text(config, dump(one.config))
-        words = ["--config", str(config), "--out", str(one.path)]
-    environment = dict(os.environ)
-    if place is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = place
-    if most > 1:  # side by side, each gets its share of the cores
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // most)))
-    log = folder / "logs" / f"{one.name}.txt"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
-        # In a session of its own: Ctrl-C reaches this process alone, which then asks each run once to save.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vitrail", "train", *words, "--json"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-    return _Job(one, process, log, place, time.monotonic())
+    def hand_out(self) -> None:
+        """Give every worker that has nothing to do the next run of its variant, or let it go for another one."""
+        for hand in [h for h in self.hands if h.job is None]:
+            one = self._next(hand.variant) if hand.worker.alive else None
+            if one is None:
+                self._dismiss(hand)
+            else:
+                self._order(hand, one)
+        while len(self.hands) < self.most and (one := self._next()) is not None:
+            self._order(self._hire(one), one)
 
+    def collect(self) -> None:
+        """See which runs have ended, and how."""
+        for hand in list(self.hands):
+            if hand.job is None or (code := hand.worker.answer()) is None:
+                continue
+            job, hand.job = hand.job, None
+            if code or not RunFolder(job.planned.path).finished:
+                self._dismiss(hand)  # who knows what it left behind; and a lock that it held is free now
+            self._end(job, code)
 
-def _end(job: _Job, failed: dict[Path, str], bar: Progress) -> bool:
-    """Say how a run ended; true where it must be tried again, because another process has it."""
-    one, run = job.planned, RunFolder(job.planned.path)
-    if run.finished:
-        final = [line for line in run.read_metrics() if line.get("final")][-1]
-        figure = next((f"{k} {final[k]:.4f}" for k in ("top1", "map") if k in final), "")
-        bar.advance(1, f"{one.name} finished")
-        bar.say(f"{one.name}: finished in {duration(time.monotonic() - job.began)}, {final['split']} {figure}")
-        return False
-    if run.busy:
-        return True
-    failed[one.path] = failure_reason(job.log, job.process.returncode)
-    bar.advance(1, f"{one.name} failed")
-    bar.say(f"{one.name}: failed: {failed[one.path]} (see {job.log})")
-    return False
+    def stop(self) -> None:
+        """Ask the runs that go on to save, and wait until they have."""
+        for hand in self.hands:
+            if hand.job is not None:
+                hand.worker.stop()
+        for hand in self.hands:
+            hand.worker.end(PATIENCE if hand.job is None else None)
+
+    def _next(self, variant: str | None = None) -> Planned | None:
+        """Take the run to make next (of this variant) off the list."""
+        able = [p for p in self.waiting if variant in (None, p.variant)]
+        for one in sorted(able, key=lambda p: sum(h.variant == p.variant for h in self.hands)):
+            run = RunFolder(one.path)
+            if run.busy:
+                if one.path not in self._told:
+                    self._told.add(one.path)
+                    self.bar.say(f"{one.name}: another process is making this run ({one.path}); waiting for it")
+                continue
+            self.waiting.remove(one)
+            if not run.finished:
+                return one
+            self.bar.advance(1)
+            self.bar.say(f"{one.name}: finished by another process")
+        return None
+
+    def _hire(self, one: Planned) -> _Hand:
+        place = min(self.places, key=lambda p: sum(h.place == p for h in self.hands))
+        environment = dict(os.environ)
+        if place is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = place
+        if self.most > 1:  # side by side, each gets its share of the cores
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.most)))
+        hand = _Hand(Worker(self._new_log(one), environment), one.variant, place)
+        self.hands.append(hand)
+        return hand
+
+    def _dismiss(self, hand: _Hand) -> None:
+        self.hands.remove(hand)
+        hand.worker.end()
+
+    def _order(self, hand: _Hand, one: Planned) -> None:
+        _clear_stub(one.path)
+        continued = (one.path / "config.yaml").is_file()
+        if continued:
+            words = ["--resume", str(one.path)]
+        else:
+            config = self.folder / "configs" / f"{one.name}.yaml"
+            write_text(config, dump(one.config))
+            words = ["--config", str(config), "--out", str(one.path)]
+        hand.job = _Job(one, self._new_log(one), time.monotonic())
+        hand.worker.order([*words, "--json"], hand.job.log)
+        place = "" if hand.place is None else f" on device {hand.place}"
+        self.bar.say(f"{one.name}: {'continued' if continued else 'begun'}{place}")
+
+    def _new_log(self, one: Planned) -> Path:
+        log = self.folder / "logs" / f"{one.name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+        return log
+
+    def _end(self, job: _Job, code: int) -> None:
+        """Say how a run ended; one that another process has is tried again."""
+        one, run = job.planned, RunFolder(job.planned.path)
+        if run.finished:
+            final = [line for line in run.read_metrics() if line.get("final")][-1]
+            figure = next((f"{k} {final[k]:.4f}" for k in ("top1", "map") if k in final), "")
+            self.bar.advance(1, f"{one.name} finished")
+            took = duration(time.monotonic() - job.began)
+            self.bar.say(f"{one.name}: finished in {took}, {final['split']} {figure}")
+        elif run.busy:
+            self.waiting.append(one)
+        else:
+            self.failed[one.path] = failure_reason(job.log, code)
+            self.bar.advance(1, f"{one.name} failed")
+            self.bar.say(f"{one.name}: failed: {self.failed[one.path]} (see {job.log})")
 
 
 def failure_reason(log: Path, code: int) -> str:
@@ -185,11 +223,3 @@ def _clear_stub(path: Path) -> None:
     """A folder that a kill left before its configuration was written holds nothing, and would be refused."""
     if path.is_dir() and {p.name for p in path.iterdir()} <= {".lock"}:
         shutil.rmtree(path)
-
-
-def _stop(running: Sequence[_Job]) -> None:
-    for job in running:
-        if job.process.poll() is None:
-            job.process.terminate()
-    for job in running:
-        job.process.wait()

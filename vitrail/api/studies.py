@@ -104,7 +104,8 @@ class Planned:
 
 
 def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -> list[Planned]:
-    """Every run of a study, seed by seed, so that an early look sees all variants.
+    """Every run of a study, seed by seed, so that an early look sees all variants (where that many are made at a time:
+    see `vitrail.api.running.run_missing`).
 
     `lengths` holds what the budget rule set: `{"wide": {"epochs": 7.3}}`.
     """

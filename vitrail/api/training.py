@@ -88,22 +88,28 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     trainer = _Trainer(config, data, bad, group, quiet, folder)  # refuses what does not fit, before a folder is made
     if group.main:
         trainer.folder = RunFolder.create(path, dump(trainer.config))
-    return trainer.run(None)
+    with trainer.folder:  # held until the run ends, however it ends: this process may outlive it
+        return trainer.run(None)
 
 
 def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
     """Continue a run from its newest whole checkpoint. `changes` may only move it to another machine."""
     group = join()
-    folder = RunFolder.open(Path(path)) if group.main else RunFolder(Path(path))
+    with RunFolder.open(Path(path)) if group.main else RunFolder(Path(path)) as folder:
+        return _go_on(folder, changes or {}, group, quiet)
+
+
+def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: bool) -> Run:
+    path = folder.path
     config = from_mapping(load_yaml(folder.config))
     allowed = {"engine": {"device"}, "data": {"workers"}}
-    for section, values in (changes or {}).items():
+    for section, values in changes.items():
         for name in values if isinstance(values, Mapping) else [section]:
             if name not in allowed.get(section, ()):
                 raise ConfigError(
                     [f"--{section}.{name}: a resumed run keeps its configuration; begin a new one with --config {path}"]
                 )
-    config = from_mapping(changes or {}, config)
+    config = from_mapping(changes, config)
     data, bad = _read_data(config, group, quiet)
     trainer = _Trainer(config, data, bad, group, quiet, folder)
     state, damaged = checkpoint.newest(folder.checkpoints)
@@ -287,7 +293,6 @@ class _Trainer:
                 config=dump(self.config),
             )
         self.group.barrier()
-        self.folder.unlock()
         return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes))
 
 

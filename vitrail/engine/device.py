@@ -9,6 +9,9 @@ import torch
 from vitrail.engine.config import EngineConfig
 from vitrail.engine.distributed import Group
 
+WORKSPACE, DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+_GIVEN = WORKSPACE in os.environ  # by the user, before any run
+
 
 def choose_device(name: str, group: Group | None = None) -> torch.device:
     """`auto` is the accelerator if there is one. Raises `ValueError` for one that is not there."""
@@ -32,12 +35,19 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype | None
 
 
 def prepare(config: EngineConfig, seed: int, device: torch.device, group: Group) -> bool:
-    """Set what is global in torch for a run; returns whether to compile."""
+    """Set what is global in torch for a run; returns whether to compile.
+
+    Everything is set both ways, so that nothing depends on an earlier run of the same process. One thing is beyond
+    that: cuBLAS, once used, keeps the workspace it began with.
+    """
     torch.manual_seed(seed + 1_000_003 * group.rank)  # drop path and dropout draw apart in every process
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.precision != "float32" else "highest")
+    tf32 = device.type == "cuda" and config.precision != "float32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault(WORKSPACE, DETERMINISTIC)
+    elif not _GIVEN and os.environ.get(WORKSPACE) == DETERMINISTIC:
+        del os.environ[WORKSPACE]
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:
+        torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.benchmark = False  # it chooses by the clock; what is chosen without it is always the same
     return device.type == "cuda" if config.compile is None else config.compile

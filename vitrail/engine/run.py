@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from vitrail.files import write_text
@@ -88,6 +89,14 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unlock()
 
     def write_environment(self, extra: Mapping[str, Any]) -> None:
         write_text(self.path / "environment.json", json.dumps({**environment(), **extra}, indent=1))

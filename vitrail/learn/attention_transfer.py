@@ -87,7 +87,7 @@ class AttentionTransfer(Supervised):
         for (layer, _), value in zip(self.guide.config.layers, each, strict=True):
             losses[f"transfer_{layer}"] = value.detach()
         total = labels + self.options.weight * transfer
-        for name, value in self.model.head.losses(out.stack, batch.target).items():
+        for name, value in out.losses(batch.target).items():
             losses[name] = value.detach()
             total = total + value
         return {"loss": total, **losses}

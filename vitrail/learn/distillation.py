@@ -102,7 +102,8 @@ class Distillation(Supervised):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         said = self.teach(batch)
-        stack = self.model.stack(batch.images)
+        out = self.model.outputs(batch.images)
+        stack = out.stack
         by_label = stack[:, :1] if self.token else stack
         by_teacher = stack[:, 1:] if self.token else stack
         labels = self._all([self.criterion(logits, batch.target) for logits in by_label.unbind(1)])
@@ -114,7 +115,7 @@ class Distillation(Supervised):
             "loss_teacher": teacher.detach(),
             "teacher_agreement": agrees.float().mean(),
         }
-        for name, value in self.model.head.losses(stack, batch.target).items():
+        for name, value in out.losses(batch.target).items():
             losses[name] = value.detach()
             total = total + value
         return {"loss": total, **losses}

@@ -91,11 +91,12 @@ class Supervised(Objective):
         return cross_entropy(logits, dense, self.weights)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        stack = self.model.stack(batch.images)
+        out = self.model.outputs(batch.images)
+        stack = out.stack
         each = [self.criterion(stack[:, k], batch.target) for k in range(stack.shape[1])]
         losses = {f"loss_{k}": value.detach() for k, value in enumerate(each)} if len(each) > 1 else {}
         total = torch.stack(each).sum() if self.config.classifier_loss == "sum" else torch.stack(each).mean()
-        for name, value in self.model.head.losses(stack, batch.target).items():
+        for name, value in out.losses(batch.target).items():
             losses[name] = value.detach()
             total = total + value
         return {"loss": total, **losses}

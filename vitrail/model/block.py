@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.kernels.gelu import Gelu
+from vitrail.kernels.ragged_attention import pack
 from vitrail.model.config import TrunkConfig
 from vitrail.model.local import LocalPatchInteraction
 from vitrail.model.mixers.build import build_mixer
@@ -91,13 +92,34 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        keep = (None, None) if probe is None else probe.keep(self.layer) or (None, None)
-        x = added(x, self.drop_path(self.ls1(self.attn(self.norm1(x), tokens, self.layer, probe)), keep[0]))
+        keep: tuple[Tensor | None, Tensor | None] = (None, None)
+        if probe is not None:
+            keep = probe.keep(self.layer) or keep
+        if tokens.offsets is not None:
+            keep = (self.drop_path.rows(tokens), self.drop_path.rows(tokens))
+        x = self.after_mixing(x, self._mixed(self.norm1(x), tokens, probe), keep[0])
         if self.local_mp is not None and self.norm3 is not None and self.ls3 is not None:
             x = added(x, self.drop_path(self.ls3(self.local_mp(self.norm3(x), tokens))))
-        if self.mlp is not None and self.norm2 is not None and self.ls2 is not None:
-            x = added(x, self.drop_path(self.ls2(self.mlp(self.norm2(x))), keep[1]))
+        x = self.after_channels(x, keep[1])
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
+
+    def _mixed(self, x: Tensor, tokens: Tokens, probe: Probe | None) -> Tensor:
+        if tokens.offsets is None or self.attn.takes_packed:
+            return self.attn(x, tokens, self.layer, probe)
+        dense = tokens.but(x).padded()
+        assert dense.mask is not None
+        return pack(self.attn(dense.sequence, dense, self.layer, probe), dense.mask, len(x))[0]
+
+    def after_mixing(self, x: Tensor, mixed: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x with the mixing branch added; `keep` is what drop path multiplies it by (none: it draws)."""
+        return added(x, self.drop_path(self.ls1(mixed), keep))
+
+    def after_channels(self, x: Tensor, keep: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+        """x with the channel branch added, times `gate` where given; x itself where there is no such branch."""
+        if self.mlp is None or self.norm2 is None or self.ls2 is None:
+            return x
+        branch = self.drop_path(self.ls2(self.mlp(self.norm2(x))), keep)
+        return added(x, branch if gate is None else branch * gate)
 
 
 class Branch(nn.Module):

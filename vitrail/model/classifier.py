@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.adaptive.policy import AdaptivePolicy
+from vitrail.model.adaptive.trace import Trace
 from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
 from vitrail.model.tokens import Tokens
@@ -49,6 +51,19 @@ class Outputs:
     tokens: Tokens
     head: Head
     captured: dict[str, Tensor] = field(default_factory=dict)
+    policy: AdaptivePolicy | None = None
+
+    @property
+    def trace(self) -> Trace | None:
+        """What an adaptive trunk spent on each image; none for others."""
+        return self.tokens.trace
+
+    def losses(self, target: Tensor) -> dict[str, Tensor]:
+        """Losses of the model itself, by name: of its head (decorrelation and the like) and of an adaptive policy."""
+        found = self.head.losses(self.stack, target)
+        if self.policy is not None and self.trace is not None:
+            found = {**found, **self.policy.losses(self.trace)}
+        return found
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -116,13 +131,21 @@ class Classifier(nn.Module):
         return moved.to(next(self.parameters()).dtype)
 
     def tokens(self, images: Tensor) -> Tokens:
-        """Final tokens of a batch of images."""
+        """Final tokens of a batch of images, in a form that the head takes."""
         trunk = cast("AnyTrunk", self.trunk)
-        return trunk.encode(trunk.embed(self._images(images)))[0]
+        return self._at_head(trunk.encode(trunk.embed(self._images(images)))[0])
+
+    def _at_head(self, tokens: Tokens) -> Tokens:
+        return tokens if self.head.takes_packed else tokens.padded()
 
     def stack(self, images: Tensor) -> Tensor:
         """The logits of every classifier of the head, `[batch, classifiers, classes]`."""
         return cast("Tensor", self.head(self.tokens(images)))
+
+    @property
+    def policy(self) -> AdaptivePolicy | None:
+        """What decides how much of the trunk an image gets; none where every image gets all of it."""
+        return cast("AdaptivePolicy | None", getattr(self.trunk, "policy", None))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.fused(self.stack(images))
@@ -150,7 +173,8 @@ class Classifier(nn.Module):
         """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""
         trunk = cast("AnyTrunk", self.trunk)
         tokens, captured = trunk.encode(trunk.embed(self._images(images)), want, given)
-        return Outputs(self.head(tokens), tokens, self.head, captured)
+        tokens = self._at_head(tokens)
+        return Outputs(self.head(tokens), tokens, self.head, captured, self.policy)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax, or one sigmoid a class where several classes may hold."""
@@ -221,6 +245,19 @@ class Classifier(nn.Module):
         from vitrail.model.optimize import optimize
 
         return optimize(self, precision, compile, graph)
+
+    def set_budget(
+        self,
+        *,
+        tokens: int | None = None,
+        ratio: float | None = None,
+        gmacs: float | None = None,
+        images: Iterable[Tensor] | None = None,
+    ) -> float | None:
+        """Let a token-sampling model spend less or more, in place; see `model/adaptive/budget.py`."""
+        from vitrail.model.adaptive.budget import set_budget
+
+        return set_budget(self, tokens=tokens, ratio=ratio, gmacs=gmacs, images=images)
 
     def keep_heads(self, indices: Sequence[int]) -> Classifier:
         """Leave only these of several heads, in place; with none, a mean-pooling classifier remains (heads §3.6).

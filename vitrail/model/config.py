@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from vitrail.model.adaptive.config import AdaptiveConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig, Softmax
 from vitrail.schema import Count, Fraction, NotNegative, Overrides, Positive, Whole
@@ -81,6 +82,8 @@ class TrunkConfig:
     class_token_at: Whole = 0
     """The block before which class tokens enter (CaiT, table 3.13)."""
     position_drop: Fraction = 0.0
+    adaptive: AdaptiveConfig | None = None
+    """How many tokens, heads and blocks an image gets (none: all)."""
 
 
 @dataclass(frozen=True)

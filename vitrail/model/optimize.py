@@ -12,6 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
+from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.block import Mlp
 from vitrail.model.classifier import Classifier
 from vitrail.model.fold import fold_affine
@@ -33,24 +34,31 @@ class Optimized(nn.Module):
         self.classes, self.preprocess = model.classes, model.preprocess
         self.graph = graph
         self._graphs: dict[tuple[torch.Size, torch.dtype], _Replay] = {}
-        self._run: Callable[[Tensor], Tensor] = self._logits
+        self._run: Callable[[Tensor], tuple[Tensor, Tensor | None]] = self._logits
         if compiled:
             # Otherwise a running sum is not stored but added up again from its terms, block after block.
             self._run = torch.compile(self._logits, dynamic=False, options={"realize_reads_threshold": 1})
 
-    def _logits(self, images: Tensor) -> Tensor:
-        return cast("Tensor", self.model(images)).float()
+    def _logits(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits, and for packed tokens whether there was too little room for them."""
+        out = self.model.outputs(images)
+        return self.model.fused(out.stack).float(), None if out.trace is None else out.trace.overflow
 
     def forward(self, images: Tensor) -> Tensor:
         if images.is_floating_point():
             images = images.to(next(self.model.parameters()).dtype)
         with torch.inference_mode():
             if not (self.graph and images.is_cuda):
-                return self._run(images)
-            key = (images.shape, images.dtype)
-            if key not in self._graphs:
-                self._graphs[key] = _Replay(self._run, images)
-            return self._graphs[key](images)
+                logits, overflow = self._run(images)
+            else:
+                key = (images.shape, images.dtype)
+                if key not in self._graphs:
+                    self._graphs[key] = _Replay(self._run, images)
+                logits, overflow = self._graphs[key](images)
+            if overflow is not None and overflow:  # waits for the device, once and after all work
+                with cast("AtsPolicy", self.model.policy).without_limits():
+                    logits, _ = self._logits(images)
+            return logits
 
 
 class LinearGelu(nn.Module):
@@ -67,7 +75,7 @@ class LinearGelu(nn.Module):
 class _Replay:
     """A captured forward pass. What it returns is overwritten by the next call of the same shape, so it is copied."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], images: Tensor) -> None:
+    def __init__(self, run: Callable[[Tensor], tuple[Tensor, Tensor | None]], images: Tensor) -> None:
         self.images = images.clone()
         aside = torch.cuda.Stream(images.device)
         aside.wait_stream(torch.cuda.current_stream(images.device))
@@ -77,12 +85,12 @@ class _Replay:
         torch.cuda.current_stream(images.device).wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.logits = run(self.images)
+            self.logits, self.overflow = run(self.images)
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         self.images.copy_(images)
         self.graph.replay()
-        return self.logits.clone()
+        return self.logits.clone(), self.overflow
 
 
 def optimize(
@@ -96,7 +104,8 @@ def optimize(
     LayerScale, Affine and the BatchNorm of convolutional stems are folded into their neighbours (exactly, up to
     rounding). `precision`: bf16 by itself on CUDA, float32 elsewhere; fp8 quantises the linear layers of the blocks,
     one scale a token and one an output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
-    approximation, computed inside the product. `compile` and `graph` are on for CUDA.
+    approximation, computed inside the product. `compile` and `graph` are on for CUDA, but not for an adaptive model
+    whose work depends on the images (token sampling: fix its room by `calibrate` first).
     Raises `ValueError` where the device lacks the precision.
     """
     device = next(model.parameters()).device
@@ -120,7 +129,8 @@ def optimize(
             if isinstance(module, Mlp) and isinstance(module.act, Gelu):
                 module.fc1 = LinearGelu(module.fc1)  # type: ignore[assignment]
                 module.act = nn.Identity()
-    return Optimized(made, chosen, on_cuda if compile is None else compile, on_cuda if graph is None else graph)
+    usual = on_cuda and (made.policy is None or made.policy.static)
+    return Optimized(made, chosen, usual if compile is None else compile, usual if graph is None else graph)
 
 
 def _fold_batchnorm(stem: ConvEmbed) -> None:

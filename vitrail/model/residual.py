@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
+from vitrail.model.tokens import Tokens
+
 
 class LayerScale(nn.Module):
     """Learned per-channel gain on a residual branch (CaiT, eq. 3.7).
@@ -75,6 +77,15 @@ class DropPath(nn.Module):
         if self.rate == 0.0 or not self.training:
             return branch
         return stochastic_depth(branch, self.rate, "row", True)
+
+    def rows(self, tokens: Tokens) -> Tensor | None:
+        """One draw an image for packed tokens, as `forward` takes it: [capacity, 1]; none where all is kept."""
+        if self.rate == 0.0 or not self.training or tokens.offsets is None:
+            return None
+        keep = torch.rand(len(tokens.offsets) - 1, device=tokens.sequence.device) >= self.rate
+        row = torch.arange(len(tokens.sequence), device=keep.device)
+        image = torch.bucketize(row, tokens.offsets[1:], right=True).clamp(max=len(keep) - 1)
+        return (keep / (1 - self.rate))[image, None]
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:g}"

@@ -79,7 +79,7 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours or as timm's, into `model`; returns what was adapted or left new, in words.
 
     Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
-    another number of classes, keeps its new weights. Any other difference raises `ValueError` that lists all of them.
+    another number of classes, keeps its new weights, and so does an adaptive policy. Any other difference raises `ValueError` that lists all of them.
     """
     named = dict(state) if any(k.startswith("trunk.") for k in state) else from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
@@ -87,7 +87,7 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
         notes += _fit_to_grid(model.trunk, named)
     ready: dict[str, Tensor] = {}
     anew = []
-    head = {name for name in own if name.startswith("head.")} | model.head_parameters()
+    head = {name for name in own if name.startswith(("head.", "trunk.policy."))} | model.head_parameters()
     for name, target in own.items():
         value = named.pop(name, None)
         if value is not None and value.shape != target.shape and value.squeeze().shape == target.squeeze().shape:
@@ -144,6 +144,8 @@ def to_timm(model: Classifier) -> nn.Module:
     plain = isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Softmax) and trunk.config.norm == "layernorm"
     if not isinstance(trunk, Trunk) or not plain or model.head.classifiers > 1 or trunk.config.parallel > 1:
         raise ValueError("only plain ViTs with one classifier, and XCiTs with XCA, can be handed to timm")
+    if trunk.policy is not None:
+        raise ValueError("timm has no adaptive models; load these weights into the plain model and hand that over")
     if model.head.prefix == 0 and not model.head.own_norm:
         raise ValueError("timm's average pooling normalises after the mean; use Mean(norm_after=True) to hand it over")
     config = trunk.config

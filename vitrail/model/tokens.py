@@ -10,36 +10,85 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from vitrail.kernels.ragged_attention import unpack
+from vitrail.model.adaptive.trace import Trace
 from vitrail.schema import near
 
 
 @dataclass
 class Tokens:
-    """Tokens of a batch of images."""
+    """Tokens of a batch of images: dense, padded and masked, or packed.
 
-    sequence: Tensor  # dense [batch, prefix + patches, width]
+    Packed, the sequence is a table [capacity, width] in which image b has the rows from `offsets[b]` to
+    `offsets[b + 1]`; rows beyond the last belong to nobody, so that the capacity can be static.
+    """
+
+    sequence: Tensor  # dense [batch, prefix + patches, width], or packed [capacity, width]
     prefix: int  # leading class / distillation / register tokens of every image
     grid: tuple[int, int]  # rows, columns of the patches
-    mask: Tensor | None = None  # [batch, prefix + patches], true where a token is real
-    index: Tensor | None = None  # [batch, patches], which original patch each surviving token is
+    mask: Tensor | None = None  # dense: [batch, prefix + patches], true where a token is real
+    index: Tensor | None = None  # [batch, patches], packed [capacity]: which original patch each surviving token is
+    offsets: Tensor | None = None  # packed: [batch + 1]
+    most: int = 0  # packed: tokens that an image can have at most
+    trace: Trace | None = None  # what an adaptive policy spent
 
     @property
     def patches(self) -> Tensor:
         """The patch tokens, [batch, patches, width]."""
+        assert self.offsets is None
         return self.sequence[:, self.prefix :]
 
     def but(self, sequence: Tensor) -> Tokens:
         """The same layout around another sequence."""
         return replace(self, sequence=sequence)
 
+    def token(self, place: int) -> Tensor:
+        """One prefix token of every image, [batch, width]."""
+        if self.offsets is None:
+            return self.sequence[:, place]
+        rows = self.offsets[:-1] + place
+        return self.sequence[rows.clamp_max(len(self.sequence) - 1)]  # images that an overflow cut off have none
+
+    def counts(self) -> Tensor:
+        """How many tokens each image has, prefix tokens among them: [batch], float32."""
+        if self.offsets is not None:
+            return self.offsets.diff().to(torch.float32)
+        if self.mask is not None:
+            return self.mask.sum(1, dtype=torch.float32)
+        batch, tokens = self.sequence.shape[:2]
+        return torch.full((batch,), float(tokens), device=self.sequence.device)
+
+    def padded(self) -> Tokens:
+        """The same dense: padded and masked where it was packed."""
+        if self.offsets is None:
+            return self
+        sequence, mask = unpack(self.sequence, self.offsets, self.most)
+        index = None
+        if self.index is not None:
+            index = unpack(self.index[:, None], self.offsets, self.most)[0][:, self.prefix :, 0]
+        return replace(self, sequence=sequence, mask=mask, index=index, offsets=None, most=0)
+
+    def kept(self) -> Tensor:
+        """Which of the original patches are left, [batch, rows * columns], 1 or 0."""
+        dense = self.padded()
+        batch, patches = len(dense.sequence), self.grid[0] * self.grid[1]
+        if dense.index is None:
+            found = torch.ones(batch, patches, device=dense.sequence.device)
+            return found if dense.mask is None else dense.mask[:, dense.prefix :].to(found)
+        real = torch.ones_like(dense.index, dtype=torch.float32)
+        if dense.mask is not None:
+            real = dense.mask[:, dense.prefix :].to(torch.float32)
+        return torch.zeros(batch, patches, device=real.device).scatter_reduce(1, dense.index, real, "amax")
+
 
 def _flatten(tokens: Tokens) -> tuple[list[Any], Any]:
-    return [tokens.sequence, tokens.mask, tokens.index], (tokens.prefix, tokens.grid)
+    leaves = [tokens.sequence, tokens.mask, tokens.index, tokens.offsets, tokens.trace]
+    return leaves, (tokens.prefix, tokens.grid, tokens.most)
 
 
 def _unflatten(leaves: Any, layout: Any) -> Tokens:
-    sequence, mask, index = leaves
-    return Tokens(sequence, layout[0], layout[1], mask, index)
+    sequence, mask, index, offsets, trace = leaves
+    return Tokens(sequence, layout[0], layout[1], mask, index, offsets, layout[2], trace)
 
 
 _pytree.register_pytree_node(Tokens, _flatten, _unflatten, serialized_type_name="vitrail.Tokens")
@@ -50,7 +99,7 @@ Given = Tensor | Callable[[Tensor], Tensor]
 
 
 class Probe:
-    """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `tokens.7`.
+    """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `tokens.7`, `kept.5`.
 
     `want` names what is captured; `given` maps names to what takes the place of a computed value. Names that the model
     does not have are an error before anything runs: a silent empty answer would be worse. `keep.3`, which can only be

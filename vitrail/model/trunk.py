@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.adaptive.build import build_policy
+from vitrail.model.adaptive.policy import AdaptivePolicy
 from vitrail.model.block import Block, ParallelBlock
 from vitrail.model.config import TrunkConfig
 from vitrail.model.norms import make_norm
@@ -61,6 +63,11 @@ class Trunk(nn.Module):
                 "use a head that pools patches: mean, class_attention, class_mlp, attention_pool, gramian"
             )
         self.norm = make_norm(config.norm, config.width, config.norm_eps) if final_norm else nn.Identity()
+        self.policy: AdaptivePolicy | None = None
+        if config.adaptive is not None:
+            if config.class_token_at:
+                raise ValueError("an adaptive policy needs its class token from the first block on: class_token_at 0")
+            self.policy = build_policy(config.adaptive, config, cast("list[Block]", self._blocks()), prefix)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,7 +92,8 @@ class Trunk(nn.Module):
     @property
     def intermediates(self) -> list[str]:
         """Every name that `want` and `given` know."""
-        return [f"{what}.{i}" for i, block in enumerate(self._blocks()) for what in (*block.mixers[0].shows, "tokens")]
+        more = ("tokens",) if self.policy is None else ("tokens", "kept")
+        return [f"{what}.{i}" for i, block in enumerate(self._blocks()) for what in (*block.mixers[0].shows, *more)]
 
     def embed(self, images: Tensor) -> Tokens:
         """Images [batch, 3, height, width] to tokens with positions."""
@@ -138,12 +146,15 @@ class Trunk(nn.Module):
         probe = Probe(want, given or {}, self.intermediates) if want or given else None
         depth = len(self.blocks)
         late = self.config.class_token_at if self.prefix else 0
-        for i, block in enumerate(self.blocks):
+        passage = None if self.policy is None else self.policy.begin(tokens)
+        for i, block in enumerate(self._blocks()):
             if until is not None and i >= until:
                 break
             if late and i == late:
                 tokens = self._enter(tokens)
-            tokens = block(tokens, probe)
+            tokens = block(tokens, probe) if passage is None else passage.run(cast("Block", block), i, tokens, probe)
+        if passage is not None:
+            tokens = passage.end(tokens)
         if until is None or until >= depth:
             if late == depth:
                 tokens = self._enter(tokens)
@@ -154,10 +165,10 @@ class Trunk(nn.Module):
         return self.encode(self.embed(images))[0]
 
     def layer_of(self, name: str) -> int:
-        """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i."""
+        """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i, then what is new."""
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
-        return self.config.depth + 1 if name.startswith("norm.") else 0
+        return self.config.depth + 1 if name.startswith(("norm.", "policy.")) else 0
 
     @property
     def layers(self) -> int:

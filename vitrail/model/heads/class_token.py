@@ -12,6 +12,7 @@ class ClassTokenHead(LinearHead):
     """A linear classifier on the class token."""
 
     prefix = 1
+    takes_packed = True
 
     def embed(self, tokens: Tokens) -> Tensor:
-        return tokens.sequence[:, 0]
+        return tokens.token(0)

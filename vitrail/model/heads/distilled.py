@@ -17,6 +17,7 @@ class DistilledHead(Head):
     """
 
     prefix = 2
+    takes_packed = True
     classifiers = 2
 
     def __init__(self, width: int, classes: int, fusion: str = "logits") -> None:
@@ -33,10 +34,10 @@ class DistilledHead(Head):
             nn.init.zeros_(layer.bias)
 
     def embed(self, tokens: Tokens) -> Tensor:
-        return tokens.sequence[:, :2].flatten(1)
+        return torch.cat([tokens.token(0), tokens.token(1)], 1)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return torch.stack([self.fc(tokens.sequence[:, 0]), self.fc_dist(tokens.sequence[:, 1])], 1)
+        return torch.stack([self.fc(tokens.token(0)), self.fc_dist(tokens.token(1))], 1)
 
     def fuse(self, stack: Tensor) -> Tensor:
         return mean_of_probabilities(stack) if self.fusion == "softmax" else stack.mean(1)

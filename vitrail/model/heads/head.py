@@ -13,11 +13,13 @@ class Head(nn.Module):
     """Tokens to `[batch, classifiers, classes]`.
 
     `prefix`: how many learned tokens the trunk must put in front of the patches. `own_norm`: the head normalises after
-    layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds.
+    layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds. `takes_packed`:
+    packed tokens are welcome; otherwise they come padded and masked.
     """
 
     prefix: int = 0
     own_norm: bool = False
+    takes_packed: bool = False
     classifiers: int = 1
     features: int
 

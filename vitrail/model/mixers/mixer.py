@@ -13,12 +13,14 @@ class Mixer(nn.Module):
     """`forward(x, tokens, layer, probe)` mixes x [batch, tokens, width]; `tokens` tells prefix, grid and mask.
 
     `shows` names the intermediates that can be captured or replaced. `takes_prefix` is false where class tokens would
-    not learn from patches. `attention_products`: its matrix products of tokens with tokens are attention's own (counted
+    not learn from patches. `takes_packed`: x may be packed [capacity, width]; otherwise it is padded at the door.
+    `attention_products`: its matrix products of tokens with tokens are attention's own (counted
     apart by `cost`).
     """
 
     shows: ClassVar[tuple[str, ...]] = ()
     takes_prefix: ClassVar[bool] = True
+    takes_packed: ClassVar[bool] = False
     attention_products: ClassVar[bool] = False
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vitrail.kernels.sima import Norm, Order, normalised, product, sima
+from vitrail.kernels.sima import Norm, Order, normalised, product, ragged_sima, sima
 from vitrail.model.mixers.qkv import QkvMixer, without_padding
 from vitrail.model.tokens import Probe, Tokens
 
@@ -17,6 +17,7 @@ class SimaMixer(QkvMixer):
     """
 
     shows = ("q", "k", "v", "attention")
+    takes_packed = True
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, norm: Norm = "l1", order: Order = "auto") -> None:
         super().__init__(width, heads, qkv_bias)
@@ -33,6 +34,8 @@ class SimaMixer(QkvMixer):
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         if probe is None or not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
             packed = self.packed(x)
+            if tokens.offsets is not None:
+                return self.proj(ragged_sima(packed, tokens.offsets, self.norm).flatten(1))
             if tokens.mask is not None:  # zeros add nothing to a norm, nor to k̂ᵀ v
                 packed = packed.masked_fill(~tokens.mask[..., None, None, None], 0.0)
             return self.proj(sima(packed, self.norm, self.order).flatten(2))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.kernels.attention import packed_attention
+from vitrail.kernels.ragged_attention import ragged_attention
 from vitrail.model.mixers.qkv import QkvMixer
 from vitrail.model.tokens import Probe, Tokens
 
@@ -17,6 +18,7 @@ class SoftmaxMixer(QkvMixer):
     """
 
     shows = ("q", "k", "v", "attention")
+    takes_packed = True
     fused = True  # nothing happens between scores, softmax and values
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
@@ -47,6 +49,12 @@ class SoftmaxMixer(QkvMixer):
         plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
         if probe is not None and not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
             probe = None  # nobody looks at this layer: the fused kernel runs
+        if tokens.offsets is not None:
+            if probe is not None:
+                raise ValueError("q, k, v and maps of packed tokens cannot be shown; use adaptive form padded")
+            if self.attention_drop and self.training:
+                raise ValueError("packed attention has no dropout; use adaptive form padded, or attention_drop 0")
+            return self.proj(ragged_attention(self.packed(x), tokens.offsets, most=tokens.most).flatten(1))
         if probe is None and plain:
             return self.proj(packed_attention(self.packed(x)).flatten(2))
         q, k, v = self.project(x, tokens)

@@ -16,6 +16,7 @@ class TalkingHeadsMixer(SoftmaxMixer):
     to 1. Names follow timm's CaiT.
     """
 
+    takes_packed = False
     fused = False
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:

@@ -1,0 +1,330 @@
+"""Adaptive token sampling in a trunk: what is kept, that nothing else changes, and its dial (efficiency-1 §4.2)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.model.adaptive.ats import AtsPolicy, _unevenness
+from vitrail.model.adaptive.budget import calibrate, mean_gmacs, set_budget
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.export import to_onnx, to_torch
+from vitrail.model.store import load_model
+from vitrail.model.tokens import Tokens
+from vitrail.model.trunk import Trunk
+
+DEPTH, PATCHES = 4, 64
+
+
+def vit(adaptive: dict[str, Any] | None = None, **changes: Any) -> Classifier:
+    """A small ViT far from its start, with peaked attention; the same weights whatever the policy."""
+    torch.manual_seed(0)
+    shape = {"depth": DEPTH, "width": 48, "heads": 3, "image_size": 32, "patch": 4, **changes}
+    model = create_model("deit_tiny", classes=10, adaptive=adaptive, **shape).eval()
+    for name, p in model.named_parameters():
+        seed = sum(name.encode())
+        p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.15)
+    return model
+
+
+def ats(**options: Any) -> Classifier:
+    return vit({"kind": "ats", **options})
+
+
+def pictures(count: int = 5) -> Tensor:
+    contrast = torch.linspace(0.2, 3, count)[:, None, None, None]
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * contrast
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return pictures()
+
+
+def leaving(model: Classifier, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        trace = model.outputs(images).trace
+    assert trace is not None
+    return torch.stack([block.leaving for block in trace.blocks])  # [blocks, batch]
+
+
+def test_it_adds_no_weights_and_takes_those_of_the_plain_model() -> None:
+    plain, sampled = vit(), ats()
+    assert sum(p.numel() for p in sampled.parameters()) == sum(p.numel() for p in plain.parameters())
+    sampled.load_state_dict(plain.state_dict())
+
+
+def test_it_samples_from_a_quarter_of_the_depth_on() -> None:
+    policy = create_model("deit_small", device="meta", adaptive="ats").policy
+    assert isinstance(policy, AtsPolicy)
+    assert policy.at == tuple(range(3, 12))
+
+
+def test_images_keep_different_numbers_that_never_grow_nor_pass_the_cap(images: Tensor) -> None:
+    counts = leaving(ats(cap=(40,)), images)
+    assert (counts[0] == 1 + PATCHES).all()
+    assert (counts[1] <= 1 + 40).all()
+    assert (counts.diff(dim=0) <= 0).all()
+    assert len(set(counts[-1].tolist())) > 1
+    assert (counts >= 2).all()
+
+
+def test_keeping_all_tokens_is_the_plain_model(images: Tensor) -> None:
+    with torch.no_grad():
+        expected, found = vit()(images), ats(sampling="top", cap=(PATCHES,))(images)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_stay_leave_the_block_as_without_sampling(images: Tensor) -> None:
+    with torch.no_grad():
+        plain = vit().outputs(images, want={"tokens.1"}).captured["tokens.1"]
+        out = ats(layers=(1,)).outputs(images, want={"tokens.1", "kept.1"})
+    kept, found = out.captured["kept.1"].bool(), out.captured["tokens.1"]
+    for i in range(len(images)):
+        rows = torch.cat([torch.tensor([True]), kept[i]])
+        torch.testing.assert_close(found[i, : int(rows.sum())], plain[i, rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"cap": (0.7,)}, {"cap": (30,), "layers": (1, 3)}, {"cap": (1,), "least": 1}])
+def test_packed_is_padded_is_one_image_at_a_time(images: Tensor, options: dict[str, Any]) -> None:
+    padded, packed = ats(form="padded", **options), ats(form="packed", **options)
+    with torch.no_grad():
+        expected = torch.cat([padded(image[None]) for image in images])
+        torch.testing.assert_close(padded(images), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(packed(images), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(leaving(padded, images), leaving(packed, images))
+
+
+def test_the_gradient_through_a_packed_batch_is_that_of_a_padded_one(images: Tensor) -> None:
+    grads = {}
+    for form in ("padded", "packed"):
+        model = ats(form=form).double()
+        model(images.double()).square().sum().backward()
+        grads[form] = {name: p.grad for name, p in model.named_parameters()}
+    for name, expected in grads["padded"].items():
+        assert expected is not None
+        torch.testing.assert_close(grads["packed"][name], expected, rtol=1e-8, atol=1e-10, msg=name)
+    assert grads["packed"]["trunk.blocks.3.attn.qkv.weight"].abs().max() > 0
+
+
+def test_images_of_different_sizes_share_a_batch() -> None:
+    """Tokens of a small grid, padded to those of a large one, come out as alone."""
+    torch.manual_seed(3)
+    trunk = ats(form="padded").trunk
+    packed = ats(form="packed").trunk
+    assert isinstance(trunk, Trunk)
+    assert isinstance(packed, Trunk)
+    large, small = torch.randn(1, 1 + 64, 48), torch.randn(1, 1 + 20, 48)
+    both = torch.cat([large, torch.cat([small, torch.full((1, 44, 48), 7.0)], 1)])
+    mask = torch.ones(2, 65, dtype=torch.bool)
+    mask[1, 21:] = False
+    with torch.no_grad():
+        alone = [trunk.encode(Tokens(x, 1, (8, 8)))[0].token(0) for x in (large, small)]
+        for each in (trunk, packed):
+            found = each.encode(Tokens(both, 1, (8, 8), mask))[0]
+            torch.testing.assert_close(found.token(0), torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+UNUSUAL = [
+    {"sampling": "nearest"},
+    {"sampling": "top", "cap": (0.5,)},
+    {"sampling": "random"},
+    {"order": "sorted"},
+    {"score": "column"},
+    {"score": "random"},
+    {"keep_class": False},
+]
+
+
+@pytest.mark.parametrize("options", [*UNUSUAL, {"value_norm": False}, {"cap": (40, 0.8, 9)}])
+def test_every_variant_of_the_ablations_runs_and_drops_tokens(images: Tensor, options: dict[str, Any]) -> None:
+    assert (leaving(ats(**options), images)[-1] < 1 + PATCHES).all()
+
+
+@pytest.mark.parametrize("options", UNUSUAL)
+def test_packed_sampling_refuses_what_it_cannot_do(images: Tensor, options: dict[str, Any]) -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match="use form padded"):
+        ats(form="packed", **options)(images)
+
+
+def test_a_class_token_that_is_not_drawn_stays_as_it_was() -> None:
+    model = ats(keep_class=False, layers=(1,), cap=(1,))
+    images = pictures(16)
+    with torch.no_grad():
+        out = model.outputs(images, want={"tokens.0", "tokens.1"})
+        plain = ats(layers=(1,), cap=(1,)).outputs(images, want={"tokens.1"}).captured["tokens.1"][:, 0]
+    before, after = out.captured["tokens.0"][:, 0], out.captured["tokens.1"][:, 0]
+    same = (before == after).all(1)
+    assert same.any()
+    assert torch.equal(after[~same], plain[~same]) or (~same).sum() == 0
+
+
+def test_more_even_attention_keeps_more_tokens() -> None:
+    images = pictures()
+    model = ats()
+    flat = copy.deepcopy(model)
+    for block in flat.trunk.blocks:  # type: ignore[union-attr]
+        block.attn.qkv.weight.data[:96].mul_(0.05)  # type: ignore[union-attr]
+        block.attn.qkv.bias.data[:96].mul_(0.05)  # type: ignore[union-attr]
+    assert (leaving(flat, images)[1] > leaving(model, images)[1]).all()
+
+
+def test_unevenness_is_zero_for_even_attention_alone() -> None:
+    even = torch.full((2, 3, 9), 1 / 9)
+    assert _unevenness(even, 1, None).abs().max() < 1e-12
+    row = torch.rand(2, 3, 9).softmax(-1)
+    by_hand = [sum((float(row[b, h, j]) - 1 / 9) ** 2 for h in range(3) for j in range(1, 9)) for b in range(2)]
+    assert _unevenness(row, 1, None).tolist() == pytest.approx(by_hand, rel=1e-5)
+    mask = torch.tensor([[True] * 6 + [False] * 3]).expand(2, -1)
+    short = torch.cat([torch.full((2, 3, 6), 1 / 6), torch.zeros(2, 3, 3)], -1)
+    assert _unevenness(short, 1, mask).abs().max() < 1e-12
+
+
+def test_unevenness_of_every_sampling_block_has_a_gradient_for_pixels(images: Tensor) -> None:
+    pixels = images.clone().requires_grad_()
+    trace = ats().requires_grad_(False).outputs(pixels).trace
+    assert trace is not None
+    assert sorted(trace.losses) == ["uniform.1", "uniform.2", "uniform.3"]
+    (gradient,) = torch.autograd.grad(trace.losses["uniform.3"].sum(), pixels)
+    assert (gradient.abs().amax((1, 2, 3)) > 0).all()
+
+
+def test_an_image_of_nans_is_named(images: Tensor) -> None:
+    bad = images.clone()
+    bad[2, 0, 0, 0] = float("nan")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"images \[2\] of a batch of 5 hold NaN"):
+        ats()(bad)
+
+
+def test_packed_nans_stay_with_their_image(images: Tensor) -> None:
+    bad = images.clone()
+    bad[2] = float("nan")
+    model = ats(form="packed")
+    with torch.no_grad():
+        found, expected = model(bad), model(images)
+    others = [0, 1, 3, 4]
+    assert found[2].isnan().all()
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": (9,)}, "blocks are 0 to 3"),
+        ({"layers": (2, 2)}, "each at most once"),
+        ({"cap": (3, 4)}, "2 values for 3 layers"),
+        ({"cap": (2.5,)}, "must be whole"),
+        ({"capacity": (4.0,)}, "1 values for 3 layers"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ats(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixer": "sima"}, "softmax"),
+        ({"mixer": "talking_heads"}, "softmax"),
+        ({"head": "mean"}, "class token"),
+        ({"parallel": 2}, "parallel must be 1"),
+        ({"class_token_at": 2}, "class_token_at 0"),
+    ],
+)
+def test_trunks_that_cannot_sample_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        vit({"kind": "ats"}, **changes)
+
+
+def test_the_dial_by_tokens_and_by_share(images: Tensor) -> None:
+    model = ats()
+    model.set_budget(tokens=10)
+    assert (leaving(model, images)[-1] <= 11).all()
+    assert model.set_budget(ratio=0.5, images=[images]) == pytest.approx(mean_gmacs(model, [images]))
+    assert (leaving(model, images)[1] <= 33).all()
+
+
+def test_the_dial_finds_a_mean_cost_and_is_saved_with_the_model(images: Tensor, tmp_path: Path) -> None:
+    model = ats()
+    full, least = mean_gmacs(model, [images]), set_budget(ats(), ratio=1e-6, images=[images])
+    assert least is not None
+    wanted = (full + least) / 2
+    found = model.set_budget(gmacs=wanted, images=[images])
+    assert found == pytest.approx(wanted, rel=0.02)
+    model.save(tmp_path / "m")
+    again = load_model(tmp_path / "m")
+    assert mean_gmacs(again, [images]) == pytest.approx(found)
+    with pytest.raises(ValueError, match="out of reach; shares give"):
+        model.set_budget(gmacs=2 * full, images=[images])
+    assert mean_gmacs(model, [images]) == pytest.approx(found)
+
+
+def test_a_static_model_has_no_dial() -> None:
+    with pytest.raises(ValueError, match="adaptive='ats'"):
+        vit().set_budget(tokens=3)
+
+
+def test_fixed_room_changes_nothing_where_it_suffices_and_says_where_not() -> None:
+    images = pictures(32)
+    model = ats(form="packed")
+    with torch.no_grad():
+        expected = model(images)
+        room = calibrate(model, [images], batch=32)
+        assert len(room) == 3
+        out = model.outputs(images)
+        assert out.trace is not None
+        assert out.trace.overflow is not None
+        assert not out.trace.overflow
+        torch.testing.assert_close(model.fused(out.stack), expected, rtol=1e-5, atol=1e-5)
+        assert isinstance(model.policy, AtsPolicy)
+        model.policy.capacity = tuple(r / 2 for r in room)
+        trace = model.outputs(images).trace
+        assert trace is not None
+        assert bool(trace.overflow)
+        # An optimised model computes such a batch again with room enough.
+        torch.testing.assert_close(model.optimize("float32")(images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drop_path_is_one_draw_an_image_in_a_packed_batch() -> None:
+    torch.manual_seed(0)
+    drop = vit(drop_path=0.5).trunk.blocks[3].drop_path.train()  # type: ignore[union-attr]
+    offsets = torch.tensor([0, 3, 3, 10, 12])
+    seen = set()
+    for _ in range(30):
+        keep = drop.rows(Tokens(torch.zeros(15, 4), 1, (4, 4), offsets=offsets, most=8))[:, 0]
+        assert all(len(set(keep[a:b].tolist())) <= 1 for a, b in ((0, 3), (3, 10), (10, 12)))
+        seen |= {(float(keep[0]), float(keep[3]))}
+    assert {v for pair in seen for v in pair} == {0.0, 2.0}
+    assert len(seen) == 4  # images draw apart
+
+
+def test_training_through_sampling_moves_all_attention(images: Tensor) -> None:
+    model = ats().train()
+    model(images).logsumexp(1).sum().backward()
+    for block in model.trunk.blocks:  # type: ignore[union-attr]
+        assert block.attn.qkv.weight.grad.abs().max() > 0  # type: ignore[union-attr]
+
+
+def test_it_compiles_whole_in_padded_and_in_packed_form(images: Tensor) -> None:
+    padded, packed = ats(form="padded"), ats(form="packed")
+    calibrate(packed, [images], batch=len(images))
+    with torch.no_grad():
+        for model in (padded, packed):
+            made = torch.compile(model, backend="eager", fullgraph=True)
+            torch.testing.assert_close(made(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("write", "name"), [(to_torch, "m.pt2"), (to_onnx, "m.onnx")])
+def test_it_is_exported_in_padded_form(tmp_path: Path, write: Any, name: str) -> None:
+    if write is to_onnx:
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    differences = write(ats(cap=(0.6,)), tmp_path / name).differences  # at batches of 1, 2 and 7
+    assert max(differences.values()) < 1e-4

@@ -1,0 +1,382 @@
+"""Which tokens of an image go on: scores from the class token's attention, and samplers of them (ATS).
+
+A sampler looks at K points in (0, 1], here (2i - 1) / 2K, and keeps the token in whose piece of the cumulated scores a
+point lies. Points meet edges of pieces exactly all the time (equal scores, one big one), and there rounding would
+decide. So scores become whole numbers first, by a power of two, and all that follows is exact: the answer depends on
+no order of summation, no tile and no device. The number of points up to C / T is ⌊K C / T + ½⌋; nothing is searched.
+
+A packed batch is rows [capacity, ...] with offsets [batch + 1]: image b owns rows offsets[b] to offsets[b + 1], rows
+from offsets[-1] on belong to nobody. Capacity is static and nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+Order = Literal["raster", "sorted"]
+Source = Literal["class", "column", "random"]
+BITS = 36
+"""The largest score is at least 2^BITS: float32 is whole down to 2^-13 of it, and what is cut is 2^-36 of it."""
+MOST_PRODUCT = 2**24
+"""Tokens times points of an image for which 2 K C stays within 63 bits."""
+MOST_TOKENS = 2048
+"""Tokens of an image that one program of the kernel can hold."""
+_TRITON = find_spec("triton") is not None
+
+
+# Samplers: scores [..., tokens], points (K: a number, or [...] for each image) -> keep [..., tokens]
+
+
+def inverse_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None, order: Order = "raster") -> Tensor:
+    """The strict inverse: token j is kept if a point lies in (CDF of j - 1, CDF of j].
+
+    At most K are kept, fewer as soon as one score is 2 / K, and every token with 1 / K of all scores is among them
+    (efficiency-1 §4.2). `mask` is true where a token is real; others are never kept. Scores need not add up to 1;
+    where all are 0 nothing is kept. `order="sorted"` cumulates them from the smallest on.
+
+    >>> inverse_sample(torch.tensor([1.0, 1.0, 6.0, 0.0]), 4)
+    tensor([ True, False,  True, False])
+    """
+    return _in_order(_inverse, scores, points, mask, order)
+
+
+def nearest_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None, order: Order = "raster") -> Tensor:
+    """The token whose CDF is nearest to a point, the first of equals: the published rule, without the properties above.
+
+    A token of score 0 may be kept, a token of 1 / K lost (efficiency-1 §5.1).
+    """
+    return _in_order(_nearest, scores, points, mask, order)
+
+
+def random_sample(
+    scores: Tensor,
+    points: int | Tensor,
+    mask: Tensor | None = None,
+    order: Order = "raster",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The strict inverse at K points drawn uniformly; no more of them than tokens."""
+
+    def rule(whole: Tensor, real: Tensor, count: int | Tensor) -> Tensor:
+        draws = 1 - torch.rand(whole.shape, generator=generator, device=whole.device)  # in (0, 1]
+        cdf = whole.cumsum(-1)
+        cdf = cdf / cdf[..., -1:].clamp_min(1)  # the last is exactly 1
+        places = torch.searchsorted(cdf, draws.to(cdf.dtype)).clamp_max(whole.shape[-1] - 1)
+        drawn = (torch.arange(whole.shape[-1], device=whole.device) < count).expand(whole.shape)
+        hits = torch.zeros_like(whole).scatter_add(-1, places, drawn.to(whole.dtype))
+        return (hits > 0) & (whole > 0)
+
+    return _in_order(rule, scores, points, mask, order)
+
+
+def top_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None) -> Tensor:
+    """The K largest scores, the first of equals."""
+    real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
+    order = torch.where(real, scores.detach(), -torch.inf).argsort(stable=True, dim=-1, descending=True)
+    taken = torch.arange(scores.shape[-1], device=scores.device) < _count(points, scores.shape[-1])
+    return torch.zeros_like(real).scatter(-1, order, taken.expand(real.shape)) & real
+
+
+def _in_order(
+    rule: Callable[[Tensor, Tensor, int | Tensor], Tensor],
+    scores: Tensor,
+    points: int | Tensor,
+    mask: Tensor | None,
+    order: Order,
+) -> Tensor:
+    """A rule on whole numbers, in raster order or from the smallest on."""
+    real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
+    wide = _sane(scores, real)
+    whole = _whole(wide, wide.amax(-1, keepdim=True))
+    count = _count(points, scores.shape[-1])
+    if order == "raster":
+        return rule(whole, real, count)
+    place = whole.argsort(stable=True, dim=-1)
+    kept = rule(whole.gather(-1, place), real.gather(-1, place), count)
+    return torch.zeros_like(kept).scatter(-1, place, kept)
+
+
+def _inverse(whole: Tensor, real: Tensor, count: int | Tensor) -> Tensor:
+    upto = whole.cumsum(-1)
+    total = upto[..., -1:].clamp_min(1)
+    return _points_upto(2 * upto, total, count) > _points_upto(2 * (upto - whole), total, count)
+
+
+def _nearest(whole: Tensor, real: Tensor, count: int | Tensor) -> Tensor:
+    # A token is nearest to the points between the middles of the way to the values before and after its own. Of
+    # tokens with the same value only the first one counts; it is the one that has a score, or the first of all.
+    upto = whole.cumsum(-1)
+    total = upto[..., -1:].clamp_min(1)
+    first = real & (real.cumsum(-1) == 1)
+    counts = real & ((whole > 0) | first)
+    low = torch.where(first, 0, 2 * upto - whole)  # twice the middle
+    ends = torch.where(counts, low, 2 * total)
+    ends = torch.cat([ends[..., 1:], 2 * total], -1)
+    high = ends.flip(-1).cummin(-1).values.flip(-1)
+    return counts & (_points_upto(high, total, count) > _points_upto(low, total, count)) & (upto[..., -1:] > 0)
+
+
+def _points_upto(twice: Tensor, total: Tensor, count: int | Tensor) -> Tensor:
+    """How many points (2i - 1) / 2K lie in (0, twice / 2 total]; all are whole numbers."""
+    return (count * twice + total) // (2 * total)
+
+
+def _sane(scores: Tensor, real: Tensor) -> Tensor:
+    """At least float32, and 0 where a token is not real or its score is no positive number."""
+    wide = scores.detach() if scores.dtype == torch.float64 else scores.detach().float()
+    return torch.where(real & (wide > 0), wide, 0)
+
+
+def _whole(wide: Tensor, top: Tensor) -> Tensor:
+    """Scores as whole numbers, the largest, `top`, between 2^BITS and 2^(BITS + 1)."""
+    # One over the largest power of two not above `top`, from its exponent's bits: a product with it is exact.
+    if top.dtype == torch.float64:
+        exponent, twice_bias, bits = 0x7FF << 52, 0x7FE << 52, torch.int64
+    else:
+        exponent, twice_bias, bits = 0xFF << 23, 0xFE << 23, torch.int32
+    held = top.clamp(torch.finfo(top.dtype).tiny, 2.0**126)
+    if torch.compiler.is_exporting():  # ONNX has no bits of floats; its logarithm may miss by one, which is as good
+        return (wide * torch.exp2(-held.log2().floor()) * 2.0**BITS).long()
+    scale = (twice_bias - (held.view(bits) & exponent)).view(top.dtype)
+    return (wide * scale * 2.0**BITS).long()
+
+
+def _count(points: int | Tensor, tokens: int) -> int | Tensor:
+    if isinstance(points, Tensor):
+        return points.long().unsqueeze(-1)
+    if points < 1 or points * tokens > MOST_PRODUCT:
+        raise ValueError(
+            f"{points} sampling points for {tokens} tokens: must be at least 1, and points times tokens at most"
+            f" {MOST_PRODUCT:,}; use fewer"
+        )
+    return points
+
+
+# Scores
+
+
+@overload
+def class_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    prefix: int,
+    mask: Tensor | None = ...,
+    value_norm: bool = ...,
+    source: Source = ...,
+    generator: torch.Generator | None = ...,
+    with_row: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def class_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    prefix: int,
+    mask: Tensor | None = ...,
+    value_norm: bool = ...,
+    source: Source = ...,
+    generator: torch.Generator | None = ...,
+    with_row: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def class_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    prefix: int,
+    mask: Tensor | None = None,
+    value_norm: bool = True,
+    source: Source = "class",
+    generator: torch.Generator | None = None,
+    with_row: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """How much each patch token matters (efficiency-1 §2.A2): q, k, v [batch, heads, tokens, dim] -> [batch, patches].
+
+    The attention it gets times the norm of its value, as a share of its head's, then as a share of all heads'. The
+    attention is the class token's, and only that row of the map is computed; for comparison, the sum over all tokens'
+    ("column") or that of one patch token drawn for each image ("random"). `mask` [batch, tokens] is true where a token
+    is real. `with_row` also gives the class token's attention [batch, heads, tokens].
+    """
+    with torch.autocast(q.device.type, enabled=False):  # the row is small, and half precision would be seen in it
+        row = _logits(q[:, :, :1], k, mask) if source == "class" or with_row else None
+        if source == "column":
+            attention = _logits(q, k, mask).softmax(-1)
+            if mask is not None:
+                attention = torch.where(mask[:, None, :, None], attention, 0)
+            weight = attention.sum(-2)[..., prefix:]
+        else:
+            if source == "random":
+                drawn = _drawn(k[:, 0, prefix:, 0], None if mask is None else mask[:, prefix:], generator) + prefix
+                chosen = _logits(q.take_along_dim(drawn[:, None, None, None], 2), k, mask)
+            else:
+                assert row is not None
+                chosen = row
+            # The sum over all tokens is a factor of every score of a head, so a softmax over patches does as well, and
+            # does not underflow where the class token sees little but itself.
+            weight = chosen[:, :, 0, prefix:].softmax(-1)
+        if value_norm:
+            weight = weight * _wide(v[:, :, prefix:]).norm(dim=-1)
+        if mask is not None:
+            weight = torch.where(mask[:, None, prefix:], weight, 0)
+        scores = _share(_share(weight).sum(1))
+        if not with_row:
+            return scores
+        assert row is not None
+        return scores, row[:, :, 0].softmax(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    logits = (_wide(q) * q.shape[-1] ** -0.5) @ _wide(k).mT
+    # Not -inf, which would be no number where an image has no real token left.
+    return logits if mask is None else logits.masked_fill(~mask[:, None, None], torch.finfo(logits.dtype).min)
+
+
+def _share(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def _drawn(like: Tensor, mask: Tensor | None, generator: torch.Generator | None) -> Tensor:
+    """A real one of the patches [batch, patches] for each image, all equally likely."""
+    draws = torch.rand(like.shape, generator=generator, device=like.device)
+    return (draws if mask is None else torch.where(mask, draws, -1)).argmax(-1)
+
+
+# Packed batches
+
+
+def owners(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: its image, its place in that image, and whether it belongs to one at all, [rows] each.
+
+    Rows that do not are said to be of the last image.
+
+    >>> owners(torch.tensor([0, 2, 2, 3]), 4)
+    (tensor([0, 0, 2, 2]), tensor([0, 1, 0, 1]), tensor([ True,  True,  True, False]))
+    """
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    image = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp_max(len(offsets) - 2)
+    return image, (row - offsets[image]).long(), row < offsets[-1]
+
+
+def ragged_class_scores(qkv: Tensor, offsets: Tensor, prefix: int, value_norm: bool = True) -> Tensor:
+    """`class_scores` of a packed batch: qkv [rows, 3, heads, dim] -> [rows], 0 for prefix tokens and nobody's rows.
+
+    Each image's scores add up to 1. No gradient: which tokens go on is a constant.
+    """
+    rows, batch = len(qkv), len(offsets) - 1
+    image, place, real = owners(offsets, rows)
+    patch = real & (place >= prefix)
+    with torch.no_grad(), torch.autocast(qkv.device.type, enabled=False):
+        wide = torch.where(real[:, None, None, None], _wide(qkv), 0)
+        q, k, v = wide.unbind(1)
+        theirs = q[offsets[:-1].clamp(0, rows - 1).long()][image]  # the class token's of each row's image
+        logits = (theirs * k).sum(-1) * qkv.shape[-1] ** -0.5
+        logits = torch.where(patch[:, None], logits, -torch.inf)
+        which = image[:, None].expand(logits.shape)
+        most = logits.new_full((batch, logits.shape[1]), -torch.inf).scatter_reduce(0, which, logits, "amax")
+        weight = torch.where(patch[:, None], (logits - most[image]).exp(), 0)
+        if value_norm:
+            weight = weight * v.norm(dim=-1)
+        weight = weight / _sums(weight, image, batch)
+        scores = weight.sum(1)
+        return scores / _sums(scores, image, batch)
+
+
+def _sums(x: Tensor, image: Tensor, batch: int) -> Tensor:
+    """Of each row, the sum over its image's rows."""
+    sums = x.new_zeros(batch, *x.shape[1:]).index_add(0, image, x)
+    return sums.clamp_min(torch.finfo(x.dtype).tiny)[image]
+
+
+def ragged_inverse_sample(scores: Tensor, offsets: Tensor, points: int | Tensor) -> Tensor:
+    """`inverse_sample` of a packed batch: scores [rows], points (K: a number, or [batch]) -> keep [rows]."""
+    image, _, real = owners(offsets, len(scores))
+    wide = _sane(scores, real)
+    top = wide.new_zeros(len(offsets) - 1).scatter_reduce(0, image, wide, "amax")
+    whole = _whole(wide, top[image])
+    # Whole numbers: the sum over one image is exactly the difference of two sums over all.
+    upto = whole.cumsum(0)
+    before = torch.cat([upto.new_zeros(1), upto])[offsets.long()]
+    total = before.diff().clamp_min(1)[image]
+    upto = upto - before[:-1][image]
+    count = points.long()[image] if isinstance(points, Tensor) else _count(points, 1)
+    return _points_upto(2 * upto, total, count) > _points_upto(2 * (upto - whole), total, count)
+
+
+def ragged_sample(
+    qkv: Tensor, offsets: Tensor, points: int | Tensor, prefix: int, *, most: int, value_norm: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Scores [rows], and which rows go on [rows]: those sampled and every prefix token. One launch on CUDA.
+
+    `most` is the largest number of tokens an image can have.
+    """
+    if able(qkv, most):
+        if not isinstance(points, Tensor):
+            points = torch.full((len(offsets) - 1,), points, device=qkv.device)
+        scores, keep = torch.ops.vitrail.ragged_sample(qkv.detach(), offsets, points, prefix, value_norm, most)
+        return scores, keep
+    return plain_ragged_sample(qkv, offsets, points, prefix, value_norm)
+
+
+def plain_ragged_sample(
+    qkv: Tensor, offsets: Tensor, points: int | Tensor, prefix: int, value_norm: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's own operations."""
+    _, place, real = owners(offsets, len(qkv))
+    scores = ragged_class_scores(qkv, offsets, prefix, value_norm)
+    return scores, ragged_inverse_sample(scores, offsets, points) | (real & (place < prefix))
+
+
+def able(qkv: Tensor, most: int) -> bool:
+    """Whether the kernel takes this tensor: on CUDA, not float64, few tokens."""
+    return _TRITON and qkv.is_cuda and qkv.dtype != torch.float64 and most <= MOST_TOKENS
+
+
+def compact(keep: Tensor, offsets: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of the next packed batch come from: keep [rows] -> index [capacity], offsets, overflow (a bool).
+
+    Kept rows come in order, then zeros as padding. Where more are kept than `capacity`, the last ones are cut.
+
+    >>> compact(torch.tensor([True, False, True, True, True]), torch.tensor([0, 2, 4]), 4)
+    (tensor([0, 2, 3, 0]), tensor([0, 1, 3]), tensor(False))
+    """
+    row = torch.arange(len(keep), device=keep.device)
+    keep = keep & (row < offsets[-1])
+    upto = keep.long().cumsum(0)
+    place = torch.where(keep, upto - 1, capacity).clamp_max(capacity)  # one place more, for all that is not wanted
+    index = row.new_zeros(capacity + 1).scatter(0, place, row)[:capacity]
+    before = torch.cat([upto.new_zeros(1), upto])[offsets.long()]
+    return index, before.clamp_max(capacity).to(offsets.dtype), before[-1] > capacity
+
+
+# The operator is declared here and calls Triton when it runs: torch.compile can see it without importing it.
+
+
+@torch.library.custom_op("vitrail::ragged_sample", mutates_args=(), device_types="cuda")
+def _ragged_sample(
+    qkv: Tensor, offsets: Tensor, points: Tensor, prefix: int, value_norm: bool, most: int
+) -> tuple[Tensor, Tensor]:
+    """Scores and which rows go on, [rows] each."""
+    from vitrail.kernels import sampling_triton
+
+    return sampling_triton.sample(qkv.contiguous(), offsets, points, prefix, value_norm, most)
+
+
+@_ragged_sample.register_fake
+def _(qkv: Tensor, offsets: Tensor, points: Tensor, prefix: int, value_norm: bool, most: int) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(len(qkv), dtype=torch.float32), qkv.new_empty(len(qkv), dtype=torch.bool)

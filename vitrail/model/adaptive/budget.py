@@ -1,0 +1,118 @@
+"""The dial of an adaptive model: what it may spend, found on images where it cannot be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vitrail.model.adaptive.ats import AtsPolicy
+from vitrail.model.adaptive.macs import trace_macs
+from vitrail.model.adaptive.trace import Trace
+
+if TYPE_CHECKING:
+    from vitrail.model.classifier import Classifier
+
+STEPS = 12  # halvings of the share: finer than one sampling point of 197
+CLOSE = 0.003  # of the wanted cost: near enough
+
+
+def set_budget(
+    model: Classifier,
+    *,
+    tokens: int | None = None,
+    ratio: float | None = None,
+    gmacs: float | None = None,
+    images: Iterable[Tensor] | None = None,
+) -> float | None:
+    """Let an ATS model spend less or more from now on, in place and without training (efficiency-1 §2.A).
+
+    One of: `tokens`, the sampling points of every layer; `ratio`, their share of the tokens that enter; `gmacs`, a mean
+    cost in 10^9 multiply-accumulates an image, for which `images` (batches as the model takes them) are needed to find
+    the share. Returns the mean cost on `images` where they are given. Raises `ValueError` for a model without a dial,
+    and for a cost that no share reaches, with the range that can be had.
+    """
+    if sum(x is not None for x in (tokens, ratio, gmacs)) != 1:
+        raise ValueError("set_budget takes one of tokens, ratio and gmacs")
+    policy = _policy(model)
+    batches = None if images is None else list(images)
+    if gmacs is not None:
+        if not batches:
+            raise ValueError("what a share costs depends on the images: give some, set_budget(gmacs=..., images=...)")
+        return _search(model, policy, gmacs, batches)
+    policy.set_cap((float(tokens) if tokens is not None else float(ratio or 0),))
+    _remember(model, policy)
+    return None if batches is None else mean_gmacs(model, batches)
+
+
+@torch.no_grad()
+def mean_gmacs(model: Classifier, images: Iterable[Tensor]) -> float:
+    """Mean cost of an image in 10^9 multiply-accumulates, as the model is set now."""
+    each = torch.cat([trace_macs(model, trace) for trace in _traces(model, images)])
+    return float(each.double().mean()) / 1e9
+
+
+@torch.no_grad()
+def calibrate(model: Classifier, images: Iterable[Tensor], batch: int, margin: float = 4.0) -> tuple[float, ...]:
+    """Fix the room that packed batches of this size get after each sampling layer, so that nothing waits for the host.
+
+    Rows an image: the mean over `images` plus `margin` standard errors of a batch's mean. A batch that needs more all
+    the same is noticed (`trace.overflow`). Returns the rows, one a layer.
+    """
+    policy = _policy(model)
+    with policy.without_limits():
+        leaving = [torch.stack([b.leaving for b in trace.blocks]) for trace in _traces(model, images)]
+    counts = torch.cat(leaving, 1)[list(policy.at)].double()  # [layers, images]
+    rows = counts.mean(1) + margin * counts.std(1) / batch**0.5
+    policy.capacity = tuple(round(float(r), 3) for r in rows)
+    _remember(model, policy)
+    return policy.capacity
+
+
+def _policy(model: Classifier) -> AtsPolicy:
+    if not isinstance(model.policy, AtsPolicy):
+        raise ValueError("only models with token sampling have a budget to set: create them with adaptive='ats'")
+    return model.policy
+
+
+def _traces(model: Classifier, images: Iterable[Tensor]) -> Iterator[Trace]:
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in images:
+            trace = model.outputs(batch).trace
+            assert trace is not None
+            yield trace
+    finally:
+        model.train(was_training)
+
+
+def _search(model: Classifier, policy: AtsPolicy, wanted: float, batches: list[Tensor]) -> float:
+    before = dict(policy.cap)
+
+    def at(share: float) -> float:
+        policy.set_cap((share,))
+        return mean_gmacs(model, batches)
+
+    low, high = 1e-6, 1.0
+    least, most = at(low), at(high)
+    if not least <= wanted <= most:
+        policy.cap = before
+        raise ValueError(f"gmacs: {wanted:g} is out of reach; shares give {least:.4g} to {most:.4g} on these images")
+    found = most
+    for _ in range(STEPS):
+        if abs(found - wanted) <= CLOSE * wanted:
+            break
+        middle = (low + high) / 2
+        found = at(middle)
+        low, high = (middle, high) if found < wanted else (low, middle)
+    _remember(model, policy)
+    return found
+
+
+def _remember(model: Classifier, policy: AtsPolicy) -> None:
+    """What is saved with the weights is how the model is set."""
+    adaptive = {**model.spec["trunk"]["adaptive"], "cap": list(policy.cap.values()), "capacity": list(policy.capacity)}
+    model.spec = {**model.spec, "trunk": {**model.spec["trunk"], "adaptive": adaptive}}
