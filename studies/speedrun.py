@@ -23,18 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_runs import DeviceRuns
 
-from vitrail.api.training import build_model
 from vitrail.config import RunConfig, from_mapping
-from vitrail.data.augment import Augment
-from vitrail.data.device_images import DeviceImages
-from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
-from vitrail.data.open import open_data
-from vitrail.data.order import Order
-from vitrail.data.preprocess import Preprocess
-from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.recipes import recipe
 from vitrail.schema import parse_flags
 
@@ -60,80 +52,32 @@ SMOKE = (
 )
 
 
-class Bench:
-    """Data on the device, and runs on it."""
+class Bench(DeviceRuns):
+    """Data on the device, and timed runs on it."""
 
     def __init__(self, uri: str, held_out: bool, smoke: bool = False) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.data = open_data(uri, val_fraction=0.1 if held_out else 0.0, limit=60 if smoke else None)
+        super().__init__(uri, val_fraction=0.1 if held_out else 0.0, limit=60 if smoke else None)
         self.split = "val" if held_out else "test"
-        self.images: dict[Any, DeviceImages] = {}
-        self.judged: DeviceEvalLoader | None = None
-        self.fast = self.device.type == "cuda"
-        self.autocast = torch.bfloat16 if self.fast else None
-        torch.set_float32_matmul_precision("high")
-
-    def trained(self, config: RunConfig, seed: int, most: int | None = None) -> tuple[TrainStep, int]:
-        """A model after `most` steps (none: all)."""
-        torch.manual_seed(seed)
-        train = self.data["train"]
-        model = build_model(config.model, config, self.data)
-        schedule = make_schedule(config.optim, config.data.batch, len(train))
-        objective = build_objective(config.objective, model, TrainingFacts(train.labels, train.index, schedule.steps))
-        step = TrainStep(
-            objective,
-            config.optim,
-            schedule,
-            device=self.device,
-            autocast=self.autocast,
-            compile=self.fast,
-            graph=self.fast,
-            ema=config.engine.ema,
-        )
-        preprocess = Preprocess(model.preprocess)
-        augment = Augment(config.data.augment, model.preprocess)
-        key = (config.data.augment.crop, config.data.augment.padding)
-        if key not in self.images:
-            self.images[key] = DeviceImages(train, config.data.augment, preprocess, device=self.device, workers=0)
-            self.judged = DeviceEvalLoader(self.data[self.split], preprocess, batch=1000, device=self.device, workers=0)
-            for _ in self.judged:  # leaves its batches on the device
-                pass
-        loader = DeviceLoader(
-            train,
-            Order(len(train), config.data.batch, seed),
-            augment,
-            preprocess,
-            classes=len(self.data.classes),
-            multilabel=False,
-            seed=seed,
-            device=self.device,
-            workers=0,
-            start=0,
-            stop=min(schedule.steps, most or schedule.steps),
-            images=self.images[key],
-        )
-        for batch in loader:
-            step.feed(batch)
-        return step, schedule.steps
 
     @torch.inference_mode()
     def by_precision(self, model: Any) -> dict[str, float]:
         """Share of right answers of the model optimised for inference, by precision."""
-        assert self.judged is not None
         found = {}
         for precision in ("float32", "bf16", *(["fp8"] if self.fast else [])):
             ready = model.optimize(precision, compile=False, graph=False)
-            right = [(ready(batch.images).argmax(1) == batch.label).float().mean() for batch in self.judged]
+            right = [
+                (ready(batch.images).argmax(1) == batch.label).float().mean()
+                for batch in self.judged(self.split, model)
+            ]
             found[f"top1_{precision}"] = float(torch.stack(right).mean())  # batches are equally large
         return found
 
     @torch.inference_mode()
     def accuracy(self, step: TrainStep) -> tuple[float, float]:
         """Share of right answers, alone and averaged with the mirror image."""
-        assert self.judged is not None
         model = step.model.eval()
         right, both, count = 0, 0, 0
-        for batch in self.judged:
+        for batch in self.judged(self.split, model):
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
                 plain = model(batch.images).float()
                 mirrored = model(batch.images.flip(-1)).float()
@@ -148,15 +92,15 @@ class Bench:
         self.accuracy(step)
         if self.split == "test":
             self.by_precision(step.model)
-        self._wait()
+        self.wait()
         ready = time.monotonic() - began
         del step
         began = time.monotonic()
         step, steps = self.trained(config, seed)
-        self._wait()
+        self.wait()
         learned = time.monotonic() - began
         top1, both = self.accuracy(step)
-        self._wait()
+        self.wait()
         found = {
             "seed": seed,
             "split": self.split,
@@ -168,10 +112,6 @@ class Bench:
             "steps": steps,
         }
         return found if self.split == "val" else {**found, **self.by_precision(step.model)}
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def configured(changes: str, smoke: bool) -> RunConfig:

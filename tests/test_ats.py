@@ -12,8 +12,11 @@ from torch import Tensor
 
 from vitrail.model.adaptive.ats import AtsPolicy, _unevenness
 from vitrail.model.adaptive.budget import calibrate, mean_gmacs, set_budget
-from vitrail.model.build import create_model
+from vitrail.model.adaptive.macs import trace_macs
+from vitrail.model.adaptive.trace import Trace
+from vitrail.model.build import create_model, make_adaptive
 from vitrail.model.classifier import Classifier
+from vitrail.model.cost import cost
 from vitrail.model.export import to_onnx, to_torch
 from vitrail.model.store import load_model
 from vitrail.model.tokens import Tokens
@@ -58,6 +61,19 @@ def test_it_adds_no_weights_and_takes_those_of_the_plain_model() -> None:
     plain, sampled = vit(), ats()
     assert sum(p.numel() for p in sampled.parameters()) == sum(p.numel() for p in plain.parameters())
     sampled.load_state_dict(plain.state_dict())
+
+
+def test_a_trained_model_is_made_adaptive_and_plain_again(images: Tensor) -> None:
+    plain = vit()
+    made = make_adaptive(plain, {"kind": "ats", "cap": (20,)})
+    with torch.no_grad():
+        torch.testing.assert_close(made(images), ats(cap=(20,))(images))
+        assert torch.equal(make_adaptive(made, None)(images), plain(images))
+    gated = make_adaptive(plain, "adavit")
+    assert any(name.startswith("trunk.policy.") for name in gated.state_dict())
+    assert torch.equal(make_adaptive(gated, None)(images), plain(images))
+    with pytest.raises(ValueError, match="has none"):
+        make_adaptive(create_model("cifar_resnet20"), "ats")
 
 
 def test_it_samples_from_a_quarter_of_the_depth_on() -> None:
@@ -264,6 +280,20 @@ def test_the_dial_finds_a_mean_cost_and_is_saved_with_the_model(images: Tensor, 
     with pytest.raises(ValueError, match="out of reach; shares give"):
         model.set_budget(gmacs=2 * full, images=[images])
     assert mean_gmacs(model, [images]) == pytest.approx(found)
+
+
+def test_its_cost_is_counted_with_as_many_tokens_as_can_be_kept(images: Tensor) -> None:
+    """Counted: class row, then as many queries as there is room for; `trace_macs` adds the rows the paper counts."""
+    assert cost(ats(sampling="top", cap=(20,))).macs == trace_macs(
+        ats(sampling="top", cap=(20,)), _trace(ats(sampling="top", cap=(20,)), images[:1]), scores="kept"
+    )
+
+
+def _trace(model: Classifier, images: Tensor) -> Trace:
+    with torch.no_grad():
+        trace = model.outputs(images).trace
+    assert trace is not None
+    return trace
 
 
 def test_a_static_model_has_no_dial() -> None:

@@ -15,6 +15,7 @@ import torchmetrics.functional.classification as tm
 from scipy.stats import binomtest
 
 from vitrail.measure.classification import (
+    STANDARD,
     MultiLabelFigures,
     SingleLabelFigures,
     average_precision,
@@ -63,6 +64,7 @@ def test_summary_figures_equal_scikit_learn_and_torch(case: str) -> None:
     logits, target, figures = drawn(case)
     guess, classes = logits.argmax(1), logits.shape[1]
     scalars = figures.scalars()
+    assert scalars.keys() == STANDARD["top1"]
     assert scalars["top1"] == pytest.approx(sk.accuracy_score(target, guess))
     assert scalars["loss"] == pytest.approx(F.cross_entropy(logits.double(), target).item())
     assert scalars["macro_f1"] == pytest.approx(sk.f1_score(target, guess, average="macro", zero_division=0))

@@ -442,6 +442,22 @@ def test_tables_fit_a_terminal_and_keep_their_figures() -> None:
     assert f"{100 * row.against.interval[1]:+.1f} " in text.replace("−", "-")  # noqa: RUF001
 
 
+def test_what_other_evaluators_found_stands_beside() -> None:
+    found = sample()
+    rows = []
+    for row, base in zip(found.rows, (0.5, 0.7), strict=False):
+        members = [replace(m, figures={**m.figures, "knn": base + 0.1 * m.seed, "map": 0.25}) for m in row.members]
+        rows.append(replace(row, members=tuple(members)))
+    found = replace(found, rows=(*rows, *found.rows[2:]))
+    assert found.further()["knn"]["new"] == pytest.approx((0.8, 0.1))
+    assert list(found.further()) == ["knn", "map"]
+    out = io.StringIO()
+    Console(file=out, width=80).print(comparison_tables(found))
+    assert "0.800 ± 0.100" in out.getvalue()
+    assert "0.800 ± 0.100" in render_comparison(found, {})
+    assert not sample().further()
+
+
 def test_points_of_the_front_are_joined_in_the_order_of_their_cost() -> None:
     points = [Point("a", 0, 1.0, 0.5, 0.1, True), Point("b", 1, 8.0, 0.9, 0.1, True), Point("c", 2, 9.0, 0.6)]
     chart = pareto_chart(points, title="t", x_label="cost")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import (
     agreement,
     best_subsets,
@@ -19,6 +20,10 @@ from vitrail.measure.ensembles import (
     margins,
     subset_accuracy,
 )
+from vitrail.measure.evaluate import Loaders
+from vitrail.measure.members import judge_members
+from vitrail.model.build import create_model
+from vitrail.model.heads.config import Mean
 
 
 def some(images: int = 60, heads: int = 4, classes: int = 5, signal: float = 1.5) -> tuple[Tensor, Tensor]:
@@ -140,3 +145,22 @@ def test_wrong_shapes_and_numbers_are_refused() -> None:
         subset_accuracy(stack.repeat(1, 4, 1)[:, :13], target)
     with pytest.raises(ValueError, match="hard or soft"):
         margins(stack, target, "loud")  # type: ignore[arg-type]
+
+
+def test_the_evaluator_gives_members_strength_and_correlation_of_a_head() -> None:
+    torch.manual_seed(0)
+    shape = {"depth": 1, "width": 32, "heads": 2, "image_size": 16, "patch": 8}
+    model = create_model("deit_tiny", classes=4, head=Mean(copies=3), **shape)
+    images, label = torch.randn(30, 3, 16, 16), torch.randint(4, (30,))
+    batches = [Batch((images[i : i + 8],), label[i : i + 8], label[i : i + 8], torch.arange(8)) for i in (0, 8, 16, 22)]
+    data = Loaders([str(c) for c in range(4)], {"test": batches}, "test", [])
+    found = judge_members(model, data)["numbers"]
+    rows = torch.cat([torch.arange(i, i + 8) for i in (0, 8, 16, 22)])
+    with torch.no_grad():
+        stack = model.eval().stack(images)[rows]
+    right = stack.argmax(-1) == label[rows, None]
+    assert found["members_top1"] == pytest.approx(right.double().mean().item())
+    assert found["members_together"] == pytest.approx((stack.sum(1).argmax(1) == label[rows]).double().mean().item())
+    assert found["strength"] == pytest.approx(diversity(stack, label[rows], votes="soft").strength, rel=1e-5)
+    single = create_model("deit_tiny", classes=4, head=Mean(), **shape)
+    assert "correlation" not in judge_members(single, data)["numbers"]

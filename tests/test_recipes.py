@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,26 @@ def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
         changes["model.name"] = "ga_vit_tiny_32"
     elif name == "sot":
         changes["model.name"] = "sot_7_32"
-    if config.objective.kind in ("distillation", "compres", "simreg"):
+    if config.objective.kind in ("distillation", "compres", "simreg", "clusters", "crd"):
         changes["objective.teacher"] = str(teacher)
+    if config.objective.kind == "clusters":
+        changes["objective.clusters"] = 4
+    if config.objective.kind == "dino":
+        changes |= {"objective.prototypes": 32, "objective.local_size": 16}
     if config.objective.kind == "attention_transfer":  # its layers are counted in a deeper model
         changes |= {"objective.teacher": str(teacher), "objective.layers": "all"}
     if config.optim.tune != "full":
         changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
     if config.data.level:
         changes["data.level"] = "coarse"
+    adaptive = config.model.trunk.get("adaptive")
+    if adaptive is not None:  # its layers are counted in a deeper model; gates leave the first block alone
+        smaller = replace(adaptive, **({"layers": (), "cap": (1.0,)} if adaptive.kind == "ats" else {}))
+        changes["model.trunk"] = {**SMALL, "depth": 2, "adaptive": smaller}
+    if config.objective.kind == "attack":
+        changes |= {"objective.size": 8, "objective.layer_weights": ()}
+    if config.objective.kind == "defence":
+        changes |= {"objective.every": 1, "objective.inner_steps": 2, "objective.attack.size": 8}
     return with_values(config, changes)
 
 

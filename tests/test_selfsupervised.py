@@ -13,15 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.similarity import log_sum, relation_loss, top_rows
 from vitrail.learn.bank import Bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
 from vitrail.learn.config import (
     ByolConfig,
+    ClustersConfig,
     CmsfConfig,
     CompresConfig,
+    CrdConfig,
+    DinoConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
@@ -29,7 +32,7 @@ from vitrail.learn.config import (
     SimregConfig,
     SupconConfig,
 )
-from vitrail.learn.embedder import Embedder
+from vitrail.learn.embedder import Embedder, load_embedder
 from vitrail.learn.moco import contrast
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.msf import Msf, purity, shift_loss
@@ -41,7 +44,7 @@ from vitrail.model.classifier import Classifier
 
 COUNT, CLASSES = 6, 3
 INDEX = np.arange(18) * 2
-FACTS = TrainingFacts(np.arange(18) % CLASSES, INDEX, 20)
+FACTS = TrainingFacts(np.arange(18) % CLASSES, INDEX, 20, images=lambda: [batch_of(step, 1) for step in range(3)])
 
 
 def small(seed: int = 0, width: int = 16, **head: object) -> Classifier:
@@ -55,9 +58,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small(7, width=24).save(tmp_path_factory.mktemp("teacher")))
 
 
-def batch_of(step: int = 0, views: int = 2) -> Batch:
+def batch_of(step: int = 0, views: int | ViewSpec = 2) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    images = tuple(torch.randn(COUNT, 3, 28, 28, generator=generator) for _ in range(views))
+    spec = ViewSpec(views) if isinstance(views, int) else views
+    sides = [view.size or 28 for view in spec.all()]
+    images = tuple(torch.randn(COUNT, 3, side, side, generator=generator) for side in sides)
     rows = (torch.arange(COUNT) + step * COUNT) % len(INDEX)
     return Batch(images, rows % CLASSES, rows % CLASSES, rows * 2, step=step)
 
@@ -79,6 +84,10 @@ CONFIGS: dict[str, Any] = {
     "simreg": SimregConfig(teacher="TEACHER"),
     "regression": SimregConfig(teacher="TEACHER", layers=1, match="raw"),
     "regression with BatchNorm": SimregConfig(teacher="TEACHER", layers=1, match="batch_norm"),
+    "clusters": ClustersConfig(teacher="TEACHER", clusters=4),
+    "crd": CrdConfig(teacher="TEACHER", width=5, negatives=9),
+    "dino": DinoConfig(prototypes=12, local_views=2, local_size=14, freeze_last=0.1),
+    "dino without small views": DinoConfig(prototypes=12, local_views=0),
     "supcon": SupconConfig(),
     "protonw": ProtonwConfig(bank=16, predictor_hidden=16),
 }
@@ -222,8 +231,8 @@ def test_a_momentum_copys_decay_may_end_below_one() -> None:
 def test_gradients_reach_what_is_trained_and_no_teacher_and_no_bank(name: str, teacher: str) -> None:
     objective = made(name, teacher)
     trained = {n for n, p in objective.named_parameters() if p.requires_grad}
-    assert not any(n.startswith(("target.", "key.", "embedder.", "bank.", "pseudo.")) for n in trained)
-    losses = objective(batch_of(views=objective.views.views))
+    assert not any(n.startswith(("target.", "target_last.", "key.", "embedder.", "bank.", "pseudo.")) for n in trained)
+    losses = objective(batch_of(views=objective.views))
     losses["loss"].backward()
     reached = {n for n, p in objective.named_parameters() if p.grad is not None}
     assert reached == trained, "several processes want a gradient for every trained parameter"
@@ -237,7 +246,7 @@ def test_the_classifier_listens_and_does_not_speak(name: str, teacher: str) -> N
     one, two = made(name, teacher), made(name, teacher)
     with torch.no_grad():
         two.model.head.fc.weight.mul_(100)
-    batch = batch_of(views=one.views.views)
+    batch = batch_of(views=one.views)
     found = [objective(batch) for objective in (one, two)]
     assert torch.equal(found[0]["probe"], found[1]["probe"]) is False
     # the classifier's loss is added and taken away again, which rounds at its own size
@@ -257,7 +266,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str, teacher: str) -> No
         optimizer = torch.optim.SGD([p for p in objective.parameters() if p.requires_grad], lr=0.05)
         seen = []
         for step in range(first, last):
-            loss = objective(batch_of(step, objective.views.views))["loss"]
+            loss = objective(batch_of(step, objective.views))["loss"]
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -276,7 +285,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str, teacher: str) -> No
         assert torch.equal(resumed.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("name", ["compres 1q"])
+@pytest.mark.parametrize("name", ["compres 1q", "dino"])
 def test_a_compiled_step_is_the_plain_one_though_the_bank_changes_in_it(name: str, teacher: str) -> None:
     """One graph of the loss and the push once gave one queue another gradient at the same loss."""
     found = []
@@ -284,7 +293,7 @@ def test_a_compiled_step_is_the_plain_one_though_the_bank_changes_in_it(name: st
         objective = made(name, teacher)
         if compiled:
             objective.compile(dynamic=False, backend="aot_eager")
-        objective(batch_of(views=objective.views.views))["loss"].backward()
+        objective(batch_of(views=objective.views))["loss"].backward()
         found.append({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
     for key, gradient in found[0].items():
         torch.testing.assert_close(found[1][key], gradient, rtol=1e-5, atol=1e-6, msg=key)
@@ -362,7 +371,7 @@ def test_mean_shift_equals_brute_force_over_the_bank_with_the_batch_in_it(teache
 
 def test_the_distance_to_neighbours_has_the_gradient_of_the_distance_to_their_mean() -> None:
     online, bank, found = unit(4, 5).requires_grad_(), unit(9, 5), torch.randint(9, (4, 3))
-    (one,) = torch.autograd.grad(shift_loss(online, bank, found), online)
+    (one,) = torch.autograd.grad(shift_loss(online, bank[found]), online)
     (two,) = torch.autograd.grad(-2 * (online * bank[found].mean(1)).sum(1).mean(), online)
     torch.testing.assert_close(one, two)
 
@@ -380,7 +389,10 @@ def test_purity_by_hand() -> None:
 def test_constrained_neighbours_equal_two_sorted_lists(k: int, pool: int) -> None:
     target, hint, rows, beside = unit(5, 4), unit(5, 6), unit(12, 4), unit(12, 6)
     own = torch.tensor([0, 11, 4, 7, 2])
-    found = constrained_rows(target, hint, rows, beside, own, k, pool)
+    bank = Bank.queue(12, 4, beside=6)
+    bank.rows.copy_(rows)
+    bank.beside.copy_(beside)
+    found = constrained_rows(bank, target, hint, own, k, pool)
     for i in range(5):
         others = [j for j in range(12) if j != own[i]]
         allowed = sorted(others, key=lambda j: -float(hint[i] @ beside[j]))[: pool - 1]
@@ -548,6 +560,53 @@ def test_one_layer_of_regression_is_linear_and_the_teacher_is_stored_by_hash(tea
     assert objective.identities.keys() == {"embedder.teacher"}
 
 
+def test_clusters_are_those_of_the_teachers_unit_features(teacher: str) -> None:
+    """scikit-learn, from the same start, agrees on who is with whom."""
+    from sklearn.cluster import KMeans
+
+    objective = made("clusters", teacher)
+    embedder = Embedder(load_embedder(teacher, small()), small())
+    rows = torch.cat([F.normalize(embedder.ask(batch_of(step, 1).images), dim=1) for step in range(3)])
+    found = objective.cluster[torch.from_numpy(INDEX)]
+    assert found.unique().tolist() == [0, 1, 2, 3]
+    start = torch.stack([rows[found == c].mean(0) for c in range(4)])
+    expected = KMeans(4, init=start.numpy(), n_init=1).fit(rows.numpy())
+    assert expected.labels_.tolist() == found.tolist(), "Lloyd's iterations would still move something"
+
+
+def test_cluster_classification_is_cross_entropy_with_the_images_cluster(teacher: str) -> None:
+    objective, batch = made("clusters", teacher), batch_of(1, 1)
+    twin = copy.deepcopy(objective)
+    chances = twin.classify(twin.model.outputs(batch.images).embedding).log_softmax(1)
+    wanted = [int(twin.cluster[i]) for i in batch.index]
+    expected = -torch.stack([chances[i, c] for i, c in enumerate(wanted)]).mean()
+    torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_crd_is_the_authors_estimate_with_probabilities_written_out(teacher: str) -> None:
+    objective = made("crd", teacher)
+    constants = None
+    for step in range(3):
+        batch = batch_of(step, 1)
+        twin = copy.deepcopy(objective)
+        student = F.normalize(twin.of_student(twin.model.outputs(batch.images).embedding), dim=1)
+        teacher_ = F.normalize(twin.of_teacher(twin.embedder.ask(batch.images)), dim=1)
+        rows = [twin.students.rows, twin.teachers.rows]
+        mine, chosen = torch.tensor([list(INDEX).index(i) for i in batch.index.tolist()]), twin.draw(step)
+        outs = []
+        for vectors, memory in ((student, rows[1]), (teacher_, rows[0])):
+            near = torch.cat([memory[mine][:, None], memory[chosen].expand(COUNT, -1, -1)], 1)
+            outs.append(((near * vectors[:, None]).sum(-1) / 0.07).exp())
+        constants = constants or [float(out.detach().mean()) * 18 for out in outs]  # of the first step
+        expected = 0
+        for out, constant in zip(outs, constants, strict=True):
+            p, noise = out / constant, 9 / 18
+            expected -= (torch.log(p[:, 0] / (p[:, 0] + noise)) + torch.log(noise / (p[:, 1:] + noise)).sum(1)).mean()
+        torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
+        after = F.normalize(rows[0][mine] / 2 + student / 2, dim=1)
+        torch.testing.assert_close(objective.students.rows[mine], after.detach())
+
+
 # With labels
 
 
@@ -590,6 +649,9 @@ def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
         build_objective(CompresConfig(), small(), FACTS)
     with pytest.raises(FileNotFoundError, match=r"objective\.teacher"):
         build_objective(SimregConfig(teacher=str(tmp_path / "none")), small(), FACTS)
+    other = str(small(7).save(tmp_path / "teacher"))
+    with pytest.raises(ValueError, match=r"objective\.clusters: 99 clusters of 18 training images"):
+        build_objective(ClustersConfig(teacher=other, clusters=99), small(), FACTS)
     several = TrainingFacts(np.eye(3, dtype=np.int64), np.arange(3), 1)
     with pytest.raises(ValueError, match="needs one label an image"):
         build_objective(CmsfConfig(constraint="supervised"), small(), several)

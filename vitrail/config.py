@@ -139,7 +139,9 @@ def validate(config: RunConfig) -> list[str]:
         config.data.batch // config.engine.accumulate
     ) % 2:
         problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
-    problems += conflicts(config.data.augment)
+    problems += conflicts(config.data.augment) + conflicts(config.data.weak, "data.weak")
+    if config.data.weak.mixup or config.data.weak.cutmix:
+        problems.append("data.weak: all views are mixed alike; set mixup and cutmix of data.augment")
     if config.data.repeats > config.data.batch:
         problems.append(
             f"data.repeats: {config.data.repeats} copies of an image do not fit a batch of {config.data.batch}; "

@@ -6,7 +6,7 @@ from vitrail.api.evaluation import evaluate, load
 from vitrail.api.studies import Study
 from vitrail.api.training import Run, resume, train
 from vitrail.data.open import open_data
-from vitrail.model.build import create_model, replace_head
+from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.cost import cost
 from vitrail.model.fold import fold_affine, fold_layerscale
 from vitrail.model.zoo import list_models
@@ -25,6 +25,7 @@ __all__ = [
     "fold_layerscale",
     "list_models",
     "load",
+    "make_adaptive",
     "open_data",
     "recipe",
     "replace_head",

@@ -16,6 +16,7 @@ from vitrail.api.evaluation import evaluate, load
 from vitrail.api.running import run_missing
 from vitrail.api.studies import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
 from vitrail.config import RunConfig, load_yaml
+from vitrail.data.open import open_data
 from vitrail.engine.run import RunFolder, environment, free_name
 from vitrail.files import write_text
 from vitrail.measure.comparison import Comparison, Failure, Member, Price
@@ -56,6 +57,7 @@ def compare_study(
     write_study(study, folder)
     lengths, said = lengths_of(study, root, tell=None if quiet else _say)
     planned = plan(study, lengths, root)
+    _refuse_without_data(planned)
     _link(planned, folder)
     failed = run_missing(planned, folder, jobs=jobs, devices=devices, quiet=quiet)
     done = [p for p in planned if p.path not in failed]
@@ -78,6 +80,13 @@ def compare_study(
     )
     _write(made, folder)
     return made, folder
+
+
+def _refuse_without_data(planned: Sequence[Planned]) -> None:
+    """One sentence before anything is run, instead of one from every run."""
+    wanted = {p.config.data.uri for p in planned if not RunFolder(p.path).finished}
+    for uri in sorted(u for u in wanted if ":" not in u and not Path(u).exists()):
+        open_data(uri)  # says what is wrong
 
 
 def compare_runs(

@@ -89,6 +89,27 @@ class Study:
         }
 
 
+SMOKE = {
+    "data": {"batch": 12, "limit": 240, "check": "off"},
+    "optim": {"steps": 2},
+    "engine": {"evaluate_every": 0, "checkpoint_every": 0},
+}
+
+
+def smoke(study: Study) -> Study:
+    """The same variants, two steps each on a few images with one seed: whether all of it can be made at all."""
+    variants = {name: _merged(_settings(changes), SMOKE) for name, changes in study.variants.items()}
+    return replace(study, name=f"{study.name}-smoke", variants=variants, seeds=tuple(study.seeds)[:1], budget="none")
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(below)
+    for key, value in above.items():
+        inner = made.get(key)
+        made[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
+    return made
+
+
 @dataclass(frozen=True)
 class Planned:
     """One run that a study needs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.augment import Augment
+from vitrail.data.batch import Batch
 from vitrail.data.device_images import DeviceImages, fits
 from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
 from vitrail.data.loader import EvalLoader, TrainLoader, auto_workers
@@ -22,6 +23,7 @@ from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
 from vitrail.data.source import DataSet
+from vitrail.data.views import stored_alike, view_augments
 from vitrail.engine import checkpoint
 from vitrail.engine.device import choose_device, choose_precision, prepare
 from vitrail.engine.distributed import Group, join
@@ -31,6 +33,7 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.config import AttackConfig
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import Loaders, predict_all
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
@@ -138,17 +141,22 @@ class _Trainer:
         self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
-        facts = TrainingFacts(train.labels, train.index, self.schedule.steps, config.data.augment)
+        wanted = config.data.workers
+        self.workers = auto_workers(train) if wanted is None else wanted
+        self.preprocess = Preprocess(self.model.preprocess)
+        facts = TrainingFacts(
+            train.labels, train.index, self.schedule.steps, config.data.augment, self._training_images
+        )
         self.objective = build_objective(config.objective, self.model, facts)
         self.order = Order(
             len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
         )
         self.augment = Augment(config.data.augment, self.model.preprocess)
-        self.preprocess = Preprocess(self.model.preprocess)
-        wanted = config.data.workers
-        self.workers = auto_workers(train) if wanted is None else wanted
+        chosen_views = (self.objective.views, config.data.augment, config.data.weak, self.model.preprocess)
+        self.augments = view_augments(*chosen_views)
         if config.data.loader == "auto":  # stored as chosen, so that the run repeats and resumes as it was
-            able = fits(train, self.preprocess, self.device, config.data.augment)
+            able = stored_alike([self.augment, *self.augments])
+            able = able and fits(train, self.preprocess, self.device, config.data.augment)
             chosen = replace(config.data, loader="device" if able else "host")
             self.config = replace(config, data=chosen)
         self.on_device = self.config.data.loader == "device"
@@ -178,12 +186,17 @@ class _Trainer:
             accumulate=self.config.engine.accumulate,
             rank=self.group.rank,
             world=self.group.world,
-            views=self.objective.views.views,
+            views=self.augments,
             **options,
         )
 
-    def _eval_loader(self, split: str) -> EvalLoader:
-        return (DeviceEvalLoader if self.on_device else EvalLoader)(
+    def _training_images(self) -> Iterator[Batch]:
+        with self._eval_loader("train", on_device=False) as loader:
+            yield from loader
+
+    def _eval_loader(self, split: str, on_device: bool | None = None) -> EvalLoader:
+        on_device = self.on_device if on_device is None else on_device
+        return (DeviceEvalLoader if on_device else EvalLoader)(
             self.data[split],
             self.preprocess,
             batch=min(256, max(1, len(self.data[split]))),
@@ -365,7 +378,8 @@ def _warnings(config: RunConfig, data: DataSet, parameters: int) -> list[str]:
             f"warning: {count} training images are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
-    if config.optim.name in ("adam", "adamw") and config.optim.lr > 0.01:
+    learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
+    if learns_weights and config.optim.name in ("adam", "adamw") and config.optim.lr > 0.01:
         said.append(f"warning: a learning rate of {config.optim.lr:g} is high for {config.optim.name}; 1e-3 is usual")
     return said
 

@@ -19,6 +19,8 @@ VERBS: dict[str, tuple[str, str]] = {  # name: where it is, what it does
     "evaluate": ("evaluate:evaluate", "figures of a trained model on any data"),
     "predict": ("evaluate:predict", "what a trained model says of some images"),
     "compare": ("compare:compare", "a study or finished runs: one table, one report"),
+    "inspect": ("inspect:inspect", "where models look and which tokens they keep, as pictures and figures"),
+    "attack": ("attack:attack", "make an adaptive model spend its full compute, with one patch for all images"),
     "bench": ("bench:bench", "how fast models are on this machine"),
     "export": ("export:export", "a trained model as a torch or ONNX file"),
     "check": ("data:check", "look for trouble in a data set before training on it"),
@@ -35,6 +37,8 @@ EXAMPLES = """\
   vitrail evaluate runs/demo --data embedded:fashion    figures as a table (or --json)
   vitrail predict runs/demo cat.jpg dog.jpg --json
   vitrail compare study.yaml --jobs 2                   variants x seeds, with what is significant
+  vitrail inspect runs/ats runs/vit --images cat.jpg    attention maps, kept tokens, likeness
+  vitrail attack runs/ats --size 8                      how much of an adaptive model's saving holds
   vitrail bench deit_small --against timm               img/s, latency, memory beside timm's
   vitrail export runs/demo model.onnx                   checked at batch 1, 2 and 7
   vitrail check photos/

@@ -20,6 +20,7 @@ def compare(
     also: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URI ...")] = (),
     out: Path | None = None,
     seconds: float = 1.0,
+    smoke: bool = False,
     json: bool = False,
 ) -> int:
     """A study (a YAML file) run as far as it is missing, or finished runs: one table and one report.
@@ -35,6 +36,7 @@ def compare(
         also: further test sets on which every run is judged
         out: folder of studies (none: runs/studies), or of the report on finished runs (none: runs/comparison)
         seconds: time of each variant's speed measurement (0: none)
+        smoke: two steps of every variant on a few images, to see that all of a study can be made
         json: print one JSON object
     """
     from dataclasses import replace
@@ -42,18 +44,20 @@ def compare(
     from vitrail.api.comparing import compare_runs, compare_study
     from vitrail.api.running import StudyStopped
     from vitrail.api.studies import STUDIES, read_study
+    from vitrail.api.studies import smoke as small
     from vitrail.show.compare_table import comparison_tables
 
     if not what:
         return fail("name a study file, or at least two finished runs")
     if len(what) > 1 or (Path(what[0]) / "config.yaml").is_file():
-        if jobs is not None or devices is not None:
-            return fail("--jobs and --devices are for studies; these runs are finished")
+        if jobs is not None or devices is not None or smoke:
+            return fail("--jobs, --devices and --smoke are for studies; these runs are finished")
         made, folder = compare_runs(what, out=out, baseline=baseline, test_sets=also, seconds=seconds, quiet=json)
     else:
         study = read_study(what[0])
         changes = {name: value for name, value in (("baseline", baseline), ("test_sets", also)) if value}
         study = replace(study, **changes)  # type: ignore[arg-type]
+        study = small(study) if smoke else study
         place = Path(what[0])
         root = out or (place.parent if place.is_dir() else STUDIES)  # a study's own folder stands among its runs
         try:

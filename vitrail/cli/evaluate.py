@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -11,7 +11,7 @@ from vitrail.cli.say import fail, print_json, show
 
 
 def evaluate(
-    run: tyro.conf.Positional[Path],
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")]],
     /,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URI ...")],
     split: str | None = None,
@@ -23,14 +23,20 @@ def evaluate(
     json: bool = False,
     per_class: bool = False,
     head: Literal["class", "distillation", "both"] | None = None,
+    attack: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    protocol: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (),
+    classes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="CLASS ...")] = (),
+    ensemble: bool = False,
+    control: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")] = (),
 ) -> int:
     """Figures of a trained model, as its last weights are, on any data with its classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
     Example: vitrail evaluate runs/demo --data embedded:fashion --crop_ratio 0.8 0.9 1.0
+    Example: vitrail evaluate runs/demo --data embedded:fashion --protocol knn,linear,clusters,corruptions
 
     Args:
-        run: run folder or model folder
+        runs: run folder or model folder; several with --ensemble
         data: folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion, synthetic:shapes
         split: train, val or test (default: test, or val where there is none)
         crop_ratio: side of the centre crop over the shorter side (default: the model's own)
@@ -41,6 +47,11 @@ def evaluate(
         json: print one JSON object, or a list of them
         per_class: print every class, too
         head: which classifier of a distilled model predicts (default: both, fused)
+        attack: what `vitrail attack` left: accuracy and compute of an adaptive model with its patch, too
+        protocol: knn, linear, clusters, few, purity, retrieval, corruptions, members, classification: judge by these
+        classes: only these can be chosen, and images of others are left out
+        ensemble: average the probabilities of several runs, and tell what that gains over the best of them
+        control: as many runs that differ in their seed only: what an ensemble gains by itself
     """
     from vitrail import api
     from vitrail.api.evaluation import sweep
@@ -50,6 +61,23 @@ def evaluate(
 
     if not data:
         return fail("say on which images: --data URI")
+    if not runs or (len(runs) > 1 and not ensemble):
+        return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
+    run = runs[0]
+    if protocol or classes or ensemble or control:
+        from vitrail.cli.protocols import judge_otherwise
+
+        if attack is not None or len(data) > 1 or crop_ratio or image_size:
+            return fail(
+                "--protocol, --classes and --ensemble are judged on one data set, at the model's own crop ratio and "
+                "image size, without --attack"
+            )
+        how: dict[str, Any] = {"split": split, "batch": batch, "workers": workers, "device": device, "quiet": json}
+        return judge_otherwise(
+            runs, data[0], how, protocol, classes, ensemble, control, head=head, json=json, per_class=per_class
+        )
+    if attack is not None and (len(data) > 1 or crop_ratio or image_size):
+        return fail("--attack is judged on one data set, at the model's own crop ratio and image size")
 
     model = run if head is None else api.load(run).use(head)
     made = sweep(
@@ -71,14 +99,26 @@ def evaluate(
             show(sweep_table(made))
         return 0
     figures = made[0].figures
+    attacked = None
+    if attack is not None:
+        from vitrail.api.attacking import judge_patch
+
+        options: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "quiet": json}
+        attacked = judge_patch(model, attack, data[0], split=made[0].split, **options)
     if json:
-        print_json({**chosen, **made[0].to_json(), **figures.to_json()})
+        more = {} if attacked is None else {"attack": attacked.to_json()}
+        print_json({**chosen, **made[0].to_json(), **figures.to_json(), **more})
         return 0
     show(tables.headline(figures, f"{made[0].split} of {made[0].data}"))
     if per_class or len(figures.classes) <= 20:
         show(tables.per_class(figures))
     if isinstance(figures, SingleLabelFigures):
         show(tables.confused(figures))
+    if attacked is not None:
+        from vitrail.show.attack_table import attack_table
+
+        title = f"under attack{'' if attacked.same_victim else ', by a patch made for another model'}"
+        show(attack_table(attacked.rows, attacked.most, title))
     return 0
 
 

@@ -45,7 +45,26 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class View:
+    """How one view of an image is made."""
+
+    weak: bool = False  # by `data.weak` instead of `data.augment`
+    size: int | None = None  # side in pixels; none: the model's
+    scale: tuple[float, float] | None = None  # share of the area that a random resized crop covers; none: as set
+
+
+@dataclass(frozen=True)
 class ViewSpec:
     """Which augmented views of each image a batch must carry."""
 
     views: int = 1
+    each: tuple[View, ...] = ()  # how; empty: all alike
+
+    @classmethod
+    def of(cls, *each: View) -> ViewSpec:
+        """These views, in this order."""
+        return cls(len(each), each)
+
+    def all(self) -> tuple[View, ...]:
+        """How each of the views is made."""
+        return self.each or (View(),) * self.views

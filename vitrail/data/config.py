@@ -60,22 +60,22 @@ class AugmentConfig:
     """Probability of CutMix where both are on."""
 
 
-def conflicts(augment: AugmentConfig) -> list[str]:
-    """Settings of an augmentation that exclude one another, a sentence each."""
+def conflicts(augment: AugmentConfig, name: str = "data.augment") -> list[str]:
+    """Settings of an augmentation that exclude one another, a sentence each; `name` is where they were made."""
     problems = []
     if augment.three and (augment.grey or augment.solarise or augment.blur):
-        problems.append("data.augment.three: it already draws grey, solarise or blur; leave their probabilities at 0")
+        problems.append(f"{name}.three: it already draws grey, solarise or blur; leave their probabilities at 0")
     if augment.scale[0] > augment.scale[1]:
-        problems.append("data.augment.scale: the first value must not exceed the second")
-    chosen = [name for name in ("rand_ops", "trivial", "auto") if getattr(augment, name)]
+        problems.append(f"{name}.scale: the first value must not exceed the second")
+    chosen = [policy for policy in ("rand_ops", "trivial", "auto") if getattr(augment, policy)]
     if len(chosen) > 1:
-        problems.append(f"data.augment.{chosen[1]}: it excludes {chosen[0]}; set one of rand_ops, trivial and auto")
+        problems.append(f"{name}.{chosen[1]}: it excludes {chosen[0]}; set one of rand_ops, trivial and auto")
     timm = augment.rand_style == "timm"
     if augment.rand_ops and timm and augment.rand_magnitude > 10:
-        problems.append(f"data.augment.rand_magnitude: {augment.rand_magnitude} is above 10, the most of timm's style")
+        problems.append(f"{name}.rand_magnitude: {augment.rand_magnitude} is above 10, the most of timm's style")
     if augment.rand_ops and not timm and augment.rand_std:
         problems.append(
-            "data.augment.rand_std: torchvision's RandAugment has fixed magnitudes; set rand_style timm, or rand_std 0"
+            f"{name}.rand_std: torchvision's RandAugment has fixed magnitudes; set rand_style timm, or rand_std 0"
         )
     return problems
 
@@ -139,3 +139,6 @@ class DataConfig:
     resize: Literal["crop", "squash", "pad"] | None = None
     """How evaluation makes images square (none: crop)."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """How training images are changed; where an objective tells weak views from strong ones, the strong ones."""
+    weak: AugmentConfig = field(default_factory=lambda: AugmentConfig(scale=(0.2, 1.0)))
+    """How weak views are changed: a crop and a flip (efficiency-1 §2.F2). Mixing is as `augment` says."""

@@ -6,7 +6,7 @@ code. On CUDA the next batch is gathered and augmented, on a stream of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from vitrail.data.order import Order
 from vitrail.data.pieces import Piece, Task
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import Split
+from vitrail.data.views import stored_alike
 
 
 class DeviceLoader(TrainLoader):
     """As `TrainLoader`, with all images on the device (see `DeviceImages`) and `DeviceAugment` in place of `Augment`.
 
     `workers` read images, once, when the first batch is wanted; `images` takes those of another loader instead. Rows
-    come in the order of `TrainLoader`, under other draws of the same augmentations. Raises as `TrainLoader`.
+    come in the order of `TrainLoader`, under other draws of the same augmentations. Raises as `TrainLoader`, and where
+    views want images stored in different forms.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class DeviceLoader(TrainLoader):
         accumulate: int = 1,
         rank: int = 0,
         world: int = 1,
-        views: int = 1,
+        views: int | Sequence[Augment] = 1,
         start_method: str | None = None,
         images: DeviceImages | None = None,
     ) -> None:
@@ -68,8 +70,12 @@ class DeviceLoader(TrainLoader):
             views=views,
             start_method=start_method,
         )
-        self.views = views
-        self._change = DeviceAugment(augment.config, augment.preprocess)
+        if not stored_alike([augment, *self.augments]):
+            raise ValueError(
+                "data.loader: device keeps images in one form, and these views want several; give data.weak the crop "
+                "of data.augment (resized, where sizes differ), or use --data.loader host"
+            )
+        self._changes = [DeviceAugment(a.config, a.preprocess) for a in self.augments]
         self.images = images or DeviceImages(
             split, augment.config, preprocess, device=device, workers=workers, start_method=start_method
         )
@@ -108,9 +114,9 @@ class DeviceLoader(TrainLoader):
         views: list[Tensor] = []
         if len(drawn):
             gathered = pixels[rows]
-            for view in range(self.views):
+            for view, change in enumerate(self._changes):
                 key = (self.seed, drawn[:, 1], self.split.index[drawn[:, 0]], view, drawn[:, 2])
-                views.append(self._change(gathered, np.stack(np.broadcast_arrays(*key), 1)))
+                views.append(change(gathered, np.stack(np.broadcast_arrays(*key), 1)))
         return Piece(
             task=task,
             views=tuple(views),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from PIL import Image
@@ -29,12 +29,14 @@ MOST_WORKERS = 16
 class _TrainViews:
     """Augmented views of an image; picklable."""
 
-    def __init__(self, augment: Augment, seed: int, views: int) -> None:
-        self.augment, self.seed, self.views = augment, seed, views
+    def __init__(self, augments: Sequence[Augment], seed: int) -> None:
+        self.augments, self.seed = augments, seed
 
     def __call__(self, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
-        keys = ((self.seed, draw.epoch, index, view, draw.repeat) for view in range(self.views))
-        return [self.augment(image, key) for key in keys]
+        return [
+            augment(image, (self.seed, draw.epoch, index, view, draw.repeat))
+            for view, augment in enumerate(self.augments)
+        ]
 
 
 class _EvalView:
@@ -52,7 +54,8 @@ class TrainLoader(PieceLoader):
 
     The global batch of a step is cut into world * accumulate equal runs of places; piece a of rank r is run
     r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when mixing,
-    the others keep their places and partners, and the one whose partner is missing stays unmixed. Raises `ValueError`
+    the others keep their places and partners, and the one whose partner is missing stays unmixed. `views` is how many
+    views `augment` makes of an image, or what makes each of them; mixing is as `augment` says. Raises `ValueError`
     where the batch cannot be cut, labels do not fit `classes`, or nothing of a batch can be read.
     """
 
@@ -73,11 +76,13 @@ class TrainLoader(PieceLoader):
         accumulate: int = 1,
         rank: int = 0,
         world: int = 1,
-        views: int = 1,
+        views: int | Sequence[Augment] = 1,
         start_method: str | None = None,
     ) -> None:
-        views_of = _TrainViews(augment, seed, views)
-        super().__init__(split, views_of, device=device, workers=workers, start_method=start_method)
+        self.augments = [augment] * views if isinstance(views, int) else list(views)
+        super().__init__(
+            split, _TrainViews(self.augments, seed), device=device, workers=workers, start_method=start_method
+        )
         _check_rank(rank, world)
         _check_labels(split, classes, multilabel)
         if len(split) != order.rows:

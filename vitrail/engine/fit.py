@@ -171,10 +171,18 @@ class Fit:
         }
         if skipped:
             line["skipped_updates"] = skipped
+        self._sound_alarm(bar, self.objective.alarm(means, self.step / self.schedule.steps))
         self._write({**line, "images_per_second": round(rate, 1), "seconds": round(now - self._window[0], 3)})
         loss = f"loss {means['loss']:.4f}  " if means else ""
         bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} img/s")
         self._window = (time.monotonic(), self.step)
+
+    def _sound_alarm(self, bar: Progress, text: str) -> None:
+        kind = text.partition(":")[0]
+        if text and not any(note.partition(":")[0] == kind for note in self.notes):
+            text = f"{text} (step {self.step})"
+            self._say(bar, text)
+            self.notes.append(text)
 
     def _report_skipped(self, bar: Progress, skipped: int, last: int, steps: int) -> None:
         rows = list(self.indices(last))[:8] if self.indices else []

@@ -18,6 +18,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from vitrail.kernels.second_order import without_autocast
+
 Order = Literal["raster", "sorted"]
 Source = Literal["class", "column", "random"]
 BITS = 36
@@ -209,7 +211,7 @@ def class_scores(
     ("column") or that of one patch token drawn for each image ("random"). `mask` [batch, tokens] is true where a token
     is real. `with_row` also gives the class token's attention [batch, heads, tokens].
     """
-    with torch.autocast(q.device.type, enabled=False):  # the row is small, and half precision would be seen in it
+    with without_autocast(q):  # the row is small, and half precision would be seen in it
         row = _logits(q[:, :, :1], k, mask) if source == "class" or with_row else None
         if source == "column":
             attention = _logits(q, k, mask).softmax(-1)
@@ -281,7 +283,7 @@ def ragged_class_scores(qkv: Tensor, offsets: Tensor, prefix: int, value_norm: b
     rows, batch = len(qkv), len(offsets) - 1
     image, place, real = owners(offsets, rows)
     patch = real & (place >= prefix)
-    with torch.no_grad(), torch.autocast(qkv.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(qkv):
         wide = torch.where(real[:, None, None, None], _wide(qkv), 0)
         q, k, v = wide.unbind(1)
         theirs = q[offsets[:-1].clamp(0, rows - 1).long()][image]  # the class token's of each row's image

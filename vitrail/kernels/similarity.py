@@ -61,6 +61,10 @@ def attend(
         return mean / total[:, None], highest + total.log(), score / total
 
 
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""`attend`, or what gives the same of a memory that is not all here."""
+
+
 class _LogSum(torch.autograd.Function):
     """The gradient of a log-sum is the mean row under its softmax, known with the log-sum itself.
 
@@ -68,8 +72,8 @@ class _LogSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, memory: Tensor, temperature: float, part: int) -> Tensor:
-        mean, log_sum, _ = attend(queries, memory, temperature, part=part)
+    def forward(ctx: Any, queries: Tensor, memory: Tensor, temperature: float, part: int, by: Attend) -> Tensor:
+        mean, log_sum, _ = by(queries, memory, temperature, part=part)
         ctx.save_for_backward(mean)
         ctx.temperature, ctx.dtype = temperature, queries.dtype
         return log_sum
@@ -77,13 +81,13 @@ class _LogSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (mean,) = ctx.saved_tensors
-        return (grad[:, None] * mean / ctx.temperature).to(ctx.dtype), None, None, None
+        return (grad[:, None] * mean / ctx.temperature).to(ctx.dtype), None, None, None, None
 
 
 @uncompiled
-def log_sum(queries: Tensor, memory: Tensor, temperature: float, part: int = PART) -> Tensor:
+def log_sum(queries: Tensor, memory: Tensor, temperature: float, part: int = PART, by: Attend = attend) -> Tensor:
     """log sum over rows of exp(query . row / temperature): [queries]. Gradients reach the queries only."""
-    found: Tensor = _LogSum.apply(queries, memory, temperature, part)
+    found: Tensor = _LogSum.apply(queries, memory, temperature, part, by)
     return found
 
 
@@ -96,15 +100,16 @@ def relation_loss(
     temperature: float,
     teacher_temperature: float,
     part: int = PART,
+    by: Attend = attend,
 ) -> Tensor:
     """KL(teacher || student) of how near each says a query is to every anchor, mean over queries.
 
     student, anchors [.., width], teacher, teacher_anchors [.., its width]; row j of both memories is one image. The
     widths may differ: only relations are compared (efficiency-1 §2.C, §2.E). Gradients reach `student` only.
     """
-    expected, teacher_sum, teacher_score = attend(teacher, teacher_anchors, teacher_temperature, anchors, part)
+    expected, teacher_sum, teacher_score = by(teacher, teacher_anchors, teacher_temperature, anchors, part)
     # sum_j p_j log q_j = student . (sum_j p_j anchor_j) / temperature - log-sum: the products need not be kept.
-    cross = log_sum(student, anchors, temperature, part) - (student.float() * expected).sum(1) / temperature
+    cross = log_sum(student, anchors, temperature, part, by) - (student.float() * expected).sum(1) / temperature
     return (teacher_score - teacher_sum + cross).mean()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn import config as learn
 from vitrail.learn.config import (
@@ -22,6 +24,8 @@ from vitrail.learn.objective import Objective
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 
+TAUGHT = (learn.CompresConfig, learn.SimregConfig, learn.ClustersConfig, learn.CrdConfig)
+
 
 @dataclass(frozen=True)
 class TrainingFacts:
@@ -31,6 +35,7 @@ class TrainingFacts:
     index: NDArray[np.int64]  # [images] stable index of each: what `Batch.index` holds
     steps: int = 1  # of the run
     augment: AugmentConfig | None = None  # how views are made; none: not known
+    images: Callable[[], Iterable[Batch]] | None = None  # this process's share of them, once, as evaluation sees them
 
 
 def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
@@ -61,11 +66,19 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
         from vitrail.learn.mae import Mae
 
         return Mae(model, config, facts.augment)
+    if isinstance(config, learn.AttackConfig):
+        from vitrail.learn.attack import Attack
+
+        return Attack(model, config)
+    if isinstance(config, learn.DefenceConfig):
+        from vitrail.learn.defence import PatchTraining
+
+        return PatchTraining(model, config, facts.labels, facts.steps)
     return _compared(config, model, facts)
 
 
 def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
-    """Objectives that compare embeddings: with a momentum teacher's, a frozen teacher's, or one another."""
+    """Objectives that compare embeddings: with a momentum teacher's, or one another."""
     steps = facts.steps
     if isinstance(config, learn.ByolConfig):
         from vitrail.learn.byol import Byol
@@ -87,16 +100,10 @@ def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) 
         from vitrail.learn.cmsf import Cmsf
 
         return Cmsf(model, config, steps, facts.labels, facts.index)
-    if isinstance(config, learn.CompresConfig):
-        from vitrail.learn.compres import Compres
-        from vitrail.learn.embedder import load_embedder
+    if isinstance(config, learn.DinoConfig):
+        from vitrail.learn.dino import Dino
 
-        return Compres(model, config, load_embedder(config.teacher, model, config.teacher_size), facts.index)
-    if isinstance(config, learn.SimregConfig):
-        from vitrail.learn.embedder import load_embedder
-        from vitrail.learn.simreg import Simreg
-
-        return Simreg(model, config, load_embedder(config.teacher, model, config.teacher_size))
+        return Dino(model, config, steps, facts.augment)
     if isinstance(config, learn.SupconConfig):
         from vitrail.learn.supcon import Supcon
 
@@ -105,4 +112,33 @@ def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) 
         from vitrail.learn.protonw import Protonw
 
         return Protonw(model, config, steps)
-    raise NotImplementedError(type(config).__name__)
+    return _taught(config, model, facts)
+
+
+def _taught(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
+    """Objectives that learn from a frozen teacher's embeddings."""
+    from vitrail.learn.embedder import load_embedder
+
+    if not isinstance(config, TAUGHT):
+        raise NotImplementedError(type(config).__name__)
+    teacher = load_embedder(config.teacher, model, config.teacher_size)
+    if isinstance(config, learn.CompresConfig):
+        from vitrail.learn.compres import Compres
+
+        return Compres(model, config, teacher, facts.index)
+    if isinstance(config, learn.SimregConfig):
+        from vitrail.learn.simreg import Simreg
+
+        return Simreg(model, config, teacher)
+    if isinstance(config, learn.ClustersConfig):
+        from vitrail.learn.clusters import Clusters, cluster_images
+        from vitrail.learn.embedder import Embedder
+
+        if facts.images is None:
+            raise ValueError("objective clusters looks at all training images first, and was given none")
+        embedder = Embedder(teacher, model, config.teacher, config.teacher_size)
+        found = cluster_images(embedder, facts.images(), facts.index, config.clusters)
+        return Clusters(model, config, found, facts.index)
+    from vitrail.learn.crd import Crd
+
+    return Crd(model, config, teacher, facts.index)

@@ -20,9 +20,9 @@ class Byol(MomentumPair):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if not self.symmetric:
-            online, target, pooled = self.pair(batch)
-            return self.losses(distance(online, target).mean(), pooled, batch)
+            online, target, seen = self.pair(batch)
+            return self.losses(distance(online, target).mean(), seen, batch)
         both = torch.cat(batch.views)
-        embedding, pooled = self.encode(both)
+        seen = self.encode(both)
         other = self.target.embed(both).roll(len(batch), 0)  # each view's target is the other view
-        return self.losses(distance(unit(self.predictor(embedding)), other).mean(), pooled[: len(batch)], batch)
+        return self.losses(distance(unit(self.predictor(seen.embedding)), other).mean(), seen.first(len(batch)), batch)

@@ -16,38 +16,40 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.kernels.similarity import top_rows
-from vitrail.learn.bank import UNKNOWN, Bank
+from vitrail.learn.bank import UNKNOWN, Bank, sum_of_all
 from vitrail.learn.config import CmsfConfig
 from vitrail.learn.msf import purity, shift_loss
 from vitrail.learn.pseudo import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
+from vitrail.learn.shards import nearest, rows_of
 from vitrail.model.classifier import Classifier
 
 Guide = Callable[[Batch], Tensor]
 """Unit embeddings [batch, width] of another modality of the same images, without gradient."""
 
 
-def constrained_rows(
-    target: Tensor, hint: Tensor, rows: Tensor, beside: Tensor, own: Tensor, k: int, pool: int
-) -> Tensor:
-    """The k rows nearest to `target` among the `pool` slots whose second rows are nearest to `hint`: [batch, k].
+def constrained_rows(bank: Bank, target: Tensor, hint: Tensor, own: Tensor, k: int, pool: int) -> Tensor:
+    """The k rows nearest to `target` among the `pool` slots whose second rows are nearest to `hint`: slots [batch, k].
 
     The own slot is the first of both. target [batch, width], hint [batch, its width], own [batch].
     """
-    allowed = top_rows(hint, beside, pool, own)[1]
+    allowed = nearest(bank, hint, pool, own, beside=True)[1]
     if k == pool:
         return allowed
-    scores = (rows[allowed].float() * target[:, None]).sum(-1)
+    scores = (rows_of(bank, allowed) * target[:, None]).sum(-1)
     scores = scores.masked_fill(allowed == own[:, None], float("inf"))
     return allowed.gather(1, scores.topk(k, dim=1).indices)
 
 
 def class_means(rows: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Mean row [classes, width] and number of rows [classes] of every class; rows without a label are left out."""
+    """Mean row [classes, width] and number of rows [classes] of every class; rows without a label are left out.
+
+    In a process group, of the rows of all.
+    """
     place = torch.where(labels < 0, classes, labels)  # a class too many, for those without one
     sums = torch.zeros(classes + 1, rows.shape[1], device=rows.device).index_add_(0, place, rows.float())[:classes]
     counts = torch.zeros(classes + 1, device=rows.device).index_add_(0, place, torch.ones_like(place).float())[:classes]
+    sums, counts = sum_of_all(sums), sum_of_all(counts)
     return sums / counts.clamp(min=1)[:, None], counts
 
 
@@ -92,11 +94,11 @@ class Cmsf(MomentumPair):
             self.images = len(index)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        online, target, pooled = self.pair(batch)
+        online, target, seen = self.pair(batch)
         if self.options.constraint == "self":
             loss, found = self.by_hint(batch, online, target)
             pure = {"purity": purity(found, one_label(batch), self.bank.labels)} if found.shape[1] > 1 else {}
-            return self.losses(loss, pooled, batch, **pure)
+            return self.losses(loss, seen, batch, **pure)
         labels = batch.label
         others = {}
         if self.pseudo is not None:
@@ -104,10 +106,10 @@ class Cmsf(MomentumPair):
             others["confident"] = (labels != UNKNOWN).float().mean()
         own = self.bank.push(target, labels)
         if self.options.k is None:
-            return self.losses(self.to_class_mean(online, own, labels), pooled, batch, **others)
-        scores, found = top_rows(target, self.bank.rows, self.options.k, own, labels, self.bank.labels)
+            return self.losses(self.to_class_mean(online, own, labels), seen, batch, **others)
+        scores, found = nearest(self.bank, target, self.options.k, own, labels)
         valid = scores > float("-inf")
-        return self.losses(shift_loss(online, self.bank.rows, found, valid), pooled, batch, **others)
+        return self.losses(shift_loss(online, rows_of(self.bank, found), valid), seen, batch, **others)
 
     def by_hint(self, batch: Batch, online: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Half plain mean shift, half among the rows that the hint allows; the loss, and those rows [batch, k].
@@ -125,17 +127,17 @@ class Cmsf(MomentumPair):
             hint = torch.where(known, self.earlier.rows[self.earlier.where(batch.index)].float(), target)
             self.earlier.update(batch.index, target, share=1.0)
         own = bank.push(target, one_label(batch), hint)
-        plain = top_rows(target, bank.rows, config.k, own)[1]
-        found = constrained_rows(target, hint, bank.rows, bank.beside, own, config.k, config.pool)
-        return (shift_loss(online, bank.rows, plain) + shift_loss(online, bank.rows, found)) / 2, found
+        plain = nearest(bank, target, config.k, own)[1]
+        found = constrained_rows(bank, target, hint, own, config.k, config.pool)
+        return (shift_loss(online, rows_of(bank, plain)) + shift_loss(online, rows_of(bank, found))) / 2, found
 
     def to_class_mean(self, online: Tensor, own: Tensor, labels: Tensor) -> Tensor:
         """Mean distance to all rows of the label (top-all), or to the own row where there is no label.
 
         The mean over unit vectors of 2 - 2 cos is 2 - 2 the product with their mean, so no row is compared.
         """
-        means, _ = class_means(self.bank.rows, self.bank.labels, len(self.model.classes))
-        towards = torch.where((labels >= 0)[:, None], means[labels.clamp(min=0)], self.bank.rows[own].float())
+        means, _ = class_means(self.bank.here(), self.bank.labels_here(), len(self.model.classes))
+        towards = torch.where((labels >= 0)[:, None], means[labels.clamp(min=0)], rows_of(self.bank, own))
         return distance(online, towards).mean()
 
     def after_step(self, step: int) -> None:

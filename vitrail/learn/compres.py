@@ -13,6 +13,7 @@ from vitrail.learn.config import CompresConfig
 from vitrail.learn.embedder import Embedder
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.selfsupervised import PRECISIONS, SelfSupervised, unit
+from vitrail.learn.shards import attend_all
 from vitrail.model.classifier import Classifier
 
 
@@ -40,12 +41,13 @@ class Compres(SelfSupervised):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, bank = self.options, self.bank
         teacher = unit(self.embedder(batch))
-        embedding, pooled = self.encode(batch.images)
-        student = unit(self.adapter(embedding))
-        anchors = bank.rows if self.key is None else bank.beside
-        loss = relation_loss(student, teacher, anchors, bank.rows, config.temperature, config.temperature)
+        seen = self.encode(batch.images)
+        student = unit(self.adapter(seen.embedding))
+        temperatures = config.temperature, config.temperature
+        anchors = bank.here(beside=self.key is not None)
+        loss = relation_loss(student, teacher, anchors, bank.here(), *temperatures, by=attend_all)
         bank.push(teacher, beside=None if self.key is None else self.key.embed(batch.images))
-        return self.losses(loss, pooled, batch)
+        return self.losses(loss, seen, batch)
 
     def after_step(self, step: int) -> None:
         self.embedder.after_step(step)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
 
+Views = Literal["weak_strong", "strong_strong", "weak_weak"]
+
 
 @dataclass(frozen=True)
 class SupervisedConfig:
@@ -153,7 +155,15 @@ class MomentumConfig:
 
 
 @dataclass(frozen=True)
-class BankConfig(MomentumConfig):
+class PairConfig(MomentumConfig):
+    """What objectives share that show one view to the momentum teacher and another to the model."""
+
+    views: Views = "strong_strong"
+    """The teacher's and the model's: made by data.weak or data.augment (the papers' w/s, s/s, w/w)."""
+
+
+@dataclass(frozen=True)
+class BankConfig(PairConfig):
     """What objectives with a bank of earlier embeddings share."""
 
     bank: Count = 128_000
@@ -162,7 +172,7 @@ class BankConfig(MomentumConfig):
 
 
 @dataclass(frozen=True)
-class ByolConfig(MomentumConfig):
+class ByolConfig(PairConfig):
     """Predict what a slow copy of oneself says of another view (efficiency-1 §2.E2)."""
 
     kind: Literal["byol"] = "byol"
@@ -186,6 +196,7 @@ class IsdConfig(BankConfig):
     """See other images as near as a slow copy of oneself does (efficiency-1 §2.E)."""
 
     kind: Literal["isd"] = "isd"
+    views: Views = "weak_strong"
     predictor_hidden: Count = 4096
     temperature: Positive = 0.1
     """Of the online network."""
@@ -198,6 +209,7 @@ class MsfConfig(BankConfig):
     """Move towards the mean of one's neighbours in a bank (efficiency-1 §2.F)."""
 
     kind: Literal["msf"] = "msf"
+    views: Views = "weak_strong"
     predictor_hidden: Count = 4096
     k: Count = 5
     """Neighbours, oneself among them; with 1 this is BYOL."""
@@ -208,6 +220,7 @@ class CmsfConfig(BankConfig):
     """Mean shift among neighbours that something else allows (efficiency-1 §2.G)."""
 
     kind: Literal["cmsf"] = "cmsf"
+    views: Views = "weak_strong"
     predictor_hidden: Count = 4096
     constraint: Literal["self", "semi", "supervised"] = "self"
     """`self`: an older embedding of the same images; `supervised`: the label; `semi`: the label of a share of the
@@ -261,6 +274,63 @@ class SimregConfig:
 
 
 @dataclass(frozen=True)
+class ClustersConfig:
+    """Tell which cluster of a frozen teacher's features an image is in (efficiency-1 §2.C4, CC)."""
+
+    kind: Literal["clusters"] = "clusters"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    clusters: Annotated[int, Range(2)] = 16_000
+
+
+@dataclass(frozen=True)
+class CrdConfig:
+    """Tell a frozen teacher's embedding of an image from those of others (efficiency-1 §2.C4, CRD)."""
+
+    kind: Literal["crd"] = "crd"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    width: Count = 128
+    """To which both embeddings are mapped."""
+    negatives: Count = 16_384
+    temperature: Positive = 0.07
+
+
+@dataclass(frozen=True)
+class DinoConfig(MomentumConfig):
+    """Say of small views what a slow copy of oneself says of large ones (efficiency-1 §2.B4).
+
+    Two large views are made by data.augment; small ones too, of a smaller share of the image.
+    """
+
+    kind: Literal["dino"] = "dino"
+    momentum: Fraction = 0.996
+    momentum_end: Fraction | None = 1.0
+    prototypes: Annotated[int, Range(2)] = 65_536
+    """Learned directions over which the softmaxes go."""
+    temperature: Positive = 0.1
+    """Of the student."""
+    teacher_temperature: Positive = 0.07
+    teacher_temperature_start: Positive = 0.04
+    teacher_warmup: Fraction = 0.3
+    """Share of the run in which the teacher's temperature rises from its start."""
+    centre_momentum: Fraction = 0.9
+    """Decay of the teacher's mean, which is taken away from what it says."""
+    freeze_last: Fraction = 0.01
+    """Share of the run in which the prototypes do not learn yet (the authors: one epoch of a hundred)."""
+    local_views: Whole = 8
+    """Small views of each image."""
+    local_size: Count | None = 96
+    """Their side in pixels (none: the model's, where it can see no other)."""
+    local_scale: tuple[Fraction, Fraction] = (0.05, 0.4)
+    """Share of the image's area that they cover; large ones: data.augment.scale."""
+
+
+@dataclass(frozen=True)
 class SupconConfig:
     """Contrast within a batch, by label (efficiency-1 §2.G3)."""
 
@@ -277,6 +347,58 @@ class ProtonwConfig(BankConfig):
     temperature: Positive = 0.1
 
 
+@dataclass(frozen=True)
+class AttackConfig:
+    """One change of pixels for all images that makes a frozen adaptive model spend more (efficiency-2 §2).
+
+    `optim.lr` is in standard deviations of normalised images, as published: 0.2 is about 11 of 255 levels.
+    """
+
+    kind: Literal["attack"] = "attack"
+    change: Literal["patch", "perturbation"] = "patch"
+    """A square that takes the place of pixels, or at most `eps` levels more or less of every pixel."""
+    size: Count = 64
+    """Side of the patch in pixels."""
+    place: str = "top_left"
+    """Where the patch is: top_left, centre, random (drawn once from `seed`), or ROW,COLUMN."""
+    eps: Annotated[int, Range(1, 255)] = 16
+    """Perturbation: levels of 255."""
+    loss: Literal["compute", "ntap", "tap", "random"] = "compute"
+    """`compute`: by the victim's policy. For comparison: `ntap`, any wrong class; `tap`, the class `target`;
+    `random`, nothing is learned."""
+    layer_weights: tuple[NotNegative, ...] = ()
+    """ATS: weight of each sampling block (empty: 1)."""
+    prior: Literal["thesis", "released"] = "thesis"
+    """A-ViT: push halting away from its prior (the thesis) or towards it (the released code; §2.10)."""
+    task: Literal["none", "preserve", "destroy"] = "none"
+    """Whether accuracy is to stay or to go besides."""
+    task_weight: NotNegative = 1.0
+    """Of the cross entropy, where it counts; not published."""
+    target: Whole = 0
+    """`tap`: the class, counted from 0."""
+    seed: Whole = 0
+    """Of the patch's start and of a random place."""
+
+
+@dataclass(frozen=True)
+class DefenceConfig:
+    """Labels, learned on images that carry patches made against the model on the way (efficiency-2 §2.7)."""
+
+    kind: Literal["defence"] = "defence"
+    every: Count = 500
+    """Steps between new patches; published: five an epoch."""
+    inner_steps: Count = 500
+    """Steps in which a patch is made."""
+    inner_lr: Positive = 0.8
+    """Their learning rate, in standard deviations of normalised images."""
+    clean: Fraction = 0.0
+    """Share of steps without a patch."""
+    attack: AttackConfig = field(default_factory=AttackConfig)
+    """How patches are made."""
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How labels are learned."""
+
+
 ObjectiveConfig = (
     SupervisedConfig
     | DistillationConfig
@@ -291,6 +413,11 @@ ObjectiveConfig = (
     | CmsfConfig
     | CompresConfig
     | SimregConfig
+    | ClustersConfig
+    | CrdConfig
+    | DinoConfig
     | SupconConfig
     | ProtonwConfig
+    | AttackConfig
+    | DefenceConfig
 )

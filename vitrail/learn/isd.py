@@ -9,6 +9,7 @@ from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.bank import Bank
 from vitrail.learn.config import IsdConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
+from vitrail.learn.shards import attend_all
 from vitrail.model.classifier import Classifier
 
 
@@ -24,8 +25,9 @@ class Isd(MomentumPair):
         self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        config, rows = self.options, self.bank.rows
-        online, target, pooled = self.pair(batch)
-        loss = relation_loss(online, target, rows, rows, config.temperature, config.teacher_temperature)
+        config, rows = self.options, self.bank.here()
+        online, target, seen = self.pair(batch)
+        temperatures = config.temperature, config.teacher_temperature
+        loss = relation_loss(online, target, rows, rows, *temperatures, by=attend_all)
         self.bank.push(target)
-        return self.losses(loss, pooled, batch)
+        return self.losses(loss, seen, batch)

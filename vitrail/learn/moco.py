@@ -10,16 +10,17 @@ from vitrail.kernels.similarity import log_sum
 from vitrail.learn.bank import Bank
 from vitrail.learn.config import MocoConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
+from vitrail.learn.shards import attend_all
 from vitrail.model.classifier import Classifier
 
 
 def contrast(online: Tensor, target: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """InfoNCE: -log softmax of the own target among [own target, bank], mean over the batch; [batch, width] each.
 
-    Gradients reach `online` only.
+    In a process group `bank` is this process's shard. Gradients reach `online` only.
     """
     own = (online * target.detach()).sum(1) / temperature
-    return (torch.logaddexp(own, log_sum(online, bank, temperature)) - own).mean()
+    return (torch.logaddexp(own, log_sum(online, bank, temperature, by=attend_all)) - own).mean()
 
 
 class Moco(MomentumPair):
@@ -31,7 +32,7 @@ class Moco(MomentumPair):
         self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        online, target, pooled = self.pair(batch)
-        loss = contrast(online, target, self.bank.rows, self.temperature)
+        online, target, seen = self.pair(batch)
+        loss = contrast(online, target, self.bank.here(), self.temperature)
         self.bank.push(target)
-        return self.losses(loss, pooled, batch)
+        return self.losses(loss, seen, batch)

@@ -25,6 +25,11 @@ class MomentumCopy(nn.Module):
         self.decay, self.steps, self.end = decay, steps, end
         self.module = copy.deepcopy(module).requires_grad_(False)
 
+    @classmethod
+    def of(cls, module: nn.Module, decay: float, end: float | None, steps: int) -> MomentumCopy:
+        """As configured: to `end` over `steps`, or constant where there is no end."""
+        return cls(module, decay) if end is None else cls(module, decay, steps, end)
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         with torch.no_grad():
             return self.module(*inputs, **options)

@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.kernels.similarity import top_rows
 from vitrail.learn.bank import Bank
 from vitrail.learn.config import MsfConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
+from vitrail.learn.shards import nearest, rows_of
 from vitrail.model.classifier import Classifier
 
 
-def shift_loss(online: Tensor, bank: Tensor, found: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean squared distance to rows `found` [batch, k] of the bank, of each image and then of the batch.
+def shift_loss(online: Tensor, near: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean squared distance to some rows `near` [batch, k, width] of the bank, of each image and then of the batch.
 
-    `valid` [batch, k] says which of them count, at least one for each image (none: all). Only those rows are read; no
-    gradient reaches them.
+    `valid` [batch, k] says which of them count, at least one for each image (none: all).
     """
-    apart = distance(online[:, None], bank[found].float())
+    apart = distance(online[:, None], near)
     if valid is None:
         return apart.mean(1).mean()
     return (torch.where(valid, apart, 0.0).sum(1) / valid.sum(1)).mean()
@@ -41,9 +40,9 @@ class Msf(MomentumPair):
         self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        online, target, pooled = self.pair(batch)
+        online, target, seen = self.pair(batch)
         labels = one_label(batch)
         own = self.bank.push(target, labels)  # labels are for looking only
-        found = own[:, None] if self.k == 1 else top_rows(target, self.bank.rows, self.k, own)[1]
+        found = own[:, None] if self.k == 1 else nearest(self.bank, target, self.k, own)[1]
         pure = {} if self.k == 1 else {"purity": purity(found, labels, self.bank.labels)}
-        return self.losses(shift_loss(online, self.bank.rows, found), pooled, batch, **pure)
+        return self.losses(shift_loss(online, rows_of(self.bank, found)), seen, batch, **pure)

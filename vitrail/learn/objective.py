@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -35,6 +36,13 @@ class Objective(nn.Module):
         """Name and hash of every frozen module: a run goes on only with those that it began with."""
         modules = {name: self.get_submodule(name) for name in self.frozen}
         return {name: f"{getattr(m, 'name', '')} {weights_hash(m)}".strip() for name, m in modules.items()}
+
+    def alarm(self, means: Mapping[str, float], done: float) -> str:
+        """What a person should hear at a logging step, given the means of what `forward` gave; empty: nothing.
+
+        `done` is the share of the run so far. It is said once for each kind of sentence (what stands before its colon).
+        """
+        return ""
 
     def after_step(self, step: int) -> None:
         """Momentum teachers, banks: what changes after optimiser step `step` (0 is the first); outside any graph."""

@@ -1,4 +1,4 @@
-"""One change of pixels for all images: a patch at a fixed place, or a faint perturbation of the whole (efficiency-2 §2).
+"""One change of pixels for all images: a patch at a fixed place, or a faint perturbation of all (efficiency-2 §2).
 
 images [batch, 3, height, width] are a model's input, normalised; levels [3, height, width] are whole numbers on the
 scale of bytes, 0 to 255.
@@ -39,7 +39,9 @@ class Universal(nn.Module):
     std: Tensor
     shift: Tensor
 
-    def __init__(self, shape: tuple[int, int], low: int, high: int, centred: bool, preprocess: PreprocessConfig) -> None:
+    def __init__(
+        self, shape: tuple[int, int], low: int, high: int, centred: bool, preprocess: PreprocessConfig
+    ) -> None:
         super().__init__()
         self.shape, self.low, self.high, self.image_size = (3, *shape), low, high, preprocess.size
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
@@ -155,7 +157,9 @@ class UniversalPerturbation(Universal):
     ) -> None:
         preprocess = preprocess or PreprocessConfig(size=image_size)
         if preprocess.size != image_size:
-            raise ValueError(f"the perturbation is for images of {image_size} pixels, the model takes {preprocess.size}")
+            raise ValueError(
+                f"the perturbation is for images of {image_size} pixels, the model takes {preprocess.size}"
+            )
         if not 1 <= eps <= 255:
             raise ValueError(f"eps: {eps} levels; it must be from 1 to 255")
         super().__init__((image_size, image_size), -eps, eps, True, preprocess)

@@ -24,10 +24,10 @@ class Protonw(MomentumPair):
         self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        online, target, pooled = self.pair(batch)
+        online, target, seen = self.pair(batch)
         self.bank.push(target, batch.label)
-        means, counts = class_means(self.bank.rows, self.bank.labels, len(self.model.classes))
+        means, counts = class_means(self.bank.here(), self.bank.labels_here(), len(self.model.classes))
         with torch.autocast(online.device.type, enabled=False):
             scores = online @ unit(means).T / self.temperature
         scores = scores.masked_fill(counts[None] == 0, float("-inf"))
-        return self.losses(F.cross_entropy(scores, batch.label), pooled, batch)
+        return self.losses(F.cross_entropy(scores, batch.label), seen, batch)

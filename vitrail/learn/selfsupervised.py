@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.mixing import soft
 from vitrail.learn.bank import UNKNOWN
-from vitrail.learn.config import MomentumConfig
+from vitrail.learn.collapse import collapse_note, spread_and_rank
+from vitrail.learn.config import PairConfig
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
@@ -51,12 +53,23 @@ def refuse_several(model: Classifier, name: str) -> None:
         raise ValueError(f"objective {name} needs one label an image; these data have several")
 
 
+class Encoded(NamedTuple):
+    """What a model says of images."""
+
+    embedding: Tensor  # [images, features], not normalised
+    pooled: Tensor  # [images, width]: what the embedding comes from
+
+    def first(self, count: int) -> Encoded:
+        return Encoded(self.embedding[:count], self.pooled[:count])
+
+
 class SelfSupervised(Objective):
     """A representation learned without labels, and a linear classifier that listens.
 
     The classifier of the head learns the labels of the pooled features, and no gradient of it goes further: the
     representation is what it would be without, the loss that is shown is the representation's alone, and the figures
-    of a run are those of a linear probe under way. Raises `ValueError` where the model's head is not `projected`.
+    of a run are those of a linear probe under way. `spread` and `rank` of the embeddings are logged, and a collapse is
+    told (`vitrail.learn.collapse`). Raises `ValueError` where the model's head is not `projected`.
     """
 
     capturable = False  # cached teachers and pseudo-labels decide on the host; of the others no capture was compared
@@ -74,43 +87,53 @@ class SelfSupervised(Objective):
     def head(self) -> ProjectedHead:
         return cast("ProjectedHead", self.model.head)
 
-    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings [images, features], not normalised, and the pooled features [images, width] they come from."""
+    def encode(self, images: Tensor) -> Encoded:
         pooled = self.head.pooled(self.model.tokens(images))
-        return self.head.projector(pooled), pooled
+        return Encoded(self.head.projector(pooled), pooled)
 
-    def losses(self, loss: Tensor, pooled: Tensor, batch: Batch, **others: Tensor) -> dict[str, Tensor]:
-        """The loss with the classifier's added to its gradient and not to its value; pooled features [batch, width]."""
-        logits = self.head.fc(pooled.detach()).float()
+    def losses(self, loss: Tensor, seen: Encoded, batch: Batch, **others: Tensor) -> dict[str, Tensor]:
+        """The loss with the classifier's added to its gradient and not to its value; `seen` is one view of the batch.
+
+        Beside it what is logged: the classifier's loss, `spread` and `rank` of the embeddings, and the `others`.
+        """
+        logits = self.head.fc(seen.pooled.detach()).float()
         dense = soft(batch.target, logits.shape[-1])
         if self.model.multilabel:
             listening = F.binary_cross_entropy_with_logits(logits, dense)
         else:
             listening = F.cross_entropy(logits, dense)
         values = {name: value.detach() for name, value in others.items()}
+        values["spread"], values["rank"] = spread_and_rank(seen.embedding.detach())
         return {"loss": loss + listening - listening.detach(), "probe": listening.detach(), **values}
+
+    def alarm(self, means: Mapping[str, float], done: float) -> str:
+        return collapse_note(means, done, len(self.model.classes))
+
+
+VIEWS = {
+    "weak_strong": ViewSpec.of(View(weak=True), View()),
+    "strong_strong": ViewSpec(2),
+    "weak_weak": ViewSpec.of(View(weak=True), View(weak=True)),
+}
 
 
 class MomentumPair(SelfSupervised):
     """An online network on one view, and its slow copy on another, which it is compared to.
 
-    The target sees the first view, the online network the second (which a loader makes alike today: weak and strong
-    views would be theirs in this order). With `hidden` a predictor of that width stands on the online network.
+    The target sees the first view, the online network the second; `views` says which of them are weak. With `hidden` a
+    predictor of that width stands on the online network.
     """
 
-    views = ViewSpec(2)
-
-    def __init__(self, model: Classifier, config: MomentumConfig, steps: int, hidden: int | None = None) -> None:
+    def __init__(self, model: Classifier, config: PairConfig, steps: int, hidden: int | None = None) -> None:
         super().__init__(model)
-        moves = config.momentum_end is not None
-        end = 1.0 if config.momentum_end is None else config.momentum_end
-        self.target = MomentumCopy(model, config.momentum, steps if moves else None, end)
+        self.views = VIEWS[config.views]
+        self.target = MomentumCopy.of(model, config.momentum, config.momentum_end, steps)
         self.predictor = nn.Identity() if hidden is None else predictor(self.head.features, hidden)
 
-    def pair(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Online and target embeddings of unit length [batch, features], and the online pooled features."""
-        embedding, pooled = self.encode(batch.views[1])
-        return unit(self.predictor(embedding)), self.target.embed(batch.views[0]), pooled
+    def pair(self, batch: Batch) -> tuple[Tensor, Tensor, Encoded]:
+        """Online and target embeddings of unit length [batch, features], and what the first comes from."""
+        seen = self.encode(batch.views[1])
+        return unit(self.predictor(seen.embedding)), self.target.embed(batch.views[0]), seen
 
     def after_step(self, step: int) -> None:
         self.target.follow(self.model, step)

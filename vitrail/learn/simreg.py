@@ -54,6 +54,6 @@ class Simreg(SelfSupervised):
         return F.mse_loss(student.float(), teacher)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        embedding, pooled = self.encode(batch.images)
-        loss = self.compare(self.regressor(embedding), self.embedder(batch))
-        return self.losses(loss, pooled, batch)
+        seen = self.encode(batch.images)
+        loss = self.compare(self.regressor(seen.embedding), self.embedder(batch))
+        return self.losses(loss, seen, batch)

@@ -37,6 +37,6 @@ class Supcon(SelfSupervised):
         self.temperature = config.temperature
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        embedding, pooled = self.encode(torch.cat(batch.views))
-        loss = supervised_contrast(unit(embedding), batch.label.repeat(len(batch.views)), self.temperature)
-        return self.losses(loss, pooled[: len(batch)], batch)
+        seen = self.encode(torch.cat(batch.views))
+        loss = supervised_contrast(unit(seen.embedding), batch.label.repeat(len(batch.views)), self.temperature)
+        return self.losses(loss, seen.first(len(batch)), batch)

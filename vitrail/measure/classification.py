@@ -59,6 +59,26 @@ class Figures(ABC):
         return {name: _plain(value) for name, value in stored.items()}
 
 
+STANDARD = {
+    "top1": frozenset(
+        [
+            "top1",
+            "top1_low",
+            "top1_high",
+            "top5",
+            "loss",
+            "ece",
+            "macro_precision",
+            "macro_recall",
+            "macro_f1",
+            "balanced_accuracy",
+        ]
+    ),
+    "map": frozenset(["map", "micro_f1", "macro_f1", "subset_accuracy", "loss"]),
+}
+"""Names of all figures that `scalars` gives, by the first of them; others of a run were found by another evaluator."""
+
+
 @dataclass(frozen=True, eq=False)
 class SingleLabelFigures(Figures):
     """Every image has exactly one class."""

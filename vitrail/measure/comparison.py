@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.measure.classification import STANDARD
 from vitrail.measure.predictions import StoredPredictions
 from vitrail.measure.seeds import Spread
 
@@ -131,6 +132,19 @@ class Comparison:
     @property
     def failures(self) -> list[Failure]:
         return [failure for row in self.rows for failure in row.failures]
+
+    def further(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Figures that evaluators found beside classification: name -> variant -> mean and std over seeds."""
+        usual = STANDARD[self.figure]
+        names = dict.fromkeys(n for row in self.rows for m in row.members for n in m.figures if n not in usual)
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for name in names:
+            for row in self.rows:
+                values = [m.figures[name] for m in row.members if name in m.figures]
+                if values:
+                    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+                    found.setdefault(name, {})[row.variant] = (float(np.mean(values)), spread)
+        return found
 
     def class_gains(self, variant: str) -> Floats | None:
         """[classes] score minus the baseline's; none where either is not known."""

@@ -56,6 +56,34 @@ def embed_all(
     return Embedded(torch.cat(vectors), torch.cat(labels), torch.cat(levels) if levels else None)
 
 
+def embedded_split(
+    model: Model,
+    data: EvaluationData,
+    split: str,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Embedded:
+    """What a classifier embeds of a split, with one label an image.
+
+    Data with a dictionary `kept` are those of one model as it is, and several evaluators share what lies there.
+    """
+    kept: dict[str, Embedded] | None = getattr(data, "kept", None)
+    if kept is not None and split in kept:
+        return kept[split]
+    if split not in data.loaders:
+        raise ValueError(
+            f"neighbours and probes need {'training' if split == 'train' else split} images, of which there are none "
+            "here; name data with such a split"
+        )
+    assert isinstance(model, nn.Module)
+    found = embed_all(model, data.loaders[split], device=device, autocast=autocast)
+    if found.label.ndim == 2:
+        raise ValueError("neighbours, probes and clusters need one label an image; these data have several")
+    if kept is not None:
+        kept[split] = found
+    return found
+
+
 def knn_probabilities(
     queries: Tensor, memory: Tensor, memory_labels: Tensor, classes: int, k: int, temperature: float = TEMPERATURE
 ) -> Tensor:
@@ -135,13 +163,8 @@ def mean_average_precision(
 def _both(
     model: Model, data: EvaluationData, device: torch.device | str | None, autocast: torch.dtype | None
 ) -> tuple[Embedded, Embedded]:
-    if "train" not in data.loaders:
-        raise ValueError("neighbours are looked for among training images, of which there are none here")
-    assert isinstance(model, nn.Module)
-    queries = embed_all(model, data.loaders[data.split], device=device, autocast=autocast)
-    if queries.label.ndim == 2:
-        raise ValueError("neighbours need one label an image; these data have several")
-    return queries, embed_all(model, data.loaders["train"], device=device, autocast=autocast)
+    queries = embedded_split(model, data, data.split, device, autocast)
+    return queries, embedded_split(model, data, "train", device, autocast)
 
 
 def _granularities(data: EvaluationData, queries: Embedded, memory: Embedded) -> dict[str, tuple[Tensor, Tensor]]:

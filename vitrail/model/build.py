@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.adaptive.config import AdaptiveConfig
 from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import AnyTrunkConfig, CifarResNet, Guided, TimmBackbone, TrunkConfig
@@ -186,6 +187,28 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
 def default_preprocess(size: int) -> PreprocessConfig:
     """Small images are already cropped to their object, so nothing more is cut off."""
     return PreprocessConfig(size=size, crop_ratio=1.0 if size <= 64 else 0.875)
+
+
+def make_adaptive(model: Classifier, adaptive: str | AdaptiveConfig | Mapping[str, Any] | None) -> Classifier:
+    """The same weights under another adaptive policy: `ats`, `avit`, `adavit` or one with options (none: without any).
+
+    What a policy itself learns starts anew. Raises `ValueError` for a trunk in which the policy cannot work.
+
+    >>> plain = create_model("deit_tiny", classes=10, depth=4)
+    >>> make_adaptive(plain, "ats").policy.at
+    (1, 2, 3)
+    """
+    parts = build(Parts, model.spec)
+    if not isinstance(parts.trunk, TrunkConfig):
+        raise ValueError(f"adaptive policies work in our own blocks; {parts.name or parts.trunk.kind} has none")
+    trunk = build(TrunkConfig, {"adaptive": plain(adaptive)}, parts.trunk)
+    device = next(model.parameters()).device
+    made = _assemble(replace(parts, trunk=trunk), model.classes, model.multilabel, model.preprocess, device)
+    own = made.state_dict()
+    weights = {name: value for name, value in model.state_dict().items() if not name.startswith("trunk.policy.")}
+    made.load_state_dict({**{k: v for k, v in own.items() if k.startswith("trunk.policy.")}, **weights})
+    made.stated = dict(model.stated)
+    return made.to(next(model.parameters()).dtype).train(model.training)
 
 
 def replace_head(

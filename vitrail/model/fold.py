@@ -101,7 +101,7 @@ def fold_affine(model: Classifier) -> Classifier:
             module.norm2 = nn.Identity()
     norm = getattr(model.trunk, "norm", None)
     if isinstance(norm, Affine) and isinstance(model.head, LinearHead) and not model.head.own_norm:
-        _fold_before(norm, model.head.fc)
+        _fold_before(norm, model.head.first)
         model.trunk.norm = nn.Identity()
     return fold_layerscale(model)
 

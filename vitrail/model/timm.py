@@ -79,7 +79,8 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours or as timm's, into `model`; returns what was adapted or left new, in words.
 
     Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
-    another number of classes, keeps its new weights, and so does an adaptive policy. Any other difference raises `ValueError` that lists all of them.
+    another number of classes, keeps its new weights, and so does an adaptive policy. Any other difference raises
+    `ValueError` that lists all of them.
     """
     named = dict(state) if any(k.startswith("trunk.") for k in state) else from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []

@@ -1,8 +1,9 @@
 """Representations without labels, or with few (efficiency-1 §2.C, §2.E-2.G).
 
-The papers give one network weak views (crop and flip) and the other strong ones in their best rows. A batch's views
-are made alike today, so these recipes are the papers' strong / strong rows; `STRONG` lacks hue, and jitters every image
-where the papers leave out one in five. Learning rates that drop at epochs of a list are a cosine here.
+Where the papers give the teacher weak views (crop and flip) and the model strong ones, so do these recipes; BYOL, MoCo
+and ISD on a ResNet-18 have two strong ones. `STRONG` lacks hue, and jitters every image where the papers leave out one
+in five. Learning rates that drop at epochs of a list are a cosine here. DINO's large views differ in blur and
+solarising in its paper, and its small ones are not solarised; here all have the mean of the two large ones.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import replace
 from vitrail.config import AugmentConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from vitrail.learn.config import (
     ByolConfig,
+    ClustersConfig,
     CmsfConfig,
     CompresConfig,
+    CrdConfig,
+    DinoConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
@@ -25,6 +29,7 @@ from vitrail.model.heads.config import Projected
 
 STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, grey=0.2, blur=0.5)
 SMALL = replace(STRONG, blur=0.0)  # a blur of radius 2 leaves nothing of 32 pixels
+LARGE_VIEWS = replace(STRONG, scale=(0.4, 1.0), blur=0.55, solarise=0.1)
 
 SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "data.batch": 256}
 SHIFT = {
@@ -38,7 +43,12 @@ SHIFT = {
     "model.head.width": 512,
 }
 STATED = {
-    "byol-asym": {"source": "ISD, L1491-1497: ResNet-50", **SHIFT, "objective.symmetric": False},
+    "byol-asym": {
+        "source": "ISD, L1491-1497: ResNet-50",
+        **SHIFT,
+        "objective.symmetric": False,
+        "objective.views": "strong_strong",
+    },
     "moco-v2": {
         "source": "CompRes, section 2.3.4: 200 epochs, momentum 0.999, lr 0.03; the rest as MoCo-v2's own",
         "optim.lr": 0.03,
@@ -56,6 +66,7 @@ STATED = {
         "objective.teacher_temperature": 0.02,
         "objective.momentum": 0.999,
         "objective.bank": 128_000,
+        "objective.views": "strong_strong",
     },
     "isd": {
         "source": "ISD, section 4.1.4: ResNet-50",
@@ -63,8 +74,17 @@ STATED = {
         "objective.temperature": 0.1,
         "objective.teacher_temperature": 0.01,
         "objective.bank": 128_000,
+        "objective.views": "weak_strong",
     },
-    "msf": {"source": "MSF, section 4.2.4: 128K bank", **SHIFT, "objective.k": 5, "objective.bank": 128_000},
+    "msf": {
+        "source": "MSF, section 4.2.4: w/s, 128K bank",
+        **SHIFT,
+        "objective.k": 5,
+        "objective.bank": 128_000,
+        "objective.views": "weak_strong",
+        "data.weak.scale": [0.2, 1.0],
+        "data.weak.flip": 0.5,
+    },
     "cmsf-self": {
         "source": "CMSF, section 4.3.4",
         **SHIFT,
@@ -122,6 +142,37 @@ STATED = {
         "objective.layers": 1,
         "objective.match": "raw",
     },
+    "reg-bn": {
+        "source": "CompRes, appendix A.3.2",
+        **SGD,
+        "optim.lr": 0.1,
+        "optim.epochs": 100,
+        "optim.schedule": "step",
+        "optim.step_every": 40,
+        "optim.step_factor": 0.1,
+        "objective.layers": 1,
+        "objective.match": "batch_norm",
+    },
+    "cluster-classification": {
+        "source": "CompRes, appendix A.3.2: ResNets",
+        "optim.lr": 0.1,
+        "optim.epochs": 100,
+        "optim.schedule": "cosine",
+        "objective.clusters": 16_000,
+    },
+    "crd": {"source": "CompRes, appendix A.3.2: no supervised term", "optim.lr": 0.05},
+    "resmlp-dino": {"source": "ResMLP, section 4.3.1: 300 epochs; the rest by reference", "optim.epochs": 300},
+    "sima-dino": {
+        "source": "SimA, L819-827",
+        "model.name": "xcit_s12_p16_sima",
+        "optim.name": "adamw",
+        "optim.lr": 0.00025,
+        "optim.schedule": "cosine",
+        "optim.weight_decay": 0.04,
+        "optim.weight_decay_end": 0.4,
+        "optim.epochs": 100,
+        "data.batch": 256,
+    },
 }
 
 
@@ -166,7 +217,9 @@ def isd_r18() -> RunConfig:
     Command:   vitrail train isd-r18 --data imagenet/
     Expect:    the paper: 53.8 % linear, 41.5 % 1-NN on ImageNet; not run here
     """
-    objective = IsdConfig(momentum=0.999, temperature=0.02, teacher_temperature=0.02, predictor_hidden=512)
+    objective = IsdConfig(
+        momentum=0.999, temperature=0.02, teacher_temperature=0.02, predictor_hidden=512, views="strong_strong"
+    )
     base = _paper("isd-r18", objective, rate=0.01, network="resnet18")
     return replace(base, model=replace(base.model, head=Projected(projector="none")))
 
@@ -174,7 +227,7 @@ def isd_r18() -> RunConfig:
 def isd() -> RunConfig:
     """ISD on a ResNet-50: see other images as near as a slow, sharper copy of oneself.
 
-    Source:    ISD, section 4.1.4, where the teacher's views are weak
+    Source:    ISD, section 4.1.4
     Command:   vitrail train isd --data imagenet/
     Expect:    the paper: 69.8 % linear, 59.2 % 1-NN on ImageNet; not run here
     """
@@ -186,7 +239,7 @@ def msf() -> RunConfig:
 
     Source:    MSF, section 4.2.4
     Command:   vitrail train msf --data imagenet/
-    Expect:    the paper: 71.4 % linear, 60.6 % 1-NN on ImageNet with a bank of a million; not run here
+    Expect:    the paper: 72.1 % linear, 62.0 % 1-NN on ImageNet; not run here
     """
     return _paper("msf", MsfConfig())
 
@@ -194,7 +247,7 @@ def msf() -> RunConfig:
 def cmsf_self() -> RunConfig:
     """CMSF without labels: neighbours that an older embedding finds near too.
 
-    Source:    CMSF, section 4.3.4, where the target's views are weak
+    Source:    CMSF, section 4.3.4
     Command:   vitrail train cmsf-self --data imagenet/
     Expect:    the paper: 73.0 % linear, 63.2 % 1-NN on ImageNet; not run here
     """
@@ -271,6 +324,74 @@ def reg() -> RunConfig:
         name="adam", lr=1e-3, epochs=100, schedule="step", step_every=40, warmup=0, weight_decay=1e-4, floor=0.0
     )
     return replace(base, optim=optim)
+
+
+def reg_bn() -> RunConfig:
+    """Regression of a teacher's embedding, both normalised over the batch, CompRes' baseline.
+
+    Source:    CompRes, appendix A.3.2
+    Command:   vitrail train reg-bn --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 58.2 % linear, 47.3 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    base = _student("reg-bn", SimregConfig(layers=1, match="batch_norm"))
+    return replace(base, optim=replace(base.optim, lr=0.1, epochs=100, schedule="step", step_every=40))
+
+
+def cluster_classification() -> RunConfig:
+    """A student learns which cluster of a teacher's features an image is in, CompRes' baseline CC.
+
+    Source:    CompRes, appendix A.3.2; ours: weight decay and batch
+    Command:   vitrail train cluster-classification --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 61.1 % linear, 51.1 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    base = _student("cluster-classification", ClustersConfig())
+    return replace(base, optim=replace(base.optim, lr=0.1, epochs=100))
+
+
+def crd() -> RunConfig:
+    """CRD: tell a teacher's embedding of an image from those of others, CompRes' baseline.
+
+    Source:    CompRes, appendix A.3.2 (rate); ours: its length; the rest is CRD's and CompRes' own
+    Command:   vitrail train crd --data imagenet/ --objective.teacher RUN
+    Expect:    the paper: 58.4 % linear, 43.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
+    """
+    base = _student("crd", CrdConfig())
+    return replace(base, optim=replace(base.optim, lr=0.05, epochs=100))
+
+
+def _dino(name: str, model: ModelConfig, objective: DinoConfig, optim: OptimConfig, batch: int) -> RunConfig:
+    return RunConfig(
+        recipe=name,
+        data=DataConfig(uri="", batch=batch, augment=LARGE_VIEWS),
+        model=replace(model, head=Projected(width=256, hidden=2048)),
+        optim=replace(optim, warmup=10, weight_decay=0.04, weight_decay_end=0.4, clip=3.0, floor=1e-6),
+        objective=objective,
+        engine=EngineConfig(ema=0.996),
+        evaluators=("classification", "knn"),
+    )
+
+
+def resmlp_dino() -> RunConfig:
+    """DINO on a ResMLP, which mixes one number of patches only: two large views, no small ones.
+
+    Source:    ResMLP, section 4.3.1 (300 epochs); the rest is DINO's for a ViT-S
+    Command:   vitrail train resmlp-dino --data imagenet/
+    Expect:    the paper: S12 76.5 %, S24 79.9 % after fine-tuning on ImageNet; not run here
+    """
+    optim = OptimConfig(lr=5e-4, lr_batch=256, epochs=300)
+    return _dino("resmlp-dino", ModelConfig(name="resmlp_s12"), DinoConfig(local_views=0), optim, batch=1024)
+
+
+def sima_dino() -> RunConfig:
+    """DINO on an XCiT without softmax; the mean of its patches is pooled in place of a class token.
+
+    Source:    SimA, L819-827; ours: warm-up, views and temperatures, which are DINO's
+    Command:   vitrail train sima-dino --data imagenet/
+    Hardware:  the authors': 4 RTX 3090, about 100 hours
+    Expect:    the paper: 75.5 % linear, 71.2 % 20-NN on ImageNet; not run here
+    """
+    optim = OptimConfig(lr=0.00025, epochs=100)
+    return _dino("sima-dino", ModelConfig(name="xcit_s12_p16_sima"), DinoConfig(), optim, batch=256)
 
 
 def _small(name: str, objective: ObjectiveConfig, head: Projected | None = None) -> RunConfig:
@@ -355,3 +476,38 @@ def small_supcon() -> RunConfig:
     Expect:    not measured yet
     """
     return _small("small-supcon", SupconConfig())
+
+
+def small_clusters() -> RunConfig:
+    """A teacher's clusters told by a small ResNet, in minutes.
+
+    Command:   vitrail train small-clusters --data cifar10.npz --objective.teacher RUN
+    Expect:    not measured yet
+    """
+    return _small("small-clusters", ClustersConfig(clusters=500), Projected(projector="none"))
+
+
+def small_crd() -> RunConfig:
+    """A teacher's embeddings told apart by a small ResNet, in minutes.
+
+    Command:   vitrail train small-crd --data cifar10.npz --objective.teacher RUN
+    Expect:    not measured yet
+    """
+    return _small("small-crd", CrdConfig(negatives=4096), Projected(projector="none"))
+
+
+def small_dino() -> RunConfig:
+    """DINO on a small ViT, in minutes: two large views and four of half the side.
+
+    Command:   vitrail train small-dino --data cifar10.npz
+    Expect:    not measured yet
+    """
+    objective = DinoConfig(prototypes=4096, local_views=4, local_size=16, momentum=0.99)
+    base = _small("small-dino", objective)
+    return replace(
+        base,
+        data=replace(base.data, augment=replace(SMALL, scale=(0.4, 1.0), solarise=0.1)),
+        model=ModelConfig(name="vit_tiny_32", head=Projected(width=256, hidden=1024)),
+        optim=OptimConfig(lr=5e-4, epochs=50, warmup=5, weight_decay=0.04, weight_decay_end=0.4, clip=3.0),
+        engine=replace(base.engine, ema=0.99),
+    )

@@ -37,6 +37,7 @@ def render_comparison(found: Comparison, environment: Mapping[str, Any]) -> str:
     )
     sections: dict[str, Any] = {
         "results": [_result(row, place, found) for place, row in enumerate(found.rows)],
+        "further figures": _further(found),
         "cost": _cost_charts(found),
         "learning curves": _curves(found),
         "disagreement": _disagreement(found),
@@ -103,6 +104,13 @@ def mean_and_spread(row: Row, digits: int = 2) -> str:
     return f"{100 * row.spread.mean:.{digits}f} ± {100 * row.spread.std:.{digits}f} %"
 
 
+def share_and_spread(value: tuple[float, float] | None) -> str:
+    """`0.512 ± 0.004`, without the second where there is one seed."""
+    if value is None:
+        return MISSING
+    return f"{value[0]:.3f}" + ("" if math.isnan(value[1]) else f" ± {value[1]:.3f}")
+
+
 def points(share: float | None, digits: int = 2) -> str:
     """A difference of shares in percentage points, with its sign."""
     if share is None or not math.isfinite(share):
@@ -155,6 +163,14 @@ def _result(row: Row, place: int, found: Comparison) -> dict[str, Any]:
         "price": price,
         "failures": row.failures,
     }
+
+
+def _further(found: Comparison) -> dict[str, Any] | None:
+    figures = found.further()
+    if not figures:
+        return None
+    rows = [(r.variant, [share_and_spread(figures[n].get(r.variant)) for n in figures]) for r in found.rows]
+    return {"names": list(figures), "rows": rows}
 
 
 def _cost_charts(found: Comparison) -> list[tuple[str, Markup]]:

@@ -7,15 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.comparison import Comparison
-from vitrail.show.compare_report import FIGURES, chance, mean_and_spread, points, verdict
+from vitrail.show.compare_report import FIGURES, chance, mean_and_spread, points, share_and_spread, verdict
 from vitrail.show.quantities import MISSING, amount, duration, memory, number, shorten
 
 LONGEST_NAME = 16
+SIDE_BY_SIDE = 4  # further figures in 80 columns
 
 
 def comparison_tables(found: Comparison) -> Group:
     """Accuracy, cost, spread over seeds, failures and what a person should know."""
     parts: list[Table | Text] = [accuracy(found), Text(), costs(found), Text(lengths(found))]
+    parts += [part for table in further(found) for part in (Text(), table)]
     if found.seed_study:
         parts += [Text(), seeds(found)]
     parts += [Text(line, style="red") for line in failures(found)]
@@ -41,6 +43,21 @@ def accuracy(found: Comparison) -> Table:
             cells = [points(against.difference), interval, *(chance(p) for p, _ in against.chances)]
         table.add_row(_name(row.variant), mean_and_spread(row).removesuffix(" %"), f"{len(row.members)}", *cells)
     return table
+
+
+def further(found: Comparison) -> list[Table]:
+    """What evaluators found beside classification, as many figures side by side as fit."""
+    figures = found.further()
+    names, tables = list(figures), []
+    for start in range(0, len(names), SIDE_BY_SIDE):
+        some = names[start : start + SIDE_BY_SIDE]
+        table = _table("further figures, mean ± std over seeds")
+        for name in some:
+            table.add_column(shorten(name, 15), justify="right", no_wrap=True)
+        for row in found.rows:
+            table.add_row(_name(row.variant), *(share_and_spread(figures[n].get(row.variant)) for n in some))
+        tables.append(table)
+    return tables
 
 
 def costs(found: Comparison) -> Table:

@@ -17,6 +17,7 @@ from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLab
 from vitrail.measure.evaluate import Mistake
 from vitrail.show import quantities
 from vitrail.show.charts import Series, bar_chart, heat_map, line_chart, reliability
+from vitrail.show.looking import Sheet
 from vitrail.show.quantities import amount, duration, memory, number, percent, shorten
 from vitrail.show.thumbnails import Picture, data_uri
 
@@ -56,6 +57,21 @@ class AttentionPicture:
     image: Picture
     overlay: Picture
     caption: str = ""
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """What an adaptive model keeps of some images."""
+
+    sheet: Sheet
+    """A few images, and what is left of them stage by stage."""
+    tokens: Sequence[float]
+    """Mean number of tokens that enter each block."""
+    images: int
+    """That the mean is over."""
+    macs: float | None = None
+    macs_whole: float | None = None
+    """Of an image that is given everything."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,8 @@ class Report:
     cost: Cost | None = None
     errors: Sequence[ErrorPicture] = ()
     attention: Sequence[AttentionPicture] = ()
+    kept: KeptTokens | None = None
+    """Of an adaptive model."""
     data: DataSummary | None = None
     config: str = ""
     """YAML."""
@@ -140,6 +158,7 @@ def render(report: Report) -> str:
         "calibration": _calibration(report.figures),
         "most confident errors": report.errors,
         "attention pictures": report.attention,
+        "what was kept": _kept(report.kept),
         "cost": _cost_rows(report.cost),
         "data": report.data and _data(report.data),
         "configuration": report.config,
@@ -150,9 +169,10 @@ def render(report: Report) -> str:
         verdict=(report.verdict or verdict(report)).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(report),
         sections=sections,
-        absent=[name for name, content in sections.items() if not content],
+        # Most models keep everything: not worth a word.
+        absent=[name for name, content in sections.items() if not content and name != "what was kept"],
         multilabel=isinstance(report.figures, MultiLabelFigures),
-        style=Markup((here / "report.css").read_text(encoding="utf-8")),
+        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in ("report.css", "sheet.css"))),
         missing=quantities.MISSING,
     )
 
@@ -290,6 +310,18 @@ def _calibration(figures: Figures | None) -> dict[str, Any] | None:
     mean = float(np.nansum(figures.bin_confidence * figures.bin_count) / figures.count)
     chart = reliability(*bins, title="Reliability: accuracy against confidence")
     return {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
+
+
+def _kept(kept: KeptTokens | None) -> dict[str, Any] | None:
+    if kept is None:
+        return None
+    names = [f"block {i}" for i in range(len(kept.tokens))]
+    chart = bar_chart(names, {"tokens": [round(n, 1) for n in kept.tokens]}, title="Tokens that enter each block")
+    said = f"Means over {kept.images} images."
+    if kept.macs is not None and kept.macs_whole:
+        share = percent(kept.macs / kept.macs_whole, 0)
+        said += f" An image takes {amount(kept.macs)} multiply-accumulates, {share} of the whole model's."
+    return {"sheet": kept.sheet, "chart": chart, "said": said}
 
 
 def _cost_rows(cost: Cost | None) -> list[tuple[str, str]]:

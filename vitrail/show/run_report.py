@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import BadImage, DataSet
 from vitrail.engine.run import RunFolder
 from vitrail.measure.classification import Figures
+from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluate import Predictions, worst_mistakes
+from vitrail.measure.inspection import Subject
+from vitrail.measure.looker import Looker, map_layers, policy_kind, stages
 from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.trunk import Trunk
 from vitrail.show.attention import overlay
+from vitrail.show.looking import kept_sheet
 from vitrail.show.quantities import memory
-from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, Report, write_report
+from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, KeptTokens, Report, write_report
+
+KEPT_IMAGES = 64  # images whose tokens are counted
 
 
 def report_run(
@@ -51,6 +58,7 @@ def report_run(
             cost=measured_cost(model, device, autocast, seconds),
             errors=mistakes(data, split, predictions),
             attention=attention_pictures(model, data, split, device),
+            kept=kept_tokens(model, data, split, device),
             data=summary(data, skipped),
             config=config,
             environment=environment,
@@ -63,11 +71,17 @@ def report_run(
 def measured_cost(model: Classifier, device: torch.device, autocast: torch.dtype | None, seconds: float) -> Cost:
     """Parameters, multiply-accumulates and a short measurement of speed and memory."""
     size = model.preprocess.size
-    counted = cost(model, size)
+    # What an adaptive model spends depends on the image: here stands the most, beside what was kept the mean.
+    macs: float | None = None
+    if model.policy is None:
+        macs = cost(model, size).macs
+    else:
+        with suppress(ValueError):  # not known for every mixer of adaptive models
+            macs = worst_case(model, size)
     speed = throughput(model, size, 64, device, seconds=1.0, autocast=autocast)
     return Cost(
-        parameters=counted.parameters,
-        macs=counted.macs,
+        parameters=sum(p.numel() for p in model.parameters()),
+        macs=macs,
         images_per_second=speed["images_per_second"],
         # On a CPU only the peak of the whole process is known, training included: another thing, said apart.
         peak_memory=None if device.type == "cpu" else speed["peak_memory"],
@@ -97,37 +111,52 @@ def attention_pictures(
     model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 8
 ) -> list[AttentionPicture]:
     """Where the last layer looks, for a few images of different classes; none for models without attention maps."""
-    if not isinstance(model.trunk, Trunk):
+    images = _readable(model, data, split, _one_of_each(data[split].labels, most)) if map_layers(model) else []
+    if not images:
         return []
-    name = f"attention.{len(model.trunk.blocks) - 1}"
-    if name not in model.trunk.intermediates:
-        return []
-    rows = _one_of_each(data[split].labels, most)
-    preprocess = Preprocess(model.preprocess)
-    pictures = []
-    model.eval()
+    looker = Looker(model, most)
+    for image in images:
+        looker.add(image[None].to(device))
+    looks, made = looker.result(), []
+    for i, image in enumerate(images):
+        pixels, guess = image.permute(1, 2, 0).numpy(), int(looks.probabilities[i].argmax())
+        # What the class token looks at, mean over heads; without one, what the patches look at on average.
+        seen = looks.class_maps[i, -1].mean(0).reshape(looks.grid)
+        caption = f"{data.classes[guess]} {float(looks.probabilities[i, guess]):.0%}"
+        made.append(AttentionPicture(pixels, overlay(pixels, seen), caption))
+    return made
+
+
+def kept_tokens(model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 4) -> KeptTokens | None:
+    """What an adaptive model keeps: a strip of a few images, and tokens of each block; none for other models."""
+    if model.policy is None:
+        return None
+    labels = data[split].labels
+    first = _one_of_each(labels, most)
+    rows = first + [row for row in range(min(KEPT_IMAGES, len(labels))) if row not in first]
+    images = _readable(model, data, split, rows)
+    if not images:
+        return None
+    looker = Looker(model, most)
+    for start in range(0, len(images), 16):
+        looker.add(torch.stack(images[start : start + 16]).to(device))
+    pixels = [image.permute(1, 2, 0).numpy() for image in images[:most]]
+    subject = Subject("the model", "", policy_kind(model), stages(model), model.classes, looker.result(), pixels)
+    sheet = kept_sheet(subject, [""] * len(pixels), most=8)
+    assert sheet is not None
+    looks = subject.looks
+    return KeptTokens(sheet, looks.entering, looks.images, looks.macs, looks.macs_whole)
+
+
+def _readable(model: Classifier, data: DataSet, split: str, rows: Sequence[int]) -> list[Tensor]:
+    """These rows as the model takes them, bytes [3, size, size]; what cannot be read is left out."""
+    preprocess, made = Preprocess(model.preprocess), []
     for row in rows:
         try:
-            pixels = preprocess(data[split].read(row))
+            made.append(preprocess(data[split].read(row)))
         except BadImage:
             continue
-        with torch.inference_mode():
-            found = model.outputs(pixels[None].to(device), want={name})
-            probabilities = model.probabilities(model.head.fuse(found.stack).float())[0]
-        weights = found.captured[name][0].float().mean(0).cpu()  # mean over heads, [tokens, tokens]
-        prefix = found.tokens.prefix
-        # What the class token looks at; without one, what the patches look at on average.
-        seen = weights[0, prefix:] if prefix else weights.mean(0)
-        image = pixels.permute(1, 2, 0).numpy()
-        guess = int(probabilities.argmax())
-        pictures.append(
-            AttentionPicture(
-                image,
-                overlay(image, seen.reshape(found.tokens.grid).numpy()),
-                f"{data.classes[guess]} {float(probabilities[guess]):.0%}",
-            )
-        )
-    return pictures
+    return made
 
 
 def summary(data: DataSet, skipped: Sequence[tuple[str, str]]) -> DataSummary:

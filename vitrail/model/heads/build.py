@@ -36,9 +36,9 @@ from vitrail.model.heads.second_order import SecondOrderHead
 def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
     """The head that `config` describes, for tokens of `width`; what it leaves open follows `trunk`."""
     if isinstance(config, ClassToken):
-        return ClassTokenHead(width, classes, config.drop, config.copies)
+        return ClassTokenHead(width, classes, config.drop, config.copies, config.hidden)
     if isinstance(config, Mean):
-        return MeanHead(width, classes, config.drop, config.copies, norm_after=config.norm_after)
+        return MeanHead(width, classes, config.drop, config.copies, config.hidden, norm_after=config.norm_after)
     if isinstance(config, Distilled):
         return DistilledHead(width, classes, config.fusion)
     if isinstance(config, Projected):

@@ -16,6 +16,8 @@ class ClassToken:
     drop: Fraction = 0.0
     copies: Count = 1
     """Classifiers side by side, as a control for heads that have several."""
+    hidden: Count | None = None
+    """A linear layer to so many features before the classifier, as a control for heads that have more parameters."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Mean:
     drop: Fraction = 0.0
     copies: Count = 1
     """Classifiers side by side, as a control for heads that have several."""
+    hidden: Count | None = None
+    """A linear layer to so many features before the classifier, as a control for heads that have more parameters."""
     norm_after: bool = False
     """Apply the final norm to the mean instead of to every token (timm's `fc_norm`)."""
 

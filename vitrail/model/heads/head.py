@@ -44,22 +44,33 @@ class Head(nn.Module):
 
 
 class LinearHead(Head):
-    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3), fused by their mean."""
+    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3), fused by their mean.
 
-    def __init__(self, width: int, classes: int, drop: float = 0.0, copies: int = 1) -> None:
+    With `hidden`, a linear map to so many features stands before them: parameters without a new kind of feature.
+    """
+
+    def __init__(self, width: int, classes: int, drop: float = 0.0, copies: int = 1, hidden: int | None = None) -> None:
         super().__init__()
         self.features = width
         self.classifiers = copies
         self.drop = nn.Dropout(drop)
-        self.fc = nn.Linear(width, copies * classes)
+        self.wide = nn.Identity() if hidden is None else nn.Linear(width, hidden)
+        self.fc = nn.Linear(width if hidden is None else hidden, copies * classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.fc.weight, std=0.02)
-        nn.init.zeros_(self.fc.bias)
+        for layer in (self.wide, self.fc):
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+
+    @property
+    def first(self) -> nn.Linear:
+        """The layer that reads the vector."""
+        return self.wide if isinstance(self.wide, nn.Linear) else self.fc
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return self.fc(self.drop(self.embed(tokens))).unflatten(-1, (self.classifiers, -1))
+        return self.fc(self.drop(self.wide(self.embed(tokens)))).unflatten(-1, (self.classifiers, -1))
 
 
 def mean_of_probabilities(stack: Tensor) -> Tensor:

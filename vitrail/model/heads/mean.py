@@ -17,11 +17,12 @@ class MeanHead(LinearHead):
         classes: int,
         drop: float = 0.0,
         copies: int = 1,
+        hidden: int | None = None,
         *,
         norm_after: bool = False,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(width, classes, drop, copies)
+        super().__init__(width, classes, drop, copies, hidden)
         self.own_norm = norm_after
         self.norm = nn.LayerNorm(width, eps=eps) if norm_after else nn.Identity()
 

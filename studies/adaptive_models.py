@@ -1,0 +1,249 @@
+"""The models of the study of adaptive computation, each trained once and kept, and the rows that it finds.
+
+base       plain ViT                                  from scratch
+ats        samples tokens, share 1                    from base
+avit       tokens halt                                from base
+adavit     drops patches, heads and branches          from base
+defended   avit, on images with its own patches       from avit
+control    as many further steps without patches      from avit
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from device_runs import DeviceRuns
+from torch import Tensor
+
+from vitrail.api.evaluation import load
+from vitrail.config import RunConfig
+from vitrail.learn.config import DefenceConfig
+from vitrail.measure.compute import Change, spent, worst_case
+from vitrail.model.adaptive.config import Adavit, Ats, Avit
+from vitrail.model.build import make_adaptive
+from vitrail.model.classifier import Classifier
+from vitrail.model.store import DESCRIPTION
+from vitrail.recipes import recipe, with_values
+
+EPOCHS = {"base": 30, "longer": 15, "ats": 10, "avit": 15, "adavit": 15, "defended": 8, "control": 8}
+TUNED = {"optim.lr": 3e-4, "optim.warmup": 1.0}  # of every run that does not begin from scratch
+FIRST_PONDER, FURTHER, TRIES = 0.05, 4.0, 4  # where the search for a ponder weight begins, its factor, how long
+SAVED = (0.3, 0.5)  # of all multiply-accumulates, wanted of A-ViT
+SMOKE = {
+    "data.batch": 50,
+    "optim.steps": 4,
+    "model.trunk": {"depth": 3, "width": 48, "heads": 3},
+}
+SMOKE_DEFENCE = {"every": 1, "inner_steps": 1}
+
+
+class OutOfTime(Exception):
+    """Nothing more is to be begun; the same command goes on where it was."""
+
+
+class Found:
+    """Rows of FOLDER/found.jsonl, written as they come; what is there is not made again."""
+
+    def __init__(self, folder: Path, minutes: float = math.inf) -> None:
+        self.path = folder / "found.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.until = time.monotonic() + 60 * minutes
+        self.failed = 0
+        if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
+            self._append("\n")  # a kill cut the last line off, and the next must not go on in it
+        rows = read_rows(folder)
+        self.rows = {key(row): row for row in rows if "failed" not in row}
+
+    def row(
+        self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """A row, made now if it is not there; none where that failed, which is said and does not end the study."""
+        place = {"table": table, "subject": subject, "what": what, "seed": seed}
+        if key(place) in self.rows:
+            return self.rows[key(place)]
+        if time.monotonic() > self.until:
+            raise OutOfTime
+        torch.manual_seed(seed)
+        began = time.monotonic()
+        try:
+            made = {**place, **make()}
+        except OutOfTime:
+            raise
+        except Exception as error:
+            self._fail(place, error)
+            return None
+        made["seconds"] = time.monotonic() - began
+        self.rows[key(place)] = made
+        self._write(made)
+        return made
+
+    def guarded(self, table: str, what: str, seed: int, work: Callable[[], None]) -> None:
+        """Do something that makes rows; what goes wrong between them does not end the study either."""
+        try:
+            work()
+        except OutOfTime:
+            raise
+        except Exception as error:
+            self._fail({"table": table, "subject": "between rows", "what": what, "seed": seed}, error)
+
+    def _fail(self, place: dict[str, Any], error: Exception) -> None:
+        self.failed += 1
+        traceback.print_exc()
+        self._write({**place, "failed": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        text = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()})
+        print(text, flush=True)
+        self._append(text + "\n")
+
+    def _append(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows; a last line that a kill cut off is not one."""
+    path = folder / "found.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is the row of."""
+    return row["table"], row["subject"], row["what"], row["seed"]
+
+
+class Models:
+    """Every model of the study by name and seed: from memory, from FOLDER/models, or trained now."""
+
+    def __init__(self, runs: DeviceRuns, folder: Path, found: Found, smoke: bool) -> None:
+        self.runs, self.folder, self.found, self.smoke = runs, folder, found, smoke
+        self._kept: dict[tuple[str, int], Classifier] = {}
+        self._broken: set[tuple[str, int]] = set()
+
+    def __call__(self, name: str, seed: int) -> Classifier:
+        if (name, seed) == ("avit", 0):  # was trained when the weight was chosen
+            return self(f"avit-{self.ponder():.4g}", 0)
+        if (name, seed) in self._broken:
+            raise RuntimeError(f"{name} of seed {seed} could not be trained")
+        if (name, seed) not in self._kept:
+            folder = self.folder / "models" / f"{name}-seed{seed}"
+            if not (folder / DESCRIPTION).is_file():
+                start = self._start(name, seed)  # has rows of its own
+                self.found.rows.pop(("training", name, "whole", seed), None)  # of a model that is gone
+
+                def make() -> dict[str, Any]:
+                    self._trained(self.config(name), start, seed, compiled=name in ("base", "longer")).save(folder)
+                    return {"device": self.runs.device.type}
+
+                if self.found.row("training", name, "whole", seed, make) is None:
+                    self._broken.add((name, seed))  # not again for each of its rows
+                    raise RuntimeError(f"{name} of seed {seed} could not be trained")
+            self._kept[name, seed] = load(folder, self.runs.device).eval()
+        return self._kept[name, seed]
+
+    def config(self, name: str) -> RunConfig:
+        """How a model is trained."""
+        config = recipe("small-defence" if name in ("defended", "control") else "small-deit")
+        config = with_values(
+            config, {"optim.epochs": float(EPOCHS[name.partition("-")[0]]), **({} if name == "base" else TUNED)}
+        )
+        if isinstance(config.objective, DefenceConfig):
+            defence = replace(config.objective, **(SMOKE_DEFENCE if self.smoke else {}))
+            config = replace(config, objective=defence if name == "defended" else defence.labels)
+        return with_values(config, SMOKE) if self.smoke else config
+
+    def _trained(self, config: RunConfig, start: Classifier | None, seed: int, compiled: bool = False) -> Classifier:
+        """Only where one shape serves several long runs does compilation pay: elsewhere it takes what it saves."""
+        step, _ = self.runs.trained(config, seed, model=start, compiled=compiled)
+        model = step.model
+        assert isinstance(model, Classifier)
+        return model
+
+    def _start(self, name: str, seed: int) -> Classifier | None:
+        if name == "base":
+            return None
+        if name in ("longer", "defended", "control"):
+            return copy.deepcopy(self("base" if name == "longer" else "avit", seed)).requires_grad_(True)
+        policy: Ats | Avit | Adavit = Ats() if name == "ats" else Adavit()
+        if name.startswith("avit"):
+            weight = name.partition("-")[2]
+            policy = replace(self.gates(seed), ponder=float(weight) if weight else self.ponder())
+        return make_adaptive(self("base", seed), policy)
+
+    @contextmanager
+    def cast(self) -> Iterator[None]:
+        """No gradients, and the precision of evaluation."""
+        kind, autocast = self.runs.device.type, self.runs.autocast
+        with torch.no_grad(), torch.autocast(kind, autocast, enabled=autocast is not None):
+            yield
+
+    def some(self, split: str) -> Tensor:
+        """One batch of images."""
+        return next(iter(self.runs.judged(split, self("base", 0)))).images
+
+    def spend(self, model: Classifier, split: str = "test", change: Change | None = None) -> dict[str, Any]:
+        """Accuracy and cost of an adaptive model on a split."""
+        few = 5 * self.runs.batch if split == "train" else None
+        loader = self.runs.judged(split, model, few)
+        found, most = spent(model, loader, change=change, autocast=self.runs.autocast), worst_case(model)
+        tokens = sum(found.tokens) / len(found.tokens)
+        figures = {"split": split, "top1": found.top1, "macs": found.macs, "share": found.macs / most, "tokens": tokens}
+        return {**figures, "worst_case": most}
+
+    def gates(self, seed: int) -> Avit:
+        """A-ViT with a gate through which nothing goes at the start, as far open as that allows.
+
+        The published scale of 10 would leave a trained stream far out on the sigmoid, where nothing can be learned: the
+        scale is one over the standard deviation of the first channel, and the centre the lowest that holds at least 99
+        of 100 tokens until the last block.
+        """
+
+        def make() -> dict[str, Any]:
+            model = self("base", seed)
+            names = [f"tokens.{i}" for i in range(len(model.trunk.blocks) - 1)]  # type: ignore[arg-type]
+            with self.cast():
+                captured = model.outputs(self.some("val"), want=set(names)).captured
+            first = torch.stack([captured[name][..., 0].float() for name in names])  # [blocks, batch, tokens]
+            scale = min(10.0, 1 / float(first.std().clamp(min=1e-3)))
+            for above in range(1, 41):
+                center = scale * float(first.mean()) + above / 4
+                halting = (torch.sigmoid(scale * first - center).sum(0) > 1 - Avit.eps).float().mean()
+                if float(halting) < 0.01:
+                    break
+            return {"gate_scale": round(scale, 4), "gate_center": round(center, 4), "halting": float(halting)}
+
+        row = self.found.row("choice", "avit gate", "first channel", seed, make)
+        assert row is not None, "the gate of A-ViT could not be found"
+        return Avit(gate_scale=row["gate_scale"], gate_center=row["gate_center"])
+
+    def ponder(self) -> float:
+        """A weight of the ponder loss that saves 30 to 50 % of the cost; seed 0, validation images."""
+        weight, low, high, tried = FIRST_PONDER, 0.0, math.inf, {}
+        middle = sum(SAVED) / 2
+        for _ in range(TRIES):
+            name = f"avit-{weight:.4g}"
+            row = self.found.row("choice", name, "on val", 0, lambda n=name: self.spend(self(n, 0), "val"))
+            assert row is not None, f"A-ViT with a ponder weight of {weight:.4g} could not be trained"
+            saved = 1 - row["share"]
+            tried[weight] = saved
+            if SAVED[0] <= saved <= SAVED[1]:
+                break
+            low, high = (weight, high) if saved < SAVED[0] else (low, weight)
+            weight = math.sqrt(low * high) if low and high < math.inf else FURTHER * low or high / FURTHER
+        return min(tried, key=lambda w: abs(tried[w] - middle))

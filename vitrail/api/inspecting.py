@@ -1,0 +1,264 @@
+"""`vitrail inspect`: models and images in, a page of where the models look and what they keep out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.config import RunConfig, load_yaml
+from vitrail.data.decode import decode
+from vitrail.data.folder import image_files
+from vitrail.data.open import open_data
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import BadImage, DataSet
+from vitrail.engine.device import choose_device
+from vitrail.engine.progress import Progress
+from vitrail.engine.run import environment, free_name
+from vitrail.measure.inspection import Inspection, Subject
+from vitrail.measure.looker import Looker, batch_for, layers_without_maps, map_layers, policy_kind, stages
+from vitrail.measure.pair import Divergences, cka_table, transfer_account
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.head import Head
+from vitrail.model.store import load_model
+from vitrail.model.trunk import Trunk
+from vitrail.model.zoo import ZOO
+from vitrail.schema import build, near
+from vitrail.show.inspect_report import write_inspection
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images to look at, read one by one."""
+
+    source: str
+    captions: Sequence[str]
+    read: Any  # place -> RGB image; raises BadImage
+    strict: bool  # each was named by a person: one that cannot be read is an error
+
+
+def inspect_models(
+    models: Sequence[str | Path | Classifier],
+    *,
+    data: str | Path | DataSet | None = None,
+    images: Sequence[str | Path] = (),
+    split: str | None = None,
+    count: int = 8,
+    over: int = 256,
+    layers: Sequence[int] = (),
+    out: str | Path | None = None,
+    device: str = "auto",
+    quiet: bool = True,
+) -> tuple[Inspection, Path]:
+    """Look into one or several models; writes `inspect.html` and PNGs into `out` (none: runs/inspect, numbered).
+
+    `models` are run folders, model folders, names of the zoo (untrained) or classifiers. Images are `images` (files or
+    folders), or a split of `data` (none: the first run's own data; split none: test, or val where there is no test),
+    the same number of each class. The first `count` become pictures; figures are means `over` so many. `layers` are
+    those shown in pictures (none: chosen evenly). The first two models are compared with each other. Raises
+    `ValueError` or `FileNotFoundError` in one sentence.
+    """
+    if not models:
+        raise ValueError("name at least one run or model to inspect")
+    if count < 1 or over < 1:
+        raise ValueError(f"count and over are numbers of images and must be at least 1, not {count} and {over}")
+    if images and data is not None:
+        raise ValueError("--data and --images both say which images; use one of them")
+    place = choose_device(device)
+    names = _names(models)
+    loaded = [_load(model).to(place).eval() for model in models]
+    _refuse_unseeable(loaded, names, layers)
+    found = _files(images) if images else _split(models, data, split, max(count, over))
+    lookers = [Looker(model, count) for model in loaded]
+    pair = Divergences(*loaded[:2]) if len(loaded) > 1 else None
+    pixels: list[list[NDArray[np.uint8]]] = [[] for _ in loaded]
+    captions: list[str] = []
+    step = min(batch_for(model) for model in loaded)
+    with Progress("inspect", min(len(found.captions), max(count, over)), quiet=quiet) as bar:
+        for batch in _batches(found, step, max(count, over), bar):
+            inputs = [torch.stack([Preprocess(m.preprocess)(image) for _, image in batch]) for m in loaded]
+            room = max(0, count - len(captions))
+            captions += [caption for caption, _ in batch[:room]]
+            for kept, tensor in zip(pixels, inputs, strict=True):
+                kept += [one.permute(1, 2, 0).numpy() for one in tensor[:room]]
+            seen = [looker.add(tensor.to(place)) for looker, tensor in zip(lookers, inputs, strict=True)]
+            if pair is not None:
+                pair.add(seen[0], seen[1])
+            bar.advance(len(batch))
+    made = _inspection(loaded, names, models, lookers, pixels, captions, pair, found.source, layers)
+    folder = free_name(Path("runs") / "inspect") if out is None else Path(out)
+    write_inspection(folder, made, environment())
+    return made, folder
+
+
+def _inspection(
+    loaded: Sequence[Classifier],
+    names: Sequence[str],
+    models: Sequence[str | Path | Classifier],
+    lookers: Sequence[Looker],
+    pixels: Sequence[Sequence[NDArray[np.uint8]]],
+    captions: Sequence[str],
+    pair: Divergences | None,
+    source: str,
+    layers: Sequence[int],
+) -> Inspection:
+    subjects = tuple(
+        Subject(
+            name=name,
+            path=name if isinstance(where, Classifier) else str(where),
+            kind=policy_kind(model),
+            stages=stages(model),
+            classes=model.classes,
+            looks=looker.result(),
+            pixels=shown,
+        )
+        for name, where, model, looker, shown in zip(names, models, loaded, lookers, pixels, strict=True)
+    )
+    options: dict[str, Any] = {}
+    said = [f"{name} is untrained" for name, where in zip(names, models, strict=True) if _in_zoo(where)]
+    if pair is not None:
+        first, second = (s.looks.features for s in subjects[:2])
+        if first and second:
+            options["cka"] = cka_table(first, second)
+        else:
+            said.append("CKA is left out: one of the two shows no inner layers")
+        if pair.reason:
+            said.append(f"divergence of maps is left out: {pair.reason}")
+        else:
+            options |= {"divergence": pair.values(), "divergence_layers": tuple(pair.layers)}
+            options["divergence_images"] = pair.images
+        account = transfer_account(loaded[0], loaded[1])
+        if isinstance(account, str):
+            said.append(account)
+        else:
+            options["transfer"] = account
+        if len(subjects) > 2:
+            said.append(f"{names[0]} and {names[1]} are compared with each other, the others only shown")
+    return Inspection(subjects, source, tuple(captions), tuple(layers), notes=tuple(said), **options)
+
+
+def _batches(found: Pictures, size: int, most: int, bar: Progress) -> Iterator[list[tuple[str, Image.Image]]]:
+    """Captions and images, `size` at a time; what cannot be read is an error or left out and said."""
+    ready: list[tuple[str, Image.Image]] = []
+    given = 0
+    for place, caption in enumerate(found.captions):
+        if given + len(ready) >= most:
+            break
+        try:
+            ready.append((caption, found.read(place)))
+        except BadImage as error:
+            if found.strict:
+                raise ValueError(f"{error.key} cannot be read: {error.reason}") from None
+            bar.say(f"skipped {error}")
+        if len(ready) == size:
+            yield ready
+            given, ready = given + len(ready), []
+    if ready:
+        yield ready
+    elif not given:
+        raise ValueError(f"none of the images of {found.source} could be read; run `vitrail check` on the data")
+
+
+def _files(paths: Sequence[str | Path]) -> Pictures:
+    many = [found for path in map(Path, paths) for found in (image_files(path) if path.is_dir() else [path])]
+    if not many:
+        raise ValueError(f"no images in {', '.join(map(str, paths))}")
+    source = str(paths[0]) if len(paths) == 1 else f"{len(many)} files"
+    return Pictures(source, [p.name for p in many], lambda i: decode(many[i], str(many[i])), strict=True)
+
+
+def _split(
+    models: Sequence[str | Path | Classifier], data: str | Path | DataSet | None, split: str | None, most: int
+) -> Pictures:
+    opened = data if isinstance(data, DataSet) else _own_data(models[0]) if data is None else open_data(data)
+    split = split or ("test" if "test" in opened.splits else "val")
+    if split not in opened.splits:
+        raise ValueError(
+            f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
+        )
+    rows = opened[split]
+    chosen = by_turns(rows.labels, most)
+    kinds = _kinds(rows.labels)
+    captions = [opened.classes[kinds[row]] for row in chosen]
+    return Pictures(f"{split} of {opened.uri}", captions, lambda i: rows.read(chosen[i]), strict=False)
+
+
+def by_turns(labels: NDArray[np.int64], most: int) -> list[int]:
+    """Rows of at most so many images: the first of each class, then the second of each, and so on.
+
+    >>> by_turns(np.array([0, 0, 0, 1, 1, 2]), 4)
+    [0, 3, 5, 1]
+    """
+    kinds = _kinds(labels)
+    turn = np.zeros(len(kinds), dtype=np.int64)
+    for kind in np.unique(kinds):
+        where = np.flatnonzero(kinds == kind)
+        turn[where] = np.arange(len(where))
+    return [int(row) for row in np.lexsort((kinds, turn))[:most]]
+
+
+def _kinds(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    return labels.argmax(1) if labels.ndim == 2 else labels
+
+
+def _own_data(model: str | Path | Classifier) -> DataSet:
+    """The data that a run was trained on, divided as it was then."""
+    folders = [] if isinstance(model, Classifier) else [Path(model), Path(model).parent]
+    for folder in folders:
+        if (folder / "config.yaml").is_file():
+            data = build(RunConfig, {**load_yaml(folder), "out": None}).data
+            return open_data(
+                data.uri,
+                val_fraction=data.val_fraction,
+                test_fraction=data.test_fraction,
+                split_seed=data.split_seed,
+                level=data.level,
+            )
+    raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
+
+
+def _load(model: str | Path | Classifier) -> Classifier:
+    if isinstance(model, Classifier):
+        return model
+    if _in_zoo(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return create_model(str(model))
+    return load_model(model)
+
+
+def _in_zoo(model: str | Path | Classifier) -> bool:
+    return not isinstance(model, Classifier) and str(model) in ZOO and not Path(model).exists()
+
+
+def _names(models: Sequence[str | Path | Classifier]) -> list[str]:
+    """Short names that tell the models apart."""
+    plain = [
+        str(m.spec.get("name") or "model") if isinstance(m, Classifier) else Path(m).resolve().name for m in models
+    ]
+    own = [
+        Path(m).resolve().parent.name if name == "model" and not isinstance(m, Classifier) else name
+        for m, name in zip(models, plain, strict=True)
+    ]
+    return [name if own.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(own)]
+
+
+def _refuse_unseeable(loaded: Sequence[Classifier], names: Sequence[str], layers: Sequence[int]) -> None:
+    """One sentence where no model has anything to show, or none has the layers that are asked for."""
+    known = [map_layers(model) for model in loaded]
+    looking = [type(model.head).maps is not Head.maps for model in loaded]
+    compared = len(loaded) > 1 and all(isinstance(model.trunk, Trunk) for model in loaded[:2])
+    if not any(known) and not any(looking) and not compared:
+        reasons = "; ".join(f"{name}: {layers_without_maps(model)}" for name, model in zip(names, loaded, strict=True))
+        raise ValueError(f"nothing can be shown ({reasons}); inspect a model with attention")
+    for layer in layers:
+        if any(known) and not any(layer in some for some in known):
+            deepest = max(max(some) for some in known if some)
+            raise ValueError(f"--layers: no layer {layer}; layers with attention maps are 0 to {deepest}")

@@ -1,0 +1,66 @@
+"""`vitrail inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from vitrail.cli.say import fail, print_json, show
+
+
+def inspect(
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|MODEL ...")],
+    /,
+    data: str | None = None,
+    images: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH ...")] = (),
+    split: str | None = None,
+    count: int = 8,
+    over: int = 256,
+    layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...")] = (),
+    out: Path | None = None,
+    device: str = "auto",
+    json: bool = False,
+) -> int:
+    """Where one or several models look and which tokens they keep: a page, pictures, and a table.
+
+    Attention of the class token by layer and head, entropy and distance, patches that adaptive models keep and what
+    they spend; of two models also how alike their layers are. Example: vitrail inspect runs/demo, or
+    vitrail inspect runs/ats runs/demo --layers 0 2, or vitrail inspect runs/demo --images cat.jpg photos/
+
+    Args:
+        models: run folders, model folders, or names of models (untrained, for comparison)
+        data: images by URI (default: those of the first run)
+        images: image files or folders in place of data
+        split: train, val or test of the data (default: test, or val where there is none)
+        count: images that become pictures
+        over: images that figures are means of
+        layers: layers that pictures show, counted from 0 (default: evenly chosen)
+        out: folder for inspect.html and the pictures (default: runs/inspect, numbered)
+        device: auto, cpu, cuda
+        json: print one JSON object
+    """
+    from vitrail.api.inspecting import inspect_models
+    from vitrail.show.inspect_table import inspection_tables
+
+    if not models:
+        return fail("name at least one run or model to inspect")
+    found, folder = inspect_models(
+        models,
+        data=data,
+        images=images,
+        split=split,
+        count=count,
+        over=over,
+        layers=layers,
+        out=out,
+        device=device,
+        quiet=json,
+    )
+    if json:
+        print_json({"folder": str(folder), "report": str(folder / "inspect.html"), **found.to_json()})
+    else:
+        show(inspection_tables(found))
+        print(f"report: {folder / 'inspect.html'}")
+    return 0

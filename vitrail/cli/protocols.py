@@ -1,0 +1,104 @@
+"""What `vitrail evaluate` prints for protocols, ensembles and some of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from vitrail.cli.say import fail, print_json, show
+
+
+def judge_otherwise(
+    runs: Sequence[Path],
+    data: str,
+    options: dict[str, Any],
+    protocol: Sequence[str],
+    classes: Sequence[str],
+    ensemble: bool,
+    control: Sequence[Path],
+    *,
+    head: Literal["class", "distillation", "both"] | None,
+    json: bool,
+    per_class: bool,
+) -> int:
+    """Carry out what was asked for instead of plain figures."""
+    if control and not ensemble:
+        return fail("--control is what an ensemble is compared with; add --ensemble")
+    if protocol and (classes or ensemble):
+        return fail("--protocol judges one run with all of its classes; leave out --classes and --ensemble")
+    if ensemble:
+        if head is not None:
+            return fail("--ensemble takes every run as it predicts; leave out --head")
+        return _ensemble(runs, control, classes, data, options, json)
+    from vitrail.api.evaluation import load
+
+    model = load(runs[0])
+    if head is not None:
+        model.use(head)
+    if protocol:
+        return _protocols(model, runs[0], protocol, data, options, json)
+    return _some_classes(model, runs[0], classes, data, options, json, per_class)
+
+
+def _protocols(model: Any, run: Path, names: Sequence[str], data: str, options: dict[str, Any], json: bool) -> int:
+    """The named evaluators; names may be joined by commas."""
+    from vitrail.api.protocols import judge
+    from vitrail.show.protocol_table import protocol_tables
+
+    wanted = [name for joined in names for name in joined.split(",") if name]
+    found, split = judge(model, data, wanted, **options)
+    if json:
+        plain = {name: {"numbers": made["numbers"], "tables": made["tables"]} for name, made in found.items()}
+        print_json({"run": str(run), "data": data, "split": split, "protocols": plain})
+        return 0
+    for table in protocol_tables(found, f"{split} of {data}"):
+        show(table)
+    return 0
+
+
+def _ensemble(
+    runs: Sequence[Path],
+    control: Sequence[Path],
+    classes: Sequence[str],
+    data: str,
+    options: dict[str, Any],
+    json: bool,
+) -> int:
+    """Models as one, beside each of them and the control."""
+    from vitrail.api import protocols as api
+    from vitrail.show.protocol_table import ensemble_table
+
+    if len(runs) < 2:
+        return fail("an ensemble needs at least two runs: vitrail evaluate RUN RUN --ensemble --data URI")
+    made = api.ensemble(runs, data, control=control, classes=classes, **options)
+    if json:
+        print_json(made.to_json())
+        return 0
+    show(ensemble_table(made.runs, f"{made.split} of {made.data}"))
+    if made.control is not None:
+        show(ensemble_table(made.control, "control: seeds of one model"))
+    return 0
+
+
+def _some_classes(
+    model: Any, run: Path, classes: Sequence[str], data: str, options: dict[str, Any], json: bool, per_class: bool
+) -> int:
+    """Figures where only these classes can be chosen, on the images that have one of them."""
+    from vitrail.api.evaluation import evaluate
+    from vitrail.measure.class_subset import only_classes
+    from vitrail.measure.classification import classification
+    from vitrail.show import tables
+
+    _, said, split = evaluate(model, data, **options)
+    kept = only_classes(said, model.classes, classes)
+    figures = classification(kept.logits, kept.target, classes)
+    if json:
+        print_json(
+            {"run": str(run), "data": data, "split": split, "left_out": len(said) - len(kept), **figures.to_json()}
+        )
+        return 0
+    show(tables.headline(figures, f"{split} of {data}: {len(kept):,} of {len(said):,} images, {len(classes)} classes"))
+    if per_class or len(classes) <= 20:
+        show(tables.per_class(figures))
+    return 0

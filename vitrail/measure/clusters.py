@@ -1,0 +1,97 @@
+"""How well clusters of embeddings are classes: cluster alignment and purity (efficiency-1 §2.H, CompRes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.kernels.kmeans import kmeans
+from vitrail.measure.assignment import best_matching
+from vitrail.measure.evaluate import EvaluationData, Findings, Model
+from vitrail.measure.retrieval import embedded_split
+
+
+def shared_images(cluster: Tensor, label: Tensor, clusters: int, classes: int) -> NDArray[np.int64]:
+    """How many images each cluster and each class have in common, [clusters, classes], from numbers [images] each."""
+    pairs = torch.bincount(cluster.long() * classes + label.long(), minlength=clusters * classes)
+    return pairs.view(clusters, classes).cpu().numpy()
+
+
+def purity(shared: NDArray[np.int64]) -> float:
+    """Share of images that have the most frequent class of their cluster; 1 where every cluster is of one class."""
+    return float(shared.max(1).sum() / shared.sum())
+
+
+def class_of_cluster(shared: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The class [clusters] that each cluster stands for, no class twice; -1 where no class is left.
+
+    Of all matchings the one with the largest sum of common images over the size of the cluster.
+    """
+    return best_matching(shared / np.maximum(shared.sum(1, keepdims=True), 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Clusters of training images as a classifier of other images."""
+
+    accuracy: float
+    per_class: NDArray[np.float64]  # [classes] share of its images that are right, NaN where it has none
+    purity: float  # of the clusters of training images
+    clusters: int
+
+    def to_json(self, classes: tuple[str, ...]) -> dict[str, Any]:
+        shares = {name: None if np.isnan(v) else float(v) for name, v in zip(classes, self.per_class, strict=True)}
+        return {"accuracy": self.accuracy, "purity": self.purity, "clusters": self.clusters, "per_class": shares}
+
+
+def cluster_alignment(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    classes: int,
+    *,
+    clusters: int | None = None,
+    seed: int = 0,
+) -> Alignment:
+    """k-means on training embeddings, clusters matched one to one with classes, accuracy on others.
+
+    `train` and `test` are embeddings [images, width], which are normalised, and labels [images]. As many clusters as
+    classes (none), and no more than there are training images; a cluster without a class is never right.
+    """
+    rows, label = F.normalize(train[0].float(), dim=1), train[1]
+    wanted = min(clusters or classes, len(rows))
+    found = kmeans(rows, wanted, seed=seed)
+    shared = shared_images(found.label, label, wanted, classes)
+    stands_for = torch.from_numpy(class_of_cluster(shared)).to(label.device)
+    guess = stands_for[nearest_centre(F.normalize(test[0].float(), dim=1), found.centres)]
+    right = (guess == test[1]).double()
+    size = torch.bincount(test[1], minlength=classes)
+    hits = torch.zeros(classes, dtype=torch.float64, device=right.device).index_add_(0, test[1], right)
+    per_class = torch.where(size > 0, hits / size.clamp(min=1), torch.nan)
+    return Alignment(float(right.mean()), per_class.cpu().numpy(), purity(shared), wanted)
+
+
+def nearest_centre(rows: Tensor, centres: Tensor) -> Tensor:
+    """The centre [rows] at the least Euclidean distance; the centres of unit rows are shorter than 1."""
+    # |row - centre|^2 / 2 up to what the row alone decides: one product, of a row with a 1 behind it.
+    with_length = torch.cat([centres, -centres.square().sum(1, keepdim=True) / 2], 1)
+    return torch.cat([(F.pad(some, (0, 1), value=1.0) @ with_length.T).argmax(1) for some in rows.split(4096)])
+
+
+def judge_clusters(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "clusters": cluster alignment with as many clusters as classes, and the clusters' purity."""
+    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    found = cluster_alignment((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
+    numbers = {"cluster_alignment": found.accuracy, "cluster_purity": found.purity}
+    return {"numbers": numbers, "tables": {"clusters": found.to_json(tuple(data.classes))}, "pictures": {}}

@@ -1,0 +1,137 @@
+"""What a model spends on a data set, image by image, with and without a change of the images (efficiency-2 §2.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.measure.evaluate import evaluation_mode
+from vitrail.model.adaptive.ats import AtsPolicy
+from vitrail.model.adaptive.macs import macs_of_mean, trace_macs
+from vitrail.model.adaptive.trace import BlockUse, Trace
+from vitrail.model.classifier import Classifier
+from vitrail.model.trunk import Trunk
+
+Change = Callable[[Tensor], Tensor]  # a model's input -> changed input
+NAMES = tuple(f.name for f in fields(BlockUse))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What an adaptive model spent on some images, and how often it was right."""
+
+    images: int
+    top1: float  # share of images whose class (or every label) was right
+    macs: float  # multiply-accumulates an image, mean
+    macs_of_mean: float  # of an image with the mean counts, as published tables have
+    costliest: float  # of the image that took the most
+    tokens: tuple[float, ...]  # that enter each block, mean over images
+    leaving: float  # the last block
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"tokens": list(self.tokens)}
+
+
+def spent(
+    model: Classifier,
+    loader: Iterable[Batch],
+    *,
+    change: Change | None = None,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Spent:
+    """Compute and accuracy of an adaptive model, in evaluation mode, over every image of `loader`.
+
+    `change` is laid on the model's input. Counts stay on the device until the last batch; a fixed room for packed
+    batches is lifted, since changed images may need more. Raises `ValueError` for a model that spends the same on every
+    image, for an empty loader, and where logits are no numbers.
+    """
+    refuse_static(model)
+    used: list[Tensor] = []  # [5, blocks, batch] each
+    right: list[Tensor] = []  # [2, batch] each: right, finite
+    size = 0
+    policy = model.policy
+    with evaluation_mode(model), policy.without_limits() if isinstance(policy, AtsPolicy) else nullcontext():
+        for batch in loader:
+            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
+            with torch.inference_mode(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+                ready = model._images(images)
+                out = model.outputs(ready if change is None else change(ready))
+                logits = model.fused(out.stack).float()
+            size = images.shape[-1]
+            label = batch.label.to(logits.device)
+            same = ((logits > 0) == label.bool()).all(1) if label.ndim == 2 else logits.argmax(1) == label
+            right.append(torch.stack([same, logits.isfinite().all(1)]))
+            used.append(_table(cast("Trace", out.trace)))
+            if progress is not None:
+                progress(len(batch))
+    if not used:
+        raise ValueError("there is nothing to measure: the loader gave no images; check that the split is not empty")
+    counts, ok = torch.cat(used, 2).cpu(), torch.cat(right, 1).cpu()  # the one wait for the device
+    if not ok[1].all():
+        raise ValueError(
+            f"the model's answer to {int((~ok[1]).sum())} of {ok.shape[1]} images is no number; check its weights and "
+            "the images"
+        )
+    trace = _trace(counts)
+    macs = trace_macs(model, trace, image_size=size)
+    return Spent(
+        images=ok.shape[1],
+        top1=float(ok[0].double().mean()),
+        macs=float(macs.mean()),
+        macs_of_mean=macs_of_mean(model, trace, image_size=size),
+        costliest=float(macs.max()),
+        tokens=tuple(float(t) for t in counts[0].double().mean(1)),
+        leaving=float(counts[1, -1].double().mean()),
+    )
+
+
+def worst_case(model: Classifier, image_size: int | None = None) -> float:
+    """Multiply-accumulates of an image that is given everything: what an adaptive model can be driven to."""
+    refuse_static(model)
+    trunk, size = cast("Trunk", model.trunk), image_size or model.preprocess.size
+    rows, columns = trunk.patch_embed.grid(size, size)
+    tokens, heads = trunk.prefix + rows * columns, trunk.config.heads
+    whole = torch.tensor([tokens, tokens, heads, 1, 1], dtype=torch.float64)
+    counts = whole[:, None, None].expand(-1, len(trunk.blocks), 1)
+    return float(trace_macs(model, _trace(counts), image_size=size))
+
+
+def attack_success(flops: float, least: float, most: float) -> float:
+    """Share of what adaptivity saved that an attack took back: 0 as without attack, 1 all; below 0 it saved compute.
+
+    `least` is what the model spends without attack, `most` what it can spend. Raises `ValueError` where nothing was
+    saved.
+
+    >>> round(attack_success(4.0, 3.1, 4.6), 3)
+    0.6
+    """
+    if not most > least:
+        raise ValueError(
+            f"the model spends {least:g} of at most {most:g} without an attack: nothing was saved that an attack could "
+            "take back"
+        )
+    return (flops - least) / (most - least)
+
+
+def refuse_static(model: Classifier) -> None:
+    if model.policy is None:
+        raise ValueError(
+            "the model spends the same on every image, so its compute cannot be attacked; take one with an adaptive "
+            "policy (ats, avit or adavit)"
+        )
+
+
+def _table(trace: Trace) -> Tensor:
+    return torch.stack([torch.stack([getattr(use, name) for use in trace.blocks]) for name in NAMES])
+
+
+def _trace(counts: Tensor) -> Trace:
+    return Trace(tuple(BlockUse(*block.unbind()) for block in counts.unbind(1)))

@@ -1,0 +1,118 @@
+"""What embeddings are worth when few images have a label (efficiency-1 §2.H; CompRes A.3.5).
+
+Everything is embedded once; then a few training images are drawn, several times over, and the others are judged by
+their nearest neighbours among the drawn and by a linear classifier of the drawn. Mean and spread are over draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.measure.draws import draw_by_class
+from vitrail.measure.evaluate import EvaluationData, Findings, Model
+from vitrail.measure.probe import ProbeSettings, linear_probe
+from vitrail.measure.retrieval import embedded_split, knn_accuracy
+from vitrail.measure.seeds import Spread
+
+DRAWS = 5
+NEIGHBOURS = (1, 20)
+SHORT, LONG = 30, 60  # epochs: with a tenth of the labels, with fewer
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """How many training images have a label: a share of every class, or the same number of each."""
+
+    share: float | None = None
+    shots: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.shots is None):
+            raise ValueError("say either which share of the labels is known, or how many of each class")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"a share of {self.share:g} labels is impossible; use one above 0 and up to 1")
+        if self.shots is not None and self.shots < 1:
+            raise ValueError(f"{self.shots} images a class teach nothing; use at least 1")
+
+    @property
+    def name(self) -> str:
+        return f"{100 * self.share:g} %" if self.share is not None else f"{self.shots} a class"
+
+    def rows(self, labels: Tensor, seed: int) -> Tensor:
+        """The rows whose labels are known. Every class keeps at least one image; one with too few gives all it has."""
+        if self.shots is not None:
+            shots = self.shots
+            return draw_by_class(labels, lambda _: shots, seed)
+        share = self.share or 0.0
+        return draw_by_class(labels, lambda n: max(1, round(share * n)), seed)
+
+    @property
+    def settings(self) -> ProbeSettings:
+        """The published ones: a single learning rate, so that no labelled image is spent on choosing it."""
+        epochs = SHORT if self.share is not None and self.share >= 0.1 else LONG
+        return ProbeSettings(learning_rates=(0.05,), weight_decays=(1e-4,), epochs=epochs)
+
+
+PROTOCOLS = (Labelled(share=0.01), Labelled(share=0.1), Labelled(shots=1), Labelled(shots=5))
+
+
+@dataclass(frozen=True)
+class FewLabels:
+    """Accuracy with few labels, over draws."""
+
+    name: str
+    images: int  # with a label
+    figures: dict[str, Spread]  # knn1, knn20, linear
+
+    def to_json(self) -> dict[str, Any]:
+        return {"images": self.images, **{name: spread.to_json() for name, spread in self.figures.items()}}
+
+
+def few_labels(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    classes: int,
+    protocols: Sequence[Labelled] = PROTOCOLS,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> list[FewLabels]:
+    """kNN and linear accuracy on `test`, for every protocol, over `draws` sets of labelled images."""
+    if draws < 1:
+        raise ValueError(f"{draws} draws measure nothing; use at least 1")
+    found = []
+    for protocol in protocols:
+        values: dict[str, list[float]] = {}
+        for draw in range(draws):
+            rows = protocol.rows(train[1], seed + draw)
+            known = train[0][rows], train[1][rows]
+            for k, accuracy in knn_accuracy(*test, *known, neighbours=NEIGHBOURS).items():
+                values.setdefault(f"knn{k}", []).append(accuracy)
+            linear = linear_probe(known, test, classes, protocol.settings)
+            values.setdefault("linear", []).append(linear.accuracy)
+        spreads = {name: Spread.of(each) for name, each in values.items()}
+        found.append(FewLabels(protocol.name, len(rows), spreads))
+    return found
+
+
+def judge_few(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "few": kNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
+    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    made = few_labels((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
+    numbers = {
+        f"{figure}_{row.name.replace(' %', 'percent').replace(' a class', 'shot')}": spread.mean
+        for row in made
+        for figure, spread in row.figures.items()
+    }
+    return {"numbers": numbers, "tables": {"few": {row.name: row.to_json() for row in made}}, "pictures": {}}

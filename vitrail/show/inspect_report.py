@@ -1,0 +1,225 @@
+"""An inspection as one self-contained HTML page, and its sheets as PNG files beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from vitrail.files import replacing, write_text
+from vitrail.measure.inspection import Inspection, Subject
+from vitrail.show.compare_charts import curves_chart
+from vitrail.show.looking import MOST_COLUMNS, all_sheets, evenly, sheet_picture
+from vitrail.show.looking_charts import counts_chart, likeness_chart
+from vitrail.show.quantities import MISSING, amount, number, percent
+from vitrail.show.thumbnails import data_uri
+
+STYLES = ("report.css", "compare.css", "sheet.css")
+
+
+def write_inspection(folder: str | Path, found: Inspection, environment: Mapping[str, Any]) -> list[Path]:
+    """Write `inspect.html` and one PNG a sheet into `folder`; returns what was written, the page first."""
+    folder = Path(folder)
+    written = [folder / "inspect.html"]
+    for sheets in all_sheets(found).values():
+        for sheet in sheets:
+            written.append(folder / f"{sheet.name}.png")
+            with replacing(written[-1]) as temporary:
+                sheet_picture(sheet).save(temporary, "png", optimize=True)
+    write_text(written[0], render_inspection(found, environment))
+    return written
+
+
+def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
+    """The HTML of an inspection."""
+    here = Path(__file__).parent
+    pages = Environment(
+        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.filters.update(picture=data_uri)
+    sheets = all_sheets(found)
+    sections: dict[str, Any] = {
+        "attention": sheets["attention"],
+        "kept": sheets["kept"],
+        "how many": [_how_many(subject) for subject in found.subjects if subject.looks.counts is not None],
+        "layers": _layers(found),
+        "heads": sheets["heads"],
+        "saliency": sheets["saliency"],
+        "likeness": _likeness(found),
+        "figures": [(s.name, *figures(s, found.cka_diagonal)) for s in found.subjects if s.looks.layers],
+        "notes": notes(found),
+        "conditions": [(str(k), str(v)) for k, v in environment.items()],
+    }
+    return pages.get_template("inspect.html.jinja").render(
+        found=found,
+        title=" and ".join(s.name for s in found.subjects),
+        names=[s.name for s in found.subjects],
+        verdict=verdict(found).replace(" %", "\N{NO-BREAK SPACE}%"),
+        tiles=list(_tiles(found)),
+        sections=sections,
+        images=found.subjects[0].looks.images,
+        mean_row=any(layer.row == "mean" for s in found.subjects for layer in s.looks.layers),
+        head_column=any(s.looks.head_maps is not None for s in found.subjects),
+        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in STYLES)),
+        created=str(environment.get("started", "")),
+    )
+
+
+def verdict(found: Inspection) -> str:
+    """What was found, in a few sentences."""
+    said = []
+    several = len(found.subjects) > 1
+    for subject in found.subjects:
+        looks, who = subject.looks, subject.name if several else "All heads together"
+        if looks.layers:
+            first, last = looks.layers[0], looks.layers[-1]
+            share = [percent(_mean(layer.entropy_share), 0) for layer in (first, last)]
+            far = [number(_mean(layer.distance)) for layer in (first, last)]
+            said.append(
+                f"{who}: attention has {share[0]} of the greatest entropy in layer {first.layer} and {share[1]} in "
+                f"layer {last.layer}; there patches look {far[0]} and {far[1]} patches far."
+            )
+        if looks.leaving and looks.counts is not None:
+            kept = float(looks.counts[:, -1].double().mean())
+            patches = looks.grid[0] * looks.grid[1]
+            spent = "" if looks.macs is None else f"; an image takes {amount(looks.macs)} MACs"
+            whole = "" if not looks.macs_whole else f" of {amount(looks.macs_whole)}"
+            where = "works on" if subject.kind == "adavit" else "is left with"
+            said.append(f"In the end it {where} {kept:.1f} of {patches} patches on average{spent}{whole}.")
+    known = [v for v in found.cka_diagonal if v is not None]
+    if known:
+        said.append(f"Features of equal layers have a CKA of {min(known):.2f} to {max(known):.2f}.")
+    return " ".join(said) or "No layer has attention maps; what is known stands below."
+
+
+def notes(found: Inspection) -> list[str]:
+    """What a person should know, each with the model it is about where there are several."""
+    several = len(found.subjects) > 1
+    own = [f"{s.name}: {note}" if several else note for s in found.subjects for note in s.looks.notes]
+    account = found.transfer
+    if account:
+        own.append(
+            f"Attention transfer from {found.subjects[0].name} to {found.subjects[1].name} would carry "
+            f"{account['maps']:,} numbers an image as maps, or {account['queries_and_keys']:,} as queries and keys; "
+            f"inference costs {amount(account['macs_copy'])} MACs with copied attention (both models) and "
+            f"{amount(account['macs_distilled'])} after distillation."
+        )
+    return [*own, *found.notes]
+
+
+def figures(subject: Subject, cka: Sequence[float | None] = ()) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row of told numbers a layer; means over heads."""
+    looks = subject.looks
+    row = looks.layers[-1].row if looks.layers else "class"
+    columns = ["layer", "entropy", "share", f"{row} row", "share", "distance", "pixels"]
+    columns += (["tokens", "left"] if looks.entering else []) + (["CKA"] if cka else [])
+    rows = []
+    for layer in looks.layers:
+        far = _mean(layer.distance)
+        told = [f"{layer.layer}", _fixed(_mean(layer.entropy)), percent(_mean(layer.entropy_share))]
+        told += [_fixed(_mean(layer.class_entropy)), percent(_mean(layer.class_entropy_share))]
+        told += [_fixed(far), number(far * looks.pitch)]
+        if looks.entering:
+            told += [f"{looks.entering[layer.layer]:.1f}", f"{looks.leaving[layer.layer]:.1f}"]
+        if cka:
+            value = cka[layer.layer] if layer.layer < len(cka) else None
+            told.append(MISSING if value is None else f"{value:.3f}")
+        rows.append(told)
+    return columns, rows
+
+
+def _tiles(found: Inspection) -> Iterator[tuple[str, str, str]]:
+    first = found.subjects[0].looks
+    yield "images", f"{first.images:,}", found.source
+    for subject in found.subjects:
+        looks, who = subject.looks, subject.name if len(found.subjects) > 1 else ""
+        if looks.entering:
+            whole = looks.entering[0] * len(looks.entering)
+            yield "tokens worked on", percent(sum(looks.entering) / whole, 0), who or "mean over blocks"
+        if looks.macs is not None:
+            remark = f"{who}, mean" if who and looks.entering else who or ("mean" if looks.entering else "")
+            yield "MACs an image", amount(looks.macs), remark
+    known = [v for v in found.cka_diagonal if v is not None]
+    if known:
+        yield "CKA of equal layers", f"{sum(known) / len(known):.2f}", "mean"
+
+
+def _how_many(subject: Subject) -> tuple[str, str, list[tuple[str, Markup]]]:
+    looks = subject.looks
+    assert looks.counts is not None
+    patches = looks.grid[0] * looks.grid[1]
+    word = "in" if subject.kind == "adavit" else "after"
+    charts = []
+    for stage in evenly(subject.stages, MOST_COLUMNS):
+        counts = looks.counts[:, stage].numpy()
+        heading = f"{word} block {stage}"
+        charts.append((heading, counts_chart(counts, patches, title=f"Patches kept {heading}")))
+    said = f"Tokens that enter each block, mean: {', '.join(f'{n:.1f}' for n in looks.entering)}."
+    if looks.macs is not None and looks.macs_whole:
+        said += (
+            f" {amount(looks.macs)} MACs an image, {percent(looks.macs / looks.macs_whole, 0)} of the whole model's."
+        )
+    return subject.name, said, charts
+
+
+def _layers(found: Inspection) -> list[tuple[str, Markup]]:
+    colours = {s.name: i for i, s in enumerate(found.subjects)}
+    made = []
+    for heading, name, tell in (
+        ("Entropy of all rows, as a share of the greatest", "entropy_share", _whole),
+        ("Entropy of the class token's row, as a share", "class_entropy_share", _whole),
+        ("Mean attention distance, patches", "distance", number),
+    ):
+        curves = {s.name: _by_head(s, name) for s in found.subjects if s.looks.layers}
+        if curves:
+            axis = tell if tell is _whole else "{:g}".format
+            chart = curves_chart(curves, title=heading, x_label="layer", tell=tell, tell_axis=axis, colours=colours)
+            made.append((heading, chart))
+    tokens = {s.name: [dict(enumerate(s.looks.entering))] for s in found.subjects if s.looks.entering}
+    if tokens:
+        chart = curves_chart(tokens, title="Tokens that enter each block", x_label="block", colours=colours)  # type: ignore[arg-type]
+        made.append(("Tokens that enter each block, mean", chart))
+    return made
+
+
+def _by_head(subject: Subject, name: str) -> list[Mapping[float, float]]:
+    layers = subject.looks.layers
+    heads = len(layers[0].distance)
+    return [
+        {float(one.layer): getattr(one, name)[h] for one in layers if math.isfinite(getattr(one, name)[h])}
+        for h in range(heads)
+    ]
+
+
+def _likeness(found: Inspection) -> dict[str, Any] | None:
+    if found.cka is None and not found.divergence:
+        return None
+    first, second = found.subjects[:2]
+    chart = None
+    if found.cka is not None:
+        chart = likeness_chart(found.cka.numpy(), first.name, second.name, title="Linear CKA of layers")
+    lines = {}
+    for name, values in found.divergence.items():
+        known = {float(i): v for i, v in zip(found.divergence_layers, values, strict=True) if v is not None}
+        if known:
+            lines[name] = [known]
+    divergence = curves_chart(lines, title="Divergence of attention maps", x_label="layer") if lines else None
+    width = max((f.shape[1] for s in (first, second) for f in s.looks.features), default=0)
+    return {"cka": chart, "divergence": divergence, "few": first.looks.images <= width, "width": width}
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _fixed(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else MISSING
+
+
+def _whole(share: float) -> str:
+    return f"{100 * share:.4g} %"

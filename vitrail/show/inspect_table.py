@@ -1,0 +1,52 @@
+"""An inspection as tables for the terminal; each fits 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.measure.inspection import Inspection, Subject
+from vitrail.show.inspect_report import figures, notes
+from vitrail.show.quantities import amount, number, percent, shorten
+
+
+def inspection_tables(found: Inspection) -> Group:
+    """Layer by layer, one table a model; what adaptive ones spend; the two side by side; what to know."""
+    parts: list[Table | Text] = []
+    for place, subject in enumerate(found.subjects):
+        if subject.looks.layers:
+            parts += [_layers(subject, found if place == 0 else None), Text()]
+        if subject.looks.macs is not None and subject.looks.macs_whole:
+            share = percent(subject.looks.macs / subject.looks.macs_whole)
+            said = f"{subject.name}: {amount(subject.looks.macs)} MACs an image, {share} of the whole model's"
+            parts += [Text(said), Text()]
+    if found.divergence:
+        parts += [_divergence(found), Text()]
+    parts += [Text(note) for note in notes(found)]
+    return Group(*parts)
+
+
+def _layers(subject: Subject, found: Inspection | None) -> Table:
+    title = f"{shorten(subject.name, 40)}, {subject.looks.images} images; entropy in nats, distance in patches"
+    columns, rows = figures(subject, found.cka_diagonal if found is not None else ())
+    return _table(title, columns, rows)
+
+
+def _divergence(found: Inspection) -> Table:
+    names = list(found.divergence)
+    rows = [
+        [f"{layer}", *(number(found.divergence[name][i]) for name in names)]
+        for i, layer in enumerate(found.divergence_layers)
+    ]
+    title = f"divergence of attention maps in nats, {found.divergence_images} images"
+    return _table(title, ["layer", *names], rows)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,213 @@
+"""Pictures of where models look and which patches they keep, as sheets: grids with names of columns and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from vitrail.measure.inspection import Inspection, Subject
+from vitrail.show.attention import overlay
+from vitrail.show.quantities import shorten
+
+SIDE = 112  # of a picture of a sheet, in pixels, at least
+MOST_COLUMNS = 12  # of layers or blocks; beyond, evenly chosen ones
+MOST_HEADS = 16
+HEAD_PICTURES = 3  # images whose heads are shown one by one
+FADED = 0.85  # share of the ground colour in a patch that was dropped
+GROUND = (146, 168, 208)  # a blue that neither dark nor white images have
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A picture uint8 [height, width, 3] and a few words below it."""
+
+    picture: NDArray[np.uint8]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Pictures in rows and columns; a cell may be empty."""
+
+    name: str  # of its file, without suffix
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Cell | None]]]
+
+    @property
+    def named(self) -> bool:
+        """Whether rows have names."""
+        return any(name for name, _ in self.rows)
+
+
+def enlarged(image: NDArray[np.uint8], side: int = SIDE) -> NDArray[np.uint8]:
+    """The image with its longer side about `side`: small ones by whole factors, pixel by pixel."""
+    longer = max(image.shape[:2])
+    if longer < side:
+        times = -(-side // longer)
+        return image.repeat(times, 0).repeat(times, 1)
+    picture = Image.fromarray(image)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return np.asarray(picture)
+
+
+def dimmed(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """`image` [height, width, 3] with the patches that are not `kept` [rows, columns] faded to a blue ground."""
+    height, width = image.shape[:2]
+    rows, columns = kept.shape
+    there = kept[np.arange(height) * rows // height][:, np.arange(width) * columns // width]
+    faded = np.rint((1 - FADED) * image.astype(np.float64) + FADED * np.array(GROUND)).astype(np.uint8)
+    return np.where(there[..., None], image, faded)
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the items, evenly spaced, the first and the last among them.
+
+    >>> evenly(range(24), 4)
+    [0, 8, 15, 23]
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def attention_sheet(found: Inspection) -> Sheet | None:
+    """What the class token attends to, mean over heads: a column a layer; models below each other for every image."""
+    subjects = [s for s in found.subjects if s.looks.layers or s.looks.head_maps is not None]
+    if not subjects:
+        return None
+    known = sorted({layer.layer for s in subjects for layer in s.looks.layers})
+    layers = list(found.layers) or evenly(known, MOST_COLUMNS)
+    heads = any(s.looks.head_maps is not None for s in subjects)
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(found.captions):
+        for place, subject in enumerate(subjects):
+            pixels, looks = enlarged(subject.pixels[image]), subject.looks
+            at = {layer.layer: i for i, layer in enumerate(looks.layers)}
+            cells: list[Cell | None] = [Cell(pixels, shorten(caption, 18)) if place == 0 else None]
+            for layer in layers:
+                mean = looks.class_maps[image, at[layer]].mean(0) if layer in at else None
+                cells.append(None if mean is None else Cell(_over(pixels, mean, looks.grid)))
+            if heads:
+                seen = looks.head_maps
+                cells.append(None if seen is None else Cell(_over(pixels, seen[image], looks.grid)))
+            rows.append((_row_name(subject, image, len(subjects) > 1), cells))
+    columns = ["image", *(f"layer {i}" for i in layers), *(["head"] if heads else [])]
+    return Sheet("attention", "What the class token attends to, mean over heads", columns, rows)
+
+
+def head_sheets(found: Inspection) -> list[Sheet]:
+    """One sheet a model: for a few images, a row a layer and a column a head."""
+    sheets = []
+    for number, subject in enumerate(s for s in found.subjects if s.looks.layers):
+        looks = subject.looks
+        at = {layer.layer: i for i, layer in enumerate(looks.layers)}
+        layers = [i for i in found.layers if i in at] or evenly(list(at), 3)
+        heads = looks.class_maps.shape[2]
+        shown = evenly(range(heads), MOST_HEADS)
+        rows: list[tuple[str, Sequence[Cell | None]]] = []
+        for image in range(min(HEAD_PICTURES, len(found.captions))):
+            pixels = enlarged(subject.pixels[image])
+            for place, layer in enumerate(layers):
+                maps = looks.class_maps[image, at[layer]]
+                first = Cell(pixels, shorten(found.captions[image], 18)) if place == 0 else None
+                rows.append((f"layer {layer}", [first, *(Cell(_over(pixels, maps[h], looks.grid)) for h in shown)]))
+        columns = ["image", *(f"head {h}" for h in shown)]
+        title = f"Head by head, {subject.name}" + (f" ({len(shown)} of {heads} heads)" if len(shown) < heads else "")
+        sheets.append(Sheet(f"heads-{number}", title, columns, rows))
+    return sheets
+
+
+def kept_sheet(subject: Subject, captions: Sequence[str], number: int = 0, most: int = MOST_COLUMNS) -> Sheet | None:
+    """The image, then what is left of it after each stage (AdaViT: what each block worked on), with counts."""
+    looks = subject.looks
+    if looks.kept is None:
+        return None
+    stages = evenly(subject.stages, most)
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
+        pixels = subject.pixels[image]
+        cells: list[Cell | None] = [Cell(enlarged(pixels), shorten(caption, 18))]
+        for stage in stages:
+            kept = looks.kept[image, stage]
+            grid = kept.reshape(looks.grid).numpy().astype(bool)
+            cells.append(Cell(enlarged(dimmed(pixels, grid)), f"{int(kept.sum())} of {kept.numel()}"))
+        rows.append((f"says {subject.says(image)}", cells))
+    word = "in" if subject.kind == "adavit" else "after"
+    columns = ["image", *(f"{word} block {i}" for i in stages)]
+    return Sheet(f"kept-{number}", f"What {subject.name} keeps", columns, rows)
+
+
+def saliency_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
+    """Lengths of q̂ and k̂ of SimA's last layer over the image (efficiency-1 §2.B7)."""
+    looks = subject.looks
+    if looks.saliency is None:
+        return None
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
+        pixels = enlarged(subject.pixels[image])
+        over = [Cell(_over(pixels, values[image], looks.grid)) for values in looks.saliency]
+        rows.append((f"says {subject.says(image)}", [Cell(pixels, shorten(caption, 18)), *over]))
+    return Sheet(f"saliency-{number}", f"Saliency of {subject.name}", ["image", "length of q̂", "length of k̂"], rows)
+
+
+def all_sheets(found: Inspection) -> dict[str, list[Sheet]]:
+    """Every sheet that the models have something for, by section."""
+    first = attention_sheet(found)
+    kept = [kept_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
+    salient = [saliency_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
+    return {
+        "attention": [first] if first is not None else [],
+        "heads": head_sheets(found),
+        "kept": [sheet for sheet in kept if sheet is not None],
+        "saliency": [sheet for sheet in salient if sheet is not None],
+    }
+
+
+def sheet_picture(sheet: Sheet, gap: int = 8) -> Image.Image:
+    """A sheet as one picture, for a file."""
+    import matplotlib
+
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 12)
+    cells = [cell for _, row in sheet.rows for cell in row if cell is not None]
+    wide = max((cell.picture.shape[1] for cell in cells), default=SIDE)
+    high = max((cell.picture.shape[0] for cell in cells), default=SIDE)
+    foot = 20 if any(cell.caption for cell in cells) else 0
+    name = max(int(font.getlength(text)) for text, _ in sheet.rows) + gap if sheet.named else 0
+    size = (
+        gap + name + len(sheet.columns) * (wide + gap),
+        56 + len(sheet.rows) * (high + foot + gap),
+    )
+    made = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(made)
+    draw.text((gap, 8), sheet.title, fill="#1c1e24", font=font)
+    for column, text in enumerate(sheet.columns):
+        middle = gap + name + column * (wide + gap) + wide // 2
+        draw.text((middle, 34), text, fill="#5b606b", font=font, anchor="ma")
+    for row, (text, some) in enumerate(sheet.rows):
+        top = 54 + row * (high + foot + gap)
+        draw.text((gap, top + high // 2), text, fill="#5b606b", font=font, anchor="lm")
+        for column, cell in enumerate(some):
+            if cell is None:
+                continue
+            left = gap + name + column * (wide + gap)
+            made.paste(Image.fromarray(cell.picture), (left, top))
+            draw.text((left + wide // 2, top + high + 3), cell.caption, fill="#5b606b", font=font, anchor="ma")
+    return made
+
+
+def _over(pixels: NDArray[np.uint8], values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
+    return overlay(pixels, values.float().reshape(grid))
+
+
+def _row_name(subject: Subject, image: int, several: bool) -> str:
+    says = f"says {subject.says(image)}"
+    return f"{subject.name} {says}" if several else says

@@ -1,0 +1,70 @@
+"""Charts of an inspection, as SVG: likeness of layers, counts of kept patches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from vitrail.show.charts import Scale, _box, _grid, _rect, _svg, _text, ticks
+from vitrail.show.quantities import shorten
+
+MOST_NUMBERS = 12  # layers up to which a cell carries its value
+
+
+def likeness_chart(table: NDArray[np.float64], first: str, second: str, *, title: str) -> Markup:
+    """CKA [layers, other layers] as shades: a row a layer of the first model, a column one of the second."""
+    rows, columns = table.shape
+    cell = min(64.0, 440 / max(rows, columns))
+    left, top = 46.0, 40.0
+    size = (left + cell * columns + 8, top + cell * rows + 8)
+    out = [
+        _text(left + cell * columns / 2, 12, shorten(second, 40), "axis", "middle"),
+        Markup('<text class="axis" text-anchor="middle" transform="translate(12 {:.1f}) rotate(-90)">{}</text>').format(
+            top + cell * rows / 2, shorten(first, 40)
+        ),
+    ]
+    step = max(1, math.ceil(max(rows, columns) / 16))
+    out += [_text(left + cell * (j + 0.5), top - 7, f"{j}", "axis", "middle") for j in range(0, columns, step)]
+    out += [_text(left - 7, top + cell * (i + 0.5) + 4, f"{i}", "axis", "end") for i in range(0, rows, step)]
+    for i, j in np.ndindex(rows, columns):
+        value = float(table[i, j])
+        if not math.isfinite(value):
+            continue
+        at = (left + cell * j, top + cell * i)
+        out.append(
+            Markup('<g><title>{}</title><rect class="right" {} fill-opacity="{:.2f}"/>').format(
+                f"layer {i} of {first}, layer {j} of {second}: {value:.3f}",
+                _box(*at, cell - 1, cell - 1),
+                0.04 + 0.6 * max(value, 0.0) ** 1.5,
+            )
+        )
+        if max(rows, columns) <= MOST_NUMBERS:
+            out.append(_text(at[0] + cell / 2, at[1] + cell / 2 + 4, f"{value:.2f}", "count", "middle"))
+        out.append(Markup("</g>"))
+    return _svg(size, title, *out)
+
+
+def counts_chart(counts: NDArray[np.int64], patches: int, *, title: str, bins: int = 28) -> Markup:
+    """How many images keep how many of `patches`: columns of a histogram, and a line at the mean."""
+    wide = max(1, math.ceil((patches + 1) / bins))
+    edges = np.arange(0, patches + 1 + wide, wide)
+    found, _ = np.histogram(counts, edges)
+    left, right, top, bottom = 34.0, 250.0, 16.0, 104.0
+    x, y = Scale(0, float(edges[-1]), left, right), Scale(0, float(max(found.max(), 1)), bottom, top)
+    out = [_grid(y(v), left, right, f"{v:g}") for v in ticks(0, float(max(found.max(), 1)), 3)]
+    for start, images in zip(edges, found, strict=False):
+        if not images:
+            continue
+        told = f"{start}" if wide == 1 else f"{start} to {min(start + wide - 1, patches)}"
+        out.append(Markup("<g><title>{}</title>").format(f"{images:,} images keep {told} patches"))
+        high = y(float(images))
+        out.append(_rect(x(float(start)) + 0.5, high, x(wide) - x(0) - 1, bottom - high, "bar s0"))
+        out.append(Markup("</g>"))
+    middle = x(float(counts.mean()) + wide / 2)
+    out.append(Markup('<path class="ideal" d="M{0:.1f} {1:.1f}V{2:.1f}"/>').format(middle, top - 8, bottom))
+    out.append(_text(middle, top - 10, f"mean {counts.mean():.1f}", "count", "middle"))
+    out += [_text(x(v + wide / 2), bottom + 15, f"{v:g}", "axis", "middle") for v in (0, patches // 2, patches)]
+    return _svg((260, 126), title, *out)
