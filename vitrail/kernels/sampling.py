@@ -366,6 +366,20 @@ def compact(keep: Tensor, offsets: Tensor, capacity: int) -> tuple[Tensor, Tenso
     return index, before.clamp_max(capacity).to(offsets.dtype), before[-1] > capacity
 
 
+def kept_first(keep: Tensor) -> Tensor:
+    """Places of tokens [batch, tokens] with those of `keep` first, each part in its order.
+
+    By counting: sorting is slow, and ONNX's is not stable.
+
+    >>> kept_first(torch.tensor([[False, True, False, True]]))
+    tensor([[1, 3, 0, 2]])
+    """
+    upto = keep.long().cumsum(1)
+    here = torch.arange(keep.shape[1], device=keep.device).expand_as(upto)
+    rank = torch.where(keep, upto - 1, upto[:, -1:] + here - upto)
+    return torch.zeros_like(rank).scatter(1, rank, here)
+
+
 # The operator is declared here and calls Triton when it runs: torch.compile can see it without importing it.
 
 

@@ -1,4 +1,4 @@
-"""Representations without labels, or with few (efficiency-1 §2.C, §2.E-2.G).
+"""Representations without labels, or with few (efficiency-1 §2.E-2.G; DINO: §2.B4).
 
 Where the papers give the teacher weak views (crop and flip) and the model strong ones, so do these recipes; BYOL, MoCo
 and ISD on a ResNet-18 have two strong ones. `STRONG` lacks hue, and jitters every image where the papers leave out one
@@ -13,16 +13,12 @@ from dataclasses import replace
 from vitrail.config import AugmentConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from vitrail.learn.config import (
     ByolConfig,
-    ClustersConfig,
     CmsfConfig,
-    CompresConfig,
-    CrdConfig,
     DinoConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
     ObjectiveConfig,
-    SimregConfig,
     SupconConfig,
 )
 from vitrail.model.heads.config import Projected
@@ -110,57 +106,6 @@ STATED = {
         "objective.bank": 128_000,
     },
     "supcon": {"source": "CMSF, section 4.3.4", "objective.temperature": 0.1, "optim.warmup": 10},
-    "compres-1q": {
-        "source": "CompRes, L950",
-        **SGD,
-        "optim.lr": 0.01,
-        "optim.epochs": 130,
-        "objective.queues": 1,
-        "objective.bank": 128_000,
-        "objective.temperature": 0.04,
-    },
-    "compres-2q": {
-        "source": "CompRes, L950",
-        **SGD,
-        "optim.lr": 0.01,
-        "optim.epochs": 130,
-        "objective.queues": 2,
-        "objective.bank": 128_000,
-        "objective.temperature": 0.04,
-        "objective.momentum": 0.999,
-    },
-    "reg": {
-        "source": "CompRes, appendix A.3.2: ResNet-18",
-        "optim.name": "adam",
-        "optim.lr": 0.001,
-        "optim.weight_decay": 1e-4,
-        "optim.epochs": 100,
-        "optim.schedule": "step",
-        "optim.step_every": 40,
-        "optim.step_factor": 0.1,
-        "data.batch": 256,
-        "objective.layers": 1,
-        "objective.match": "raw",
-    },
-    "reg-bn": {
-        "source": "CompRes, appendix A.3.2",
-        **SGD,
-        "optim.lr": 0.1,
-        "optim.epochs": 100,
-        "optim.schedule": "step",
-        "optim.step_every": 40,
-        "optim.step_factor": 0.1,
-        "objective.layers": 1,
-        "objective.match": "batch_norm",
-    },
-    "cluster-classification": {
-        "source": "CompRes, appendix A.3.2: ResNets",
-        "optim.lr": 0.1,
-        "optim.epochs": 100,
-        "optim.schedule": "cosine",
-        "objective.clusters": 16_000,
-    },
-    "crd": {"source": "CompRes, appendix A.3.2: no supervised term", "optim.lr": 0.05},
     "resmlp-dino": {"source": "ResMLP, section 4.3.1: 300 epochs; the rest by reference", "optim.epochs": 300},
     "sima-dino": {
         "source": "SimA, L819-827",
@@ -176,9 +121,10 @@ STATED = {
 }
 
 
-def _paper(
+def paper(
     name: str, objective: ObjectiveConfig, rate: float = 0.05, epochs: float = 200, network: str = "resnet50"
 ) -> RunConfig:
+    """What the papers have in common."""
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=STRONG),
@@ -196,7 +142,7 @@ def byol_asym() -> RunConfig:
     Command:   vitrail train byol-asym --data imagenet/
     Expect:    the paper: 69.3 % linear, 55.0 % 1-NN on ImageNet; not run here
     """
-    return _paper("byol-asym", ByolConfig())
+    return paper("byol-asym", ByolConfig())
 
 
 def moco_v2() -> RunConfig:
@@ -206,7 +152,7 @@ def moco_v2() -> RunConfig:
     Command:   vitrail train moco-v2 --data imagenet/
     Expect:    the paper: 67.5 % linear, 50.9 % 1-NN on ImageNet; not run here
     """
-    base = _paper("moco-v2", MocoConfig(), rate=0.03)
+    base = paper("moco-v2", MocoConfig(), rate=0.03)
     return replace(base, model=replace(base.model, head=Projected(width=128, hidden=2048)))
 
 
@@ -220,7 +166,7 @@ def isd_r18() -> RunConfig:
     objective = IsdConfig(
         momentum=0.999, temperature=0.02, teacher_temperature=0.02, predictor_hidden=512, views="strong_strong"
     )
-    base = _paper("isd-r18", objective, rate=0.01, network="resnet18")
+    base = paper("isd-r18", objective, rate=0.01, network="resnet18")
     return replace(base, model=replace(base.model, head=Projected(projector="none")))
 
 
@@ -231,7 +177,7 @@ def isd() -> RunConfig:
     Command:   vitrail train isd --data imagenet/
     Expect:    the paper: 69.8 % linear, 59.2 % 1-NN on ImageNet; not run here
     """
-    return _paper("isd", IsdConfig())
+    return paper("isd", IsdConfig())
 
 
 def msf() -> RunConfig:
@@ -241,7 +187,7 @@ def msf() -> RunConfig:
     Command:   vitrail train msf --data imagenet/
     Expect:    the paper: 72.1 % linear, 62.0 % 1-NN on ImageNet; not run here
     """
-    return _paper("msf", MsfConfig())
+    return paper("msf", MsfConfig())
 
 
 def cmsf_self() -> RunConfig:
@@ -251,7 +197,7 @@ def cmsf_self() -> RunConfig:
     Command:   vitrail train cmsf-self --data imagenet/
     Expect:    the paper: 73.0 % linear, 63.2 % 1-NN on ImageNet; not run here
     """
-    return _paper("cmsf-self", CmsfConfig())
+    return paper("cmsf-self", CmsfConfig())
 
 
 def cmsf_semi() -> RunConfig:
@@ -261,7 +207,7 @@ def cmsf_semi() -> RunConfig:
     Command:   vitrail train cmsf-semi --data imagenet/
     Expect:    the paper: 69.9 % after its fine-tuning with a tenth of ImageNet's labels; not run here
     """
-    return _paper("cmsf-semi", CmsfConfig(constraint="semi", k=10))
+    return paper("cmsf-semi", CmsfConfig(constraint="semi", k=10))
 
 
 def cmsf_sup() -> RunConfig:
@@ -271,7 +217,7 @@ def cmsf_sup() -> RunConfig:
     Command:   vitrail train cmsf-sup --data imagenet/
     Expect:    the paper: 76.4 % linear on ImageNet, 80.1 % mean of ten transfers; not run here
     """
-    return _paper("cmsf-sup", CmsfConfig(constraint="supervised", k=10))
+    return paper("cmsf-sup", CmsfConfig(constraint="supervised", k=10))
 
 
 def supcon() -> RunConfig:
@@ -281,82 +227,9 @@ def supcon() -> RunConfig:
     Command:   vitrail train supcon --data imagenet/
     Expect:    the paper: 77.5 % linear on ImageNet; not run here
     """
-    base = _paper("supcon", SupconConfig())
+    base = paper("supcon", SupconConfig())
     head = Projected(width=128, hidden=2048, norm=True)
     return replace(base, model=replace(base.model, head=head), optim=replace(base.optim, warmup=10))
-
-
-def _student(name: str, objective: ObjectiveConfig) -> RunConfig:
-    base = _paper(name, objective, rate=0.01, epochs=130, network="resnet18")
-    data = replace(base.data, augment=AugmentConfig())
-    return replace(base, data=data, model=replace(base.model, head=Projected(projector="none")))
-
-
-def compres_1q() -> RunConfig:
-    """CompRes with one queue: a student sees images as near to the teacher's anchors as the teacher.
-
-    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
-    Command:   vitrail train compres-1q --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 62.6 % linear, 53.5 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    return _student("compres-1q", CompresConfig(queues=1))
-
-
-def compres_2q() -> RunConfig:
-    """CompRes with two queues: a student's own anchors beside the teacher's.
-
-    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
-    Command:   vitrail train compres-2q --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 61.7 % linear, 53.4 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    return _student("compres-2q", CompresConfig(queues=2))
-
-
-def reg() -> RunConfig:
-    """Plain regression of a teacher's embedding, CompRes' baseline.
-
-    Source:    CompRes, appendix A.3.2
-    Command:   vitrail train reg --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 52.2 % linear, 41.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    base = _student("reg", SimregConfig(layers=1, match="raw"))
-    optim = OptimConfig(
-        name="adam", lr=1e-3, epochs=100, schedule="step", step_every=40, warmup=0, weight_decay=1e-4, floor=0.0
-    )
-    return replace(base, optim=optim)
-
-
-def reg_bn() -> RunConfig:
-    """Regression of a teacher's embedding, both normalised over the batch, CompRes' baseline.
-
-    Source:    CompRes, appendix A.3.2
-    Command:   vitrail train reg-bn --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 58.2 % linear, 47.3 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    base = _student("reg-bn", SimregConfig(layers=1, match="batch_norm"))
-    return replace(base, optim=replace(base.optim, lr=0.1, epochs=100, schedule="step", step_every=40))
-
-
-def cluster_classification() -> RunConfig:
-    """A student learns which cluster of a teacher's features an image is in, CompRes' baseline CC.
-
-    Source:    CompRes, appendix A.3.2; ours: weight decay and batch
-    Command:   vitrail train cluster-classification --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 61.1 % linear, 51.1 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    base = _student("cluster-classification", ClustersConfig())
-    return replace(base, optim=replace(base.optim, lr=0.1, epochs=100))
-
-
-def crd() -> RunConfig:
-    """CRD: tell a teacher's embedding of an image from those of others, CompRes' baseline.
-
-    Source:    CompRes, appendix A.3.2 (rate); ours: its length; the rest is CRD's and CompRes' own
-    Command:   vitrail train crd --data imagenet/ --objective.teacher RUN
-    Expect:    the paper: 58.4 % linear, 43.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
-    """
-    base = _student("crd", CrdConfig())
-    return replace(base, optim=replace(base.optim, lr=0.05, epochs=100))
 
 
 def _dino(name: str, model: ModelConfig, objective: DinoConfig, optim: OptimConfig, batch: int) -> RunConfig:
@@ -394,7 +267,8 @@ def sima_dino() -> RunConfig:
     return _dino("sima-dino", ModelConfig(name="xcit_s12_p16_sima"), DinoConfig(), optim, batch=256)
 
 
-def _small(name: str, objective: ObjectiveConfig, head: Projected | None = None) -> RunConfig:
+def small_resnet(name: str, objective: ObjectiveConfig, head: Projected | None = None) -> RunConfig:
+    """What the small versions have in common."""
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=SMALL),
@@ -412,7 +286,7 @@ def small_byol() -> RunConfig:
     Command:   vitrail train small-byol --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-byol", ByolConfig(predictor_hidden=512))
+    return small_resnet("small-byol", ByolConfig(predictor_hidden=512))
 
 
 def small_moco() -> RunConfig:
@@ -421,7 +295,7 @@ def small_moco() -> RunConfig:
     Command:   vitrail train small-moco --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-moco", MocoConfig(momentum=0.99, bank=4096))
+    return small_resnet("small-moco", MocoConfig(momentum=0.99, bank=4096))
 
 
 def small_isd() -> RunConfig:
@@ -430,7 +304,7 @@ def small_isd() -> RunConfig:
     Command:   vitrail train small-isd --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-isd", IsdConfig(predictor_hidden=512, bank=4096))
+    return small_resnet("small-isd", IsdConfig(predictor_hidden=512, bank=4096))
 
 
 def small_msf() -> RunConfig:
@@ -439,7 +313,7 @@ def small_msf() -> RunConfig:
     Command:   vitrail train small-msf --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-msf", MsfConfig(predictor_hidden=512, bank=4096))
+    return small_resnet("small-msf", MsfConfig(predictor_hidden=512, bank=4096))
 
 
 def small_cmsf() -> RunConfig:
@@ -448,25 +322,7 @@ def small_cmsf() -> RunConfig:
     Command:   vitrail train small-cmsf --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-cmsf", CmsfConfig(predictor_hidden=512, bank=4096))
-
-
-def small_compres() -> RunConfig:
-    """A teacher's relations taken over by a small ResNet, in minutes.
-
-    Command:   vitrail train small-compres --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
-    """
-    return _small("small-compres", CompresConfig(bank=4096), Projected(projector="none"))
-
-
-def small_simreg() -> RunConfig:
-    """A teacher's embeddings regressed by a small ResNet, in minutes.
-
-    Command:   vitrail train small-simreg --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
-    """
-    return _small("small-simreg", SimregConfig(), Projected(projector="none"))
+    return small_resnet("small-cmsf", CmsfConfig(predictor_hidden=512, bank=4096))
 
 
 def small_supcon() -> RunConfig:
@@ -475,25 +331,7 @@ def small_supcon() -> RunConfig:
     Command:   vitrail train small-supcon --data cifar10.npz
     Expect:    not measured yet
     """
-    return _small("small-supcon", SupconConfig())
-
-
-def small_clusters() -> RunConfig:
-    """A teacher's clusters told by a small ResNet, in minutes.
-
-    Command:   vitrail train small-clusters --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
-    """
-    return _small("small-clusters", ClustersConfig(clusters=500), Projected(projector="none"))
-
-
-def small_crd() -> RunConfig:
-    """A teacher's embeddings told apart by a small ResNet, in minutes.
-
-    Command:   vitrail train small-crd --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
-    """
-    return _small("small-crd", CrdConfig(negatives=4096), Projected(projector="none"))
+    return small_resnet("small-supcon", SupconConfig())
 
 
 def small_dino() -> RunConfig:
@@ -503,7 +341,7 @@ def small_dino() -> RunConfig:
     Expect:    not measured yet
     """
     objective = DinoConfig(prototypes=4096, local_views=4, local_size=16, momentum=0.99)
-    base = _small("small-dino", objective)
+    base = small_resnet("small-dino", objective)
     return replace(
         base,
         data=replace(base.data, augment=replace(SMALL, scale=(0.4, 1.0), solarise=0.1)),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from vitrail.kernels.sampling import (
     class_scores,
     compact,
     inverse_sample,
+    kept_first,
     nearest_sample,
     ragged_sample,
     random_sample,
@@ -181,11 +183,14 @@ class _Sampling(Passage):
         """Which tokens go on, [batch, tokens], prefix tokens among them."""
         config, prefix, mask = self.config, tokens.prefix, tokens.mask
         first = prefix if config.keep_class else 0
-        scores, row = class_scores(
-            q, k, v, prefix=first, mask=mask, value_norm=config.value_norm, source=config.score, with_row=True
+        score = partial(
+            class_scores, q, k, v, prefix=first, mask=mask, value_norm=config.value_norm, source=config.score
         )
         if torch.is_grad_enabled():
+            scores, row = score(with_row=True)
             self.losses[f"uniform.{i}"] = _unevenness(row, prefix, mask)
+        else:
+            scores = score()
         real = None if mask is None else mask[:, first:]
         points = self.policy.points(i, tokens.counts() - prefix)
         if config.sampling == "top":
@@ -202,11 +207,7 @@ class _Sampling(Passage):
         room = self.policy.room(i, patches.shape[1])
         if patches.device.type == "cpu" and not torch.compiler.is_compiling():
             room = max(1, int(patches.sum(1).max()))  # elsewhere asking would wait for the device
-        # Kept ones first, each part in its order. By counting: sorting is slow, and ONNX's is not stable.
-        upto = patches.long().cumsum(1)
-        here = torch.arange(patches.shape[1], device=patches.device).expand_as(upto)
-        rank = torch.where(patches, upto - 1, upto[:, -1:] + here - upto)
-        order = torch.zeros_like(rank).scatter(1, rank, here)[:, :room]
+        order = kept_first(patches)[:, :room]
         first = torch.arange(prefix, device=order.device).expand(len(order), -1)
         return torch.cat([first, order + prefix], 1)
 

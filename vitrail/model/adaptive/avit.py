@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.sampling import compact, owners
+from vitrail.kernels.sampling import compact, kept_first, owners
 from vitrail.model.adaptive.config import Avit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
 from vitrail.model.adaptive.trace import Trace
@@ -208,7 +208,7 @@ class _Halting(Passage):
         prefix, patches = tokens.prefix, self.alive[:, tokens.prefix :]
         room = int(patches.sum(1).amax()) if patches.numel() else 0
         if room <= patches.shape[1] * (1 - WORTH):
-            order = (~patches).to(torch.int8).argsort(dim=1, stable=True)[:, :room] + prefix
+            order = kept_first(patches)[:, :room] + prefix
             first = torch.arange(prefix, device=order.device).expand(batch, -1)  # prefix tokens stay in front
             chosen = torch.cat([first, order], 1)
             place = torch.arange(batch * count, device=order.device).view(batch, count)
