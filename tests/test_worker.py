@@ -225,7 +225,7 @@ def test_a_study_that_is_asked_to_stop_saves_what_it_makes_and_goes_on_later(tmp
 # Scheduling, with something quick in place of training
 
 STAND_IN = """
-import ctypes, os, pathlib, signal, subprocess, sys, time, yaml
+import ctypes, json, os, pathlib, signal, subprocess, sys, time, yaml
 word = lambda name: pathlib.Path(sys.argv[sys.argv.index(name) + 1])
 out, config = word("--out"), yaml.safe_load(word("--config").read_text())
 seed, name = config["seed"], word("--config").stem
@@ -241,6 +241,9 @@ if name in os.environ.get("TO_FAIL", ""):
     print("vitrail: that was wrong", file=sys.stderr)
     sys.exit(2)
 time.sleep(0.2)
+awaited, late = json.loads(os.environ.get("AWAITS", "{}")).get(name), time.monotonic() + 60
+while awaited and not pathlib.Path(awaited).exists() and time.monotonic() < late:
+    time.sleep(0.01)
 (out / "report.html").write_text("")
 (out / "metrics.jsonl").write_text('{"final": true, "split": "test", "top1": 0.5}')
 """
@@ -268,15 +271,26 @@ def process(one: Planned) -> str:
     return (one.path / "process").read_text().split()[0]
 
 
-def test_seeds_of_a_variant_share_a_process_and_variants_do_not(stand_in: Path) -> None:
+def let_await(monkeypatch: pytest.MonkeyPatch, what: dict[str, Path]) -> None:
+    """Runs end only when a file is there: which worker is free first is then no matter of chance."""
+    monkeypatch.setenv("AWAITS", json.dumps({name: str(path) for name, path in what.items()}))
+
+
+def test_seeds_of_a_variant_share_a_process_and_variants_do_not(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = planned(stand_in, 2, 3)
+    partner = {p.name: other.path / "process" for p in runs for other in runs if p.seed == other.seed and p != other}
+    let_await(monkeypatch, partner)
     assert run_missing(runs, stand_in / "s", jobs=2, devices=[], quiet=True) == {}
     assert {(p.variant, process(p)) for p in runs} == {("v0", process(runs[0])), ("v1", process(runs[1]))}
     assert process(runs[0]) != process(runs[1])
 
 
-def test_a_new_worker_goes_where_there_are_fewest(stand_in: Path) -> None:
+def test_a_new_worker_goes_where_there_are_fewest(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = planned(stand_in, 2, 3)
+    last = next(p for p in runs if p.name == "v0-seed2")
+    let_await(monkeypatch, {"v1-seed2": last.path / "report.html"})
     before = [p for p in runs if p.name in ("v0-seed0", "v1-seed0", "v1-seed1")]
     run_missing(before, stand_in / "s", jobs=2, devices=[], quiet=True)
     run_missing(runs, stand_in / "s", jobs=2, devices=[], quiet=True)  # v0 lacks two seeds, v1 one
