@@ -64,7 +64,7 @@ def resolution(data: str, smoke: bool) -> list[Study]:
 
     Expected (T6.6): at least as good, at lower cost.
     """
-    base = changed(recipe("small-deit3"), {"data.uri": data, "optim.epochs": 40.0}, smoke)
+    base = changed(recipe("small-deit3"), {"data.uri": data, "optim.epochs": 20.0}, smoke)
     studies = []
     for seed in range(1 if smoke else 3):
         low = made(with_values(base, {"model.image_size": 24, "seed": seed}))
@@ -83,7 +83,7 @@ def attention(source: str, target: str, smoke: bool) -> list[Study]:
 
     Expected (section 6.3.5.1): attention alone about as good as all.
     """
-    base = made(changed(recipe("small-deit"), {"data.uri": source, "optim.epochs": 60.0}, smoke))
+    base = made(changed(recipe("small-deit"), {"data.uri": source, "optim.epochs": 30.0}, smoke))
     tuned = changed(
         recipe("small-transfer"),
         {"data.uri": target, "data.fraction": 1.0 if smoke else 0.1, "model.weights": str(base), "optim.epochs": 40.0},
@@ -99,11 +99,11 @@ def teachers(data: str, smoke: bool) -> list[Study]:
 
     Expected (T3.2): the convolutional teacher is the better one of two that are about as accurate.
     """
-    convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, "optim.epochs": 60.0}, smoke))
+    convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, "optim.epochs": 30.0}, smoke))
     transformer = made(
-        changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 150.0, "model.name": "vit_small_32"}, smoke)
+        changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 30.0, "model.name": "vit_small_32"}, smoke)
     )
-    base = changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 40.0}, smoke)
+    base = changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 20.0}, smoke)
 
     def of(teacher: Path) -> dict[str, Any]:
         return {"objective": {"kind": "distillation", "teacher": str(teacher), "labels": {"smoothing": 0.1}}}

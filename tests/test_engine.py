@@ -11,6 +11,7 @@ import pytest
 import timm.optim
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
@@ -170,6 +171,24 @@ def test_lamb_equals_timms() -> None:
         other.step()
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_our_own_optimisers_never_ask_a_tensor_for_its_number(name: str) -> None:
+    class Asked(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    objective = nn.ModuleDict({"blocks": nn.ModuleDict({"fc": nn.Linear(4, 3)})})
+    updater = Updater(build_optimizer(objective, OptimConfig(name=name)), clip=1.0)
+    for _ in range(2):  # the first step makes the state
+        objective["blocks"]["fc"](torch.randn(5, 4)).square().sum().backward()  # type: ignore[index]
+        with Asked() as asked:
+            updater.apply()
+    assert asked.count == 0
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lamb", "adagrad", "muon"])

@@ -322,6 +322,15 @@ def test_without_val_nothing_is_watched_and_test_is_judged(tmp_path: Path, photo
         vitrail.train(configure(f"{flags} --data.test_fraction 0".replace("/a ", "/b ")), quiet=True)
 
 
+def test_while_settings_are_chosen_test_stays_unseen(tmp_path: Path, photos: Path) -> None:
+    flags = f"--data {photos} --out {tmp_path / 'a'} --optim.steps 1 --data.judge val"
+    run = vitrail.train(configure(flags), quiet=True)
+    assert run.split == "val"
+    assert "test" not in {line["split"] for line in lines(run.path)}
+    with pytest.raises(ValueError, match="data.judge is val"):
+        vitrail.train(configure(f"{flags} --data.val_fraction 0".replace("/a ", "/b ")), quiet=True)
+
+
 def test_few_images_from_scratch_are_warned_about(tmp_path: Path, photos: Path, capsys) -> None:
     config = configure(f"--data {photos} --out {tmp_path / 'a'} --optim.steps 1 --model.trunk.width 192")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, trunk={"width": 192, "depth": 3}))

@@ -268,8 +268,8 @@ class _Trainer:
         return found
 
     def _finish(self, fit: Fit, seconds: float, skipped: Sequence[Bad]) -> Run:
-        """The one look at test, the model, the report."""
-        split = "test" if "test" in self.data.splits else "val"
+        """The one look at test (val, where settings are still being chosen), the model, the report."""
+        split = self.config.data.judge if "test" in self.data.splits else "val"
         with self._eval_loader(split) as loader:
             predictions = predict_all(fit.kept, loader, device=self.device, autocast=self.precision)
             others = [name for name in self.config.evaluators if name != "classification"]
@@ -350,6 +350,8 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
     )
     if "val" not in data.splits and "test" not in data.splits:
         raise ValueError(f"{chosen.uri} has neither val nor test images to judge by; set --data.val_fraction above 0")
+    if chosen.judge == "val" and "val" not in data.splits:
+        raise ValueError(f"data.judge is val, and {chosen.uri} has no such images; set --data.val_fraction above 0")
     for split in data.splits.values():
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no images")

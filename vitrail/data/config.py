@@ -118,6 +118,8 @@ class DataConfig:
     test_fraction: Fraction = 0.1
     """Share carved off as test where the source is one undivided tree."""
     split_seed: Whole = 0
+    judge: Literal["test", "val"] = "test"
+    """Which images a run is judged on in the end: `val` while settings are being chosen, so that test stays unseen."""
     level: str = ""
     """Level of a taxonomy that is the label, such as coarse (empty: the finest)."""
     shots: Count | None = None

@@ -52,11 +52,11 @@ class Lamb(torch.optim.Optimizer):
         grads = [p.grad for p in params if p.grad is not None]
         if bad is not None:  # a skipped step moves nothing: neither weights, moments nor the count
             keep = 1.0 - bad
-            grads = [torch.where(bad.bool(), 0.0, g) for g in grads]
+            grads = [g.masked_fill(bad.bool(), 0.0) for g in grads]
         else:
             keep = torch.ones((), device=params[0].device)
         (beta1, beta2), eps = group["betas"], group["eps"]
-        torch._foreach_add_(counts, keep)
+        torch._foreach_add_(counts, [keep] * len(counts))  # one tensor in place of the list would be asked for its number
         step = counts[0].clamp(min=1.0)  # all tensors of a group have taken the same steps
         difference = torch._foreach_sub(grads, first)
         torch._foreach_mul_(difference, keep * (1 - beta1))
@@ -74,7 +74,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(update, params, alpha=group["weight_decay"])
             weights, updates = torch._foreach_norm(params), torch._foreach_norm(update)
             ratios = [
-                torch.where((w > 0) & (u > 0), w / torch.where(u > 0, u, 1.0), 1.0)
+                (w / u).masked_fill((w <= 0) | (u <= 0), 1.0)
                 for w, u in zip(weights, updates, strict=True)
             ]
             torch._foreach_mul_(update, ratios)

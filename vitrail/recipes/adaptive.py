@@ -318,8 +318,8 @@ def defence() -> RunConfig:
 
 
 def _small(name: str, adaptive: AdaptiveConfig) -> RunConfig:
-    base = small_deit()
-    return replace(base, recipe=name, model=replace(base.model, trunk={"adaptive": adaptive}))
+    model = ModelConfig(name="vit_tiny_32", drop_path=0.1, trunk={"adaptive": adaptive})  # with its class token
+    return replace(small_deit(), recipe=name, model=model)
 
 
 def small_ats() -> RunConfig:

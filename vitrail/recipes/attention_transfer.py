@@ -285,5 +285,6 @@ def small_attention_distill() -> RunConfig:
     return replace(
         small_deit(),
         recipe="small-attention-distill",
+        model=ModelConfig(name="vit_tiny_32", drop_path=0.1),
         objective=AttentionTransferConfig(mode="distill", layers="first:9", labels=LABELS),
     )

@@ -14,6 +14,7 @@ from vitrail.config import (
     RunConfig,
     SupervisedConfig,
 )
+from vitrail.model.heads.config import Mean
 
 TEACHER = "timm:regnety_160.deit_in1k"
 
@@ -117,8 +118,10 @@ def small_deit() -> RunConfig:
     """DeiT's recipe for 32-pixel images on one accelerator.
 
     Command:   vitrail train small-deit --data cifar100.npz
-    Source:    deit-300, with the device's own RandAugment (torchvision's operations) and a moving average
-    Expect:    not measured yet
+    Source:    deit-300 with the device's own RandAugment (torchvision's operations) and a moving average; Muon in place
+               of AdamW and the mean of the patches in place of the class token, chosen on held-out training images
+               (studies/small-deit-tuning.yaml: 74.9 % there, 63.2 % with AdamW and a class token)
+    Expect:    CIFAR-100, ViT-Ti/4, all 50,000 images: 75.4 % of test (std 0.4 over three seeds, studies/small-deit.yaml)
     """
     return RunConfig(
         recipe="small-deit",
@@ -130,8 +133,8 @@ def small_deit() -> RunConfig:
                 crop="pad", padding=4, rand_ops=2, rand_magnitude=9, erasing=0.25, mixup=0.8, cutmix=1.0
             ),
         ),
-        model=ModelConfig(name="vit_tiny_32", drop_path=0.1),
-        optim=OptimConfig(lr=1e-3, epochs=100, warmup=5, weight_decay=0.05, clip=1.0),
+        model=ModelConfig(name="vit_tiny_32", head=Mean(), drop_path=0.1),
+        optim=OptimConfig(name="muon", lr=2e-3, momentum=0.95, epochs=100, warmup=5, weight_decay=0.1, clip=1.0),
         objective=SupervisedConfig(smoothing=0.1),
         engine=EngineConfig(ema=0.999, evaluate_every=10, checkpoint_every=10, log_every=50),
     )

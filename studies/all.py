@@ -1,0 +1,107 @@
+"""Every study of training and heads, several side by side on one accelerator.
+
+    python studies/all.py [NAME ...] --data FOLDER [--side 3] [--jobs 3] [--minutes 9] [--smoke]
+
+FOLDER holds cifar100.npz and cifar10.npz (distillation: cifar10_resnet56.safetensors, too); runs and reports land in
+FOLDER/runs/studies, what each study printed in FOLDER/runs/logs. Studies come in the order of the list below, longest
+first, so that the last minutes are not one study's alone. After `--minutes` everything is stopped, and the same command
+goes on: finished runs are never repeated. Times of studies made side by side mean nothing and are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CHAINED = {  # name: arguments of studies/chained.py
+    "resolution": ("resolution", "cifar100.npz"),
+    "attention": ("attention", "cifar100.npz", "cifar10.npz"),
+    "teachers": ("teachers", "cifar10.npz"),
+}
+STUDIES = (
+    *("small-deit", "layerscale", "recipe-ablation", "heads-vit", "second-order", "cait-heads", "grafit"),
+    *("resmlp-mixers", "teachers", "heads-resnet", "seeds", "augmentations", "bce", "grafit-weight", "recipe-swap"),
+    *("distillation", "resolution", "crop", "stem-pooling", "attention", "gramian"),
+)
+
+
+def command(name: str, jobs: int, smoke: bool) -> list[str]:
+    extra = ["--smoke"] if smoke else []
+    if name in CHAINED:
+        return [sys.executable, str(HERE / "chained.py"), *CHAINED[name], "--jobs", str(jobs), *extra]
+    words = [sys.executable, "-m", "vitrail", "compare", str(HERE / f"{name}.yaml"), "--jobs", str(jobs)]
+    return [*words, "--seconds", "0", *extra]
+
+
+class Pool:
+    """Takes one study after the other, `side` at a time."""
+
+    def __init__(self, names: list[str], folder: Path, jobs: int, smoke: bool, minutes: float | None) -> None:
+        self.waiting, self.folder, self.jobs, self.smoke = list(names), folder, jobs, smoke
+        self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.lock = threading.Lock()
+        self.failed: list[str] = []
+        (folder / "runs" / "logs").mkdir(parents=True, exist_ok=True)
+
+    def take(self) -> None:
+        while time.monotonic() < self.until:
+            with self.lock:
+                if not self.waiting:
+                    return
+                name = self.waiting.pop(0)
+            self.run(name)
+
+    def run(self, name: str) -> None:
+        began = time.monotonic()
+        with (self.folder / "runs" / "logs" / f"{name}.txt").open("w") as log:
+            process = subprocess.Popen(
+                command(name, self.jobs, self.smoke),
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(max(0.0, min(self.until - time.monotonic(), threading.TIMEOUT_MAX)))
+                said = "done" if code == 0 else f"failed with exit code {code}: see its log"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)
+                code, said = 1, "out of time"
+        if code:
+            self.failed.append(name)
+        print(f"{name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(STUDIES), help="studies (none: all)")
+    parser.add_argument("--data", type=Path, default=Path.cwd(), help="folder of the data, and of what comes out")
+    parser.add_argument("--side", type=int, default=3, help="studies at a time")
+    parser.add_argument("--jobs", type=int, default=3, help="runs of a study at a time")
+    parser.add_argument("--minutes", type=float, help="stop everything then")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    known = {*CHAINED, *(path.stem for path in HERE.glob("*.yaml"))}
+    for name in options.names:
+        if name not in known:
+            parser.error(f"no study {name!r}; there are {', '.join(sorted(known))}")
+    pool = Pool(options.names, options.data, options.jobs, options.smoke, options.minutes)
+    threads = [threading.Thread(target=pool.take) for _ in range(options.side)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in pool.waiting:
+        print(f"{name}: not begun")
+    return 1 if pool.failed or pool.waiting else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
