@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_models import Found, Models, OutOfTime
+from adaptive_models import Models
 from adaptive_tables import tables
 from device_runs import DeviceRuns
+from found import Found, OutOfTime
 
 from vitrail.learn.attack import Attack
 from vitrail.learn.config import AttackConfig

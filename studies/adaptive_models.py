@@ -1,4 +1,4 @@
-"""The models of the study of adaptive computation, each trained once and kept, and the rows that it finds.
+"""The models of the study of adaptive computation, each trained once and kept.
 
 base       plain ViT                                  from scratch
 ats        samples tokens, share 1                    from base
@@ -11,10 +11,7 @@ control    as many further steps without patches      from avit
 from __future__ import annotations
 
 import copy
-import json
 import math
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,16 +20,15 @@ from typing import Any
 
 import torch
 from device_runs import DeviceRuns
+from found import Found, KeptModels
 from torch import Tensor
 
-from vitrail.api.evaluation import load
 from vitrail.config import RunConfig
 from vitrail.learn.config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case
 from vitrail.model.adaptive.config import Adavit, Ats, Avit
 from vitrail.model.build import make_adaptive
 from vitrail.model.classifier import Classifier
-from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
 
 EPOCHS = {"base": 30, "longer": 15, "ats": 10, "avit": 15, "adavit": 15, "defended": 8, "control": 8}
@@ -47,122 +43,27 @@ SMOKE = {
 SMOKE_DEFENCE = {"every": 1, "inner_steps": 1}
 
 
-class OutOfTime(Exception):
-    """Nothing more is to be begun; the same command goes on where it was."""
-
-
-class Found:
-    """Rows of FOLDER/found.jsonl, written as they come; what is there is not made again."""
-
-    def __init__(self, folder: Path, minutes: float = math.inf) -> None:
-        self.path = folder / "found.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.until = time.monotonic() + 60 * minutes
-        self.failed = 0
-        if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
-            self._append("\n")  # a kill cut the last line off, and the next must not go on in it
-        rows = read_rows(folder)
-        self.rows = {key(row): row for row in rows if "failed" not in row}
-
-    def row(
-        self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """A row, made now if it is not there; none where that failed, which is said and does not end the study."""
-        place = {"table": table, "subject": subject, "what": what, "seed": seed}
-        if key(place) in self.rows:
-            return self.rows[key(place)]
-        if time.monotonic() > self.until:
-            raise OutOfTime
-        torch.manual_seed(seed)
-        began = time.monotonic()
-        try:
-            made = {**place, **make()}
-        except OutOfTime:
-            raise
-        except Exception as error:
-            self._fail(place, error)
-            return None
-        made["seconds"] = time.monotonic() - began
-        self.rows[key(place)] = made
-        self._write(made)
-        return made
-
-    def guarded(self, table: str, what: str, seed: int, work: Callable[[], None]) -> None:
-        """Do something that makes rows; what goes wrong between them does not end the study either."""
-        try:
-            work()
-        except OutOfTime:
-            raise
-        except Exception as error:
-            self._fail({"table": table, "subject": "between rows", "what": what, "seed": seed}, error)
-
-    def _fail(self, place: dict[str, Any], error: Exception) -> None:
-        self.failed += 1
-        traceback.print_exc()
-        self._write({**place, "failed": f"{type(error).__name__}: {error}".splitlines()[0]})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        text = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()})
-        print(text, flush=True)
-        self._append(text + "\n")
-
-    def _append(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows; a last line that a kill cut off is not one."""
-    path = folder / "found.jsonl"
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is the row of."""
-    return row["table"], row["subject"], row["what"], row["seed"]
-
-
-class Models:
-    """Every model of the study by name and seed: from memory, from FOLDER/models, or trained now."""
+class Models(KeptModels):
+    """Those of this study."""
 
     def __init__(self, runs: DeviceRuns, folder: Path, found: Found, smoke: bool) -> None:
-        self.runs, self.folder, self.found, self.smoke = runs, folder, found, smoke
-        self._kept: dict[tuple[str, int], Classifier] = {}
-        self._broken: set[tuple[str, int]] = set()
+        super().__init__(folder, found, runs.device)
+        self.runs, self.smoke = runs, smoke
 
     def __call__(self, name: str, seed: int) -> Classifier:
         if (name, seed) == ("avit", 0):  # was trained when the weight was chosen
-            return self(f"avit-{self.ponder():.4g}", 0)
-        if (name, seed) in self._broken:
-            raise RuntimeError(f"{name} of seed {seed} could not be trained")
-        if (name, seed) not in self._kept:
-            folder = self.folder / "models" / f"{name}-seed{seed}"
-            if not (folder / DESCRIPTION).is_file():
-                start = self._start(name, seed)  # has rows of its own
-                self.found.rows.pop(("training", name, "whole", seed), None)  # of a model that is gone
+            name = f"avit-{self.ponder():.4g}"
+        return super().__call__(name, seed)
 
-                def make() -> dict[str, Any]:
-                    self._trained(self.config(name), start, seed, compiled=name in ("base", "longer")).save(folder)
-                    return {"device": self.runs.device.type}
-
-                if self.found.row("training", name, "whole", seed, make) is None:
-                    self._broken.add((name, seed))  # not again for each of its rows
-                    raise RuntimeError(f"{name} of seed {seed} could not be trained")
-            self._kept[name, seed] = load(folder, self.runs.device).eval()
-        return self._kept[name, seed]
+    def training(self, name: str, seed: int) -> Callable[[], Classifier]:
+        start = self._start(name, seed)
+        return lambda: self._trained(self.config(name), start, seed, compiled=name in ("base", "longer"))
 
     def config(self, name: str) -> RunConfig:
         """How a model is trained."""
         config = recipe("small-defence" if name in ("defended", "control") else "small-deit")
-        config = with_values(
-            config, {"optim.epochs": float(EPOCHS[name.partition("-")[0]]), **({} if name == "base" else TUNED)}
-        )
+        changes = {"optim.epochs": float(EPOCHS[name.partition("-")[0]]), **({} if name == "base" else TUNED)}
+        config = with_values(config, {**changes, "model.head": None})  # policies ask the class token
         if isinstance(config.objective, DefenceConfig):
             defence = replace(config.objective, **(SMOKE_DEFENCE if self.smoke else {}))
             config = replace(config, objective=defence if name == "defended" else defence.labels)

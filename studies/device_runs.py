@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 
 
@@ -49,19 +51,21 @@ class DeviceRuns:
         model: Classifier | None = None,
         most: int | None = None,
         compiled: bool = True,
+        objective: Callable[[Classifier], Objective] | None = None,
     ) -> tuple[TrainStep, int]:
         """What `config` describes after `most` steps (none: all), and how many all are.
 
-        `model` is trained further, in place, instead of a new one. On CUDA a step is one graph; `compiled=False` spares
-        short runs the half minute that compilation takes.
+        `model` is trained further, in place, instead of a new one; `objective` makes what it learns from, instead of
+        the configuration. On CUDA a step is one graph; `compiled=False` spares short runs the half minute that
+        compilation takes.
         """
         torch.manual_seed(seed)
         train = self.data["train"]
         model = build_model(config.model, config, self.data) if model is None else model
         schedule = make_schedule(config.optim, config.data.batch, len(train))
-        objective = build_objective(config.objective, model, TrainingFacts(train.labels, train.index, schedule.steps))
+        facts = TrainingFacts(train.labels, train.index, schedule.steps)
         step = TrainStep(
-            objective,
+            build_objective(config.objective, model, facts) if objective is None else objective(model),
             config.optim,
             schedule,
             device=self.device,

@@ -111,7 +111,7 @@ def of_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name in ("adaptive_models", "adaptive_tables", "device_runs"):
+        if name in ("adaptive_models", "adaptive_tables", "device_runs", "found", "found_tables"):
             del sys.modules[name]
 
 
@@ -132,7 +132,7 @@ def test_a_table_says_mean_and_deviation_and_what_failed(of_study: None, tmp_pat
 
 
 def test_a_row_that_fails_is_made_by_the_next_call(of_study: None, tmp_path: Path) -> None:
-    from adaptive_models import Found
+    from found import Found
 
     def broken() -> dict[str, Any]:
         raise RuntimeError("no memory")
@@ -145,7 +145,7 @@ def test_a_row_that_fails_is_made_by_the_next_call(of_study: None, tmp_path: Pat
 
 
 def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next(of_study: None, tmp_path: Path) -> None:
-    from adaptive_models import Found
+    from found import Found
 
     (tmp_path / "found.jsonl").write_text('{"table": "victims", "subj')
     Found(tmp_path).row("victims", "avit", "plain", 0, lambda: {"top1": 0.5})
@@ -153,7 +153,7 @@ def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next(of_study: None, tmp_
 
 
 def test_nothing_is_begun_when_the_time_is_over(of_study: None, tmp_path: Path) -> None:
-    from adaptive_models import Found, OutOfTime
+    from found import Found, OutOfTime
 
     found = Found(tmp_path, minutes=-1)
     with pytest.raises(OutOfTime):

@@ -1,0 +1,137 @@
+"""What a study finds, row by row, and the models it keeps: made once, written as they come, not made again.
+
+A row is made by what it is the row of: table, subject, what, seed. A kill, or a time that is over, loses nothing that
+was written; a row that failed is said, does not end the study, and is tried again by the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.api.evaluation import load
+from vitrail.model.classifier import Classifier
+from vitrail.model.store import DESCRIPTION
+
+
+class OutOfTime(Exception):
+    """Nothing more is to be begun; the same command goes on where it was."""
+
+
+class Found:
+    """Rows of FOLDER/found.jsonl, written as they come; what is there is not made again."""
+
+    def __init__(self, folder: Path, minutes: float = math.inf) -> None:
+        self.path = folder / "found.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.until = time.monotonic() + 60 * minutes
+        self.failed = 0
+        if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
+            self._append("\n")  # a kill cut the last line off, and the next must not go on in it
+        rows = read_rows(folder)
+        self.rows = {key(row): row for row in rows if "failed" not in row}
+
+    def row(
+        self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """A row, made now if it is not there; none where that failed, which is said and does not end the study."""
+        place = {"table": table, "subject": subject, "what": what, "seed": seed}
+        if key(place) in self.rows:
+            return self.rows[key(place)]
+        if time.monotonic() > self.until:
+            raise OutOfTime
+        torch.manual_seed(seed)
+        began = time.monotonic()
+        try:
+            made = {**place, **make()}
+        except OutOfTime:
+            raise
+        except Exception as error:
+            self._fail(place, error)
+            return None
+        made["seconds"] = time.monotonic() - began
+        self.rows[key(place)] = made
+        self._write(made)
+        return made
+
+    def guarded(self, table: str, what: str, seed: int, work: Callable[[], None]) -> None:
+        """Do something that makes rows; what goes wrong between them does not end the study either."""
+        try:
+            work()
+        except OutOfTime:
+            raise
+        except Exception as error:
+            self._fail({"table": table, "subject": "between rows", "what": what, "seed": seed}, error)
+
+    def _fail(self, place: dict[str, Any], error: Exception) -> None:
+        self.failed += 1
+        traceback.print_exc()
+        self._write({**place, "failed": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        text = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()})
+        print(text, flush=True)
+        self._append(text + "\n")
+
+    def _append(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows; a last line that a kill cut off is not one."""
+    path = folder / "found.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is the row of."""
+    return row["table"], row["subject"], row["what"], row["seed"]
+
+
+class KeptModels:
+    """Every model of a study by name and seed: from memory, from FOLDER/models, or trained now."""
+
+    def __init__(self, folder: Path, found: Found, device: torch.device) -> None:
+        self.folder, self.found, self.device = folder, found, device
+        self._kept: dict[tuple[str, int], Classifier] = {}
+        self._broken: set[tuple[str, int]] = set()
+
+    def training(self, name: str, seed: int) -> Callable[[], Classifier]:
+        """What trains a model; whatever it needs that has rows of its own is made before it is returned."""
+        raise NotImplementedError
+
+    def place(self, name: str, seed: int) -> Path:
+        return self.folder / "models" / f"{name.replace(' ', '-')}-seed{seed}"
+
+    def __call__(self, name: str, seed: int) -> Classifier:
+        if (name, seed) in self._broken:
+            raise RuntimeError(f"{name} of seed {seed} could not be trained")
+        if (name, seed) not in self._kept:
+            folder = self.place(name, seed)
+            if not (folder / DESCRIPTION).is_file():
+                train = self.training(name, seed)
+                self.found.rows.pop(("training", name, "whole", seed), None)  # of a model that is gone
+
+                def make() -> dict[str, Any]:
+                    train().save(folder)
+                    return {"device": self.device.type}
+
+                if self.found.row("training", name, "whole", seed, make) is None:
+                    self._broken.add((name, seed))  # not again for each of its rows
+                    raise RuntimeError(f"{name} of seed {seed} could not be trained")
+            self._kept[name, seed] = load(folder, self.device).eval()
+        return self._kept[name, seed]
