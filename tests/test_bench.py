@@ -25,10 +25,15 @@ from vitrail.api import benching
 from vitrail.api.bench_forms import Conditions, make_call
 from vitrail.api.bench_subjects import subject, twin, twin_of
 from vitrail.api.benching import bench
+from vitrail.data.loader import EvalLoader
+from vitrail.data.open import open_data
+from vitrail.data.preprocess import Preprocess
+from vitrail.learn.patch import UniversalPatch, save_patch
 from vitrail.measure import speed
 from vitrail.measure.batch_search import search_batch
 from vitrail.measure.bench import Bench, BenchRow
 from vitrail.measure.ceiling import Ceiling, Load, copy_share, measure_ceiling, product_share
+from vitrail.measure.compute import spent
 from vitrail.measure.energy import energy_meter, joules_per_image
 from vitrail.measure.hardware_checks import (
     CLAIMS,
@@ -42,6 +47,7 @@ from vitrail.measure.hardware_checks import (
     on_device,
 )
 from vitrail.measure.speed import MemoryWatch, Ratio, Timing, Way, fresh_images, in_turns, noise, ratio, timed_calls
+from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.zoo import ZOO
@@ -448,6 +454,27 @@ def test_a_folders_accuracy_is_shown_and_drawn(tmp_path: Path) -> None:
     assert "only names of the zoo have one" in found.notes[0]
     assert "87.5 %" in render(found)
     assert "top-1 accuracy" in save_chart(found, tmp_path / "a.svg").read_text()
+
+
+def test_under_attack_an_adaptive_model_is_measured_again_on_real_images(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = create_model("vit_micro_28", adaptive=Ats())
+    model.save(tmp_path / "model")
+    patch = UniversalPatch(14, "top_left", 28, 0, model.preprocess)
+    save_patch(tmp_path / "patch", patch, {})
+    settings: dict[str, Any] = {"batch": 2, "rounds": 1, "seconds": 0.01, "compile": False}
+    found = bench([tmp_path / "model"], data="embedded:fashion", attack=tmp_path / "patch", **settings)
+    plain, changed = found.rows
+    assert changed.model == f"{plain.model}, attacked"
+    rows = open_data("embedded:fashion")["test"].take(range(8))  # four batches of two, as the benchmark takes
+    loader = EvalLoader(rows, Preprocess(model.preprocess), batch=8, device="cpu", workers=0)
+    assert plain.macs == round(spent(model, loader).macs)
+    assert changed.macs == round(spent(model, loader, change=patch).macs)
+    assert plain.macs != changed.macs
+    with pytest.raises(ValueError, match="spends the same on every image"):
+        bench(["vit_micro_28"], data="embedded:fashion", attack=tmp_path / "patch", **settings)
+    with pytest.raises(ValueError, match="name --data"):
+        bench([tmp_path / "model"], attack=tmp_path / "patch", **settings)
 
 
 def test_a_searched_batch_is_used_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:

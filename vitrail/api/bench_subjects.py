@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vitrail.api.bench_forms import Form, Ready
+from vitrail.measure.compute import Change
 from vitrail.model.build import create_model
 from vitrail.model.config import TrunkConfig
 from vitrail.model.cost import Cost, cost
@@ -34,6 +35,8 @@ class Subject:
     multilabel: bool = False
     top1: float | None = None  # as its folder states
     batch: int = 0
+    change: Change | None = None  # laid on its images
+    macs: int | None = None  # an image, where it depends on the images and was measured
     forms: dict[Form, Ready] = field(default_factory=dict)
 
     @cached_property

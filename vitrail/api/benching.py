@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrail.api.bench_forms import Call, Conditions, Form, Ready, make_call, owns_weights
+from vitrail.api.bench_images import RealImages, attacked
 from vitrail.api.bench_subjects import Subject, choose_subjects
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.measure.batch_search import MOST, Found, free_memory, memory_is_short, out_of_memory, search_batch
@@ -77,6 +78,8 @@ def bench(
     seconds: float = SECONDS,
     rounds: int | None = None,
     checks: bool = False,
+    data: str | Path | None = None,
+    attack: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Bench:
     """How fast models are here: zoo names, `timm:NAME`s, run or model folders.
@@ -85,12 +88,17 @@ def bench(
     turns round by round, and ratios are medians of the rounds' ratios: to the timm twin with `against="timm"`, else to
     the first model. `batch` is a number, `search` for the fastest that fits, or none for one that suits the device.
     Each model runs `eager` and, where `compile` (none: on CUDA), `optimized`. `checks` adds the hardware-relative
-    claims of architectures-and-training §10.3. Raises `ValueError` for unknown names and impossible settings.
+    claims of architectures-and-training §10.3. `data` measures on test images of a data set; `attack` adds every
+    adaptive model under the patch of that folder: what serving it costs then. Raises `ValueError` for unknown names and
+    impossible settings.
 
     >>> bench(["vit_micro_28"], batch=2, rounds=3, seconds=0.01).rows[0].batch
     2
     """
     _refuse(names, against, batch, precision, rounds, checks)
+    if attack is not None and (data is None or train):
+        raise ValueError("an attack is measured in inference, on images: name --data, and leave --train")
+    real = None if data is None else RealImages(str(data))
     place = choose_device(device)
     small = place.type != "cuda"
     compiled = not small if compile is None else compile
@@ -99,9 +107,11 @@ def bench(
     rounds = rounds or (CPU_ROUNDS if small else ROUNDS)
     with _settings(conditions, precision):
         chosen, notes = choose_subjects([str(name) for name in names], against, image_size, place)
+        if attack is not None:
+            chosen = attacked(chosen, Path(attack))
         searched = batch == "search"
         steps = Steps(_count(len(chosen), conditions, rounds, searched, checks), progress)
-        found = _measure(chosen, batch, conditions, rounds, seconds, against, steps, notes) if chosen else None
+        found = _measure(chosen, batch, conditions, rounds, seconds, against, steps, notes, real) if chosen else None
         chosen.clear()  # their memory is for the checks
         check_batch = batch if isinstance(batch, int) else CPU_CHECK_BATCH if small else CHECK_BATCH
         checked = _check(conditions, check_batch, steps) if checks else ()
@@ -142,11 +152,12 @@ def _measure(
     against: str | None,
     steps: Steps,
     notes: list[str],
+    real: RealImages | None = None,
 ) -> Measured:
     steps("machine ceiling")
     ceiling = measure_ceiling(conditions.device, conditions.dtype)
     searches = _choose_batches(chosen, batch, conditions, steps)
-    _prepare(chosen, conditions, steps, notes)
+    _prepare(chosen, conditions, steps, notes, real)
     timings, control = _time(chosen, conditions, rounds, seconds, steps)
     joules = {}
     meter = energy_meter(conditions.device)
@@ -207,17 +218,20 @@ def _search(one: Subject, conditions: Conditions) -> Found:
     return search_batch(attempt, most=most, closeness=1 / 16, stop=stop)
 
 
-def _prepare(chosen: Sequence[Subject], conditions: Conditions, steps: Steps, notes: list[str]) -> None:
+def _prepare(
+    chosen: Sequence[Subject], conditions: Conditions, steps: Steps, notes: list[str], real: RealImages | None
+) -> None:
     """Make every form of every subject ready and warm; what does not fit or compile is left out with a note."""
     pool: dict[tuple[int, int], list[Tensor]] = {}  # images are shared: of many models they would take much memory
     for one in chosen:
         one.module.to(conditions.device)
         shape = (one.batch, one.size)
+        own = None if real is None else real(one, conditions.device)
         for form in conditions.forms:
             steps(f"{_label(one.name, form)}: warm-up")
-            if shape not in pool:
+            if own is None and shape not in pool:
                 pool[shape] = fresh_images(*shape, conditions.device)
-            problem = _try(one, form, pool[shape], conditions)
+            problem = _try(one, form, own or pool[shape], conditions)
             if problem:  # outside the handler, whose frames hold what did not fit
                 notes.append(problem)
                 one.module.zero_grad(set_to_none=True)
@@ -315,17 +329,18 @@ def _rows(
                 + one.batch * 3 * one.size**2 * 4
             )
             rate = timing.images_per_second
+            macs = one.macs or one.cost.macs
             rows.append(
                 BenchRow(
                     model=one.name,
                     form=form,
                     family=one.family,
                     parameters=one.cost.parameters,
-                    macs=one.cost.macs,
+                    macs=macs,
                     image_size=one.size,
                     timing=timing,
                     peak_memory=ready.peak_memory,
-                    product_share=product_share(one.cost.macs, rate, ceiling, train=conditions.train),
+                    product_share=product_share(macs, rate, ceiling, train=conditions.train),
                     copy_share=copy_share(needed, rate / one.batch, ceiling),
                     joules_per_image=joules.get(label),
                     top1=one.top1,

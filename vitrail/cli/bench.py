@@ -24,12 +24,15 @@ def bench(
     seconds: float = 2.0,
     rounds: int | None = None,
     checks: bool = False,
+    data: Annotated[str | None, tyro.conf.arg(metavar="URI")] = None,
+    attack: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png|svg")] = None,
     json: bool = False,
 ) -> int:
     """How fast models are on this machine: images a second, latency, memory, share of what the machine can do.
 
     Example: vitrail bench deit_small --against timm
+    Example: vitrail bench runs/ats --data photos/ --attack runs/attack
 
     Args:
         models: names of `vitrail list models`, timm:NAME, run or model folders
@@ -43,6 +46,8 @@ def bench(
         seconds: time of each model's rounds together
         rounds: how many times all models take turns (none: 11 on CUDA, else 7)
         checks: the hardware-relative claims of the literature, measured here
+        data: measure on its test images instead of random ones (an adaptive model's time depends on them)
+        attack: what `vitrail attack` left: adaptive models once more, under its patch (needs --data)
         out: draw accuracy (or MACs) against time
         json: print one JSON object
     """
@@ -75,6 +80,8 @@ def bench(
             seconds=seconds,
             rounds=rounds,
             checks=checks,
+            data=data,
+            attack=attack,
             progress=told,
         )
     if out is not None:

@@ -1,0 +1,320 @@
+"""Learning without labels, with wrong ones, with coarse ones, and into small models, at 32 pixels.
+
+    python studies/selfsupervised.py cifar100.npz [cifar10.npz] --out FOLDER [--part main students ...] [--seeds 3]
+                                     [--minutes 9.5] [--factor 1.0] [--models FOLDER]
+    python studies/selfsupervised.py --table FOLDER        Markdown of what was found, mean and std over seeds
+    python studies/selfsupervised.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
+
+One process. Rows are appended to FOLDER/found.jsonl as they come and teachers are kept beside it: the same command goes
+on where a kill, or `--minutes`, ended it, and trains again a teacher that was lost. One seed of everything comes first,
+the other seeds of `main` and `tail` last. Estimates for one H200 at 13.5k images a second of a pair of views (27k of
+one), 6 s to judge a run, 45,000 training images; `--factor` multiplies all epochs where the rate turns out another:
+
+    part       runs                                                                       epochs   minutes
+    main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             20        22
+    students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      20         4
+    vit        the five methods on a small ViT                                                16         5
+    attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         2
+    noise      labels and supervised CMSF at 0, 25, 50 % wrong labels                         20         6
+    coarse     the same with coarse labels, judged by fine ones                               20         2
+    tail       MoCo and ISD where classes have 450 to 4 images; three seeds                   60         5
+    cifar10    the five methods on CIFAR-10                                                   14         5
+    compilation of three trunks and of labels alone                                                      3
+
+Not a study of `vitrail compare`: most rows are judged by other labels or images than they learned from, students stand
+on a teacher, and the evaluators `knn` and `linear` look behind the projector, where the papers look before it.
+
+Settings are those of the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`), projector
+and predictor of 1024 and 128 (BYOL-asym's ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384 (smaller
+than the data set; 16K is on par with 128K, Fig 4.3). MoCo and ISD on unbalanced data both see two strong views.
+
+Expected (efficiency-1 §2.C, §2.E to §2.G, §4.3): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
+to wrong labels than cross entropy and keeps more of the fine classes under coarse labels; CompRes > regression > from
+scratch without labels; ISD gains more over MoCo on rare classes than on all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import resnet18_32  # noqa: F401, registers timm:resnet18_32
+import torch
+from found import Found, OutOfTime
+from selfsupervised_runs import PROBE, Runs, Trained
+from selfsupervised_tables import tables
+
+from vitrail.api.evaluation import load
+from vitrail.config import RunConfig
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.selfsupervised import MomentumPair
+from vitrail.measure.probe import ProbeSettings
+from vitrail.model.heads.config import Mean, Projected
+from vitrail.model.store import DESCRIPTION
+from vitrail.recipes import recipe, with_values
+
+PARTS = ("main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10")
+EPOCHS = {
+    "main": 20,
+    "students": 20,
+    "vit": 16,
+    "attention": 20,
+    "labels": 20,  # cross entropy in noise and coarse
+    "noise": 20,
+    "coarse": 20,
+    "tail": 60,
+    "cifar10": 14,
+}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
+    "byol-asym, s/s": ("small-byol", {}),
+    "moco, s/s": ("small-moco", {}),
+    "isd, w/s": ("small-isd", {}),
+    "msf, w/s": ("small-msf", {}),
+    "cmsf, w/s": ("small-cmsf", {}),
+}
+STRONG = {"objective.views": "strong_strong"}
+BOTH_VIEWS = {**METHODS, "msf, s/s": ("small-msf", STRONG)}
+BY_LABEL = {"objective.constraint": "supervised", "objective.k": 10}
+TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", STRONG)}
+FACTOR, TAIL_BANK = 100.0, 4096
+NOISE = (0.0, 0.25, 0.5)
+
+RESNET = {
+    "model.name": "timm:resnet18_32",
+    "model.image_size": 32,
+    "model.head": Projected(width=128, hidden=1024, norm=True),
+    "data.crop_ratio": 1.0,
+    "optim.weight_decay": 5e-4,
+}
+VIT = {
+    "model.name": "vit_tiny_32",
+    "model.head": Projected(width=128, hidden=1024, norm=True),  # of the mean of the patches, as small-deit
+    "optim.name": "adamw",
+    "optim.lr": 5e-4,
+    "optim.weight_decay": 0.05,
+    "optim.warmup": 2.0,
+    "optim.clip": 3.0,
+}
+OF_OBJECTIVE = {"bank": 16_384, "predictor_hidden": 1024}  # where it has them
+PLAIN = "small-simreg"  # data and optimiser of runs with labels alone, which replace what it learns:
+LABELS = {  # cross entropy on crops and flips
+    "objective": SupervisedConfig(),
+    "model.head": Projected(projector="none"),
+    "optim.lr": 0.1,
+    "data.augment.jitter": 0.0,
+    "data.augment.grey": 0.0,
+}
+REGRESSION = {"objective.layers": 1, "objective.match": "raw", "optim.name": "adam", "optim.lr": 1e-3}
+REGRESSION_BN = {"objective.layers": 1, "objective.match": "batch_norm", "optim.lr": 0.1}
+STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "from scratch, labels": (PLAIN, {**LABELS, "optim.weight_decay": 5e-4}),
+    "from scratch, moco": ("small-moco", {}),
+    "regression": ("small-simreg", REGRESSION),
+    "regression, batch norm": ("small-simreg", REGRESSION_BN),
+    "compres, one queue": ("small-compres", {}),
+    "compres, two queues": ("small-compres", {"objective.queues": 2}),
+}
+ATTENTION = {
+    "labels alone": "small-deit",
+    "copied": "small-attention-copy",
+    "distilled": "small-attention-distill",
+}
+STUDENT_VIT = {"model.name": "vit_tiny_32", "model.head": Mean()}  # as many tokens as the teacher: no class token
+TEACHER = "moco, s/s"  # as CompRes'
+
+SMOKE = {"data.batch": 20, "optim.steps": 2}
+SMOKE_TRUNKS = {
+    "timm:resnet18_32": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
+    "vit_tiny_32": {"depth": 2, "width": 48, "heads": 3},
+}
+SMOKE_BANK = 64
+SMOKE_DATA = "synthetic:shapes?n=400&size=32&classes=12"
+
+
+class Study:
+    """All runs; each method makes the rows of one seed."""
+
+    def __init__(self, runs: Runs, found: Found, data: Sequence[str], models: Path, factor: float, smoke: bool) -> None:
+        self.runs, self.found, self.models, self.factor, self.smoke = runs, found, models, factor, smoke
+        self.fine, self.other = data[0], data[-1]
+
+    def config(self, name: str, part: str, *changes: dict[str, Any], uri: str = "") -> RunConfig:
+        """A recipe with changes, as long as its part lasts."""
+        config = with_values(recipe(name), {"data.uri": uri or self.fine})
+        for each in changes:
+            config = with_values(config, each)
+        for key, value in OF_OBJECTIVE.items():
+            if hasattr(config.objective, key):
+                value = TAIL_BANK if (part, key) == ("tail", "bank") else value  # noqa: PLW2901
+                value = SMOKE_BANK if self.smoke and key == "bank" else value  # noqa: PLW2901
+                config = with_values(config, {f"objective.{key}": value})
+        config = with_values(config, {"optim.epochs": self.factor * EPOCHS[part]})
+        if self.smoke:
+            trunk = SMOKE_TRUNKS.get(config.model.name, {})
+            config = with_values(config, {**SMOKE, "model.trunk": trunk})
+        return config
+
+    def row(
+        self,
+        table: str,
+        subject: str,
+        what: str,
+        seed: int,
+        config: Callable[[], RunConfig],
+        judge: Callable[[Trained], dict[str, Any]],
+        keep: Path | None = None,
+        compiled: bool = True,
+    ) -> None:
+        """A row of one run: trained and judged, unless it is there."""
+
+        def make() -> dict[str, Any]:
+            done = self.runs.trained(config(), seed, compiled=compiled)
+            if keep is not None:
+                done.model.save(keep)
+            return {**done.figures(), **judge(done)}
+
+        self.found.row(table, subject, what, seed, make)
+
+    def worth(self, done: Trained, uri: str = "", **options: Any) -> dict[str, Any]:
+        """What the trunk is worth, and the slow copy of it where there is one."""
+        uri = uri or self.fine
+        made: dict[str, Any] = self.runs.worth(done.model, uri, **options)
+        if isinstance(done.objective, MomentumPair):
+            made["target_knn20"] = self.runs.neighbours(done.objective.target.classifier, uri)
+        return made
+
+    def main(self, seed: int) -> None:
+        for what, (name, changes) in BOTH_VIEWS.items():
+            keep = self._place("resnet") if (what, seed) == (TEACHER, 0) else None
+            config = partial(self.config, name, "main", RESNET, changes)
+            self.row("main", "resnet18", what, seed, config, self.worth, keep)
+
+    def vit(self, seed: int) -> None:
+        for what, (name, changes) in METHODS.items():
+            keep = self._place("vit") if (what, seed) == (TEACHER, 0) else None
+            config = partial(self.config, name, "vit", VIT, changes)
+            self.row("vit", "vit_tiny_32", what, seed, config, self.worth, keep)
+
+    def cifar10(self, seed: int) -> None:
+        for what, (name, changes) in METHODS.items():
+            config = partial(self.config, name, "cifar10", RESNET, changes, uri=self.other)
+            self.row("cifar10", "resnet18", what, seed, config, partial(self.worth, uri=self.other))
+
+    def noise(self, seed: int) -> None:
+        for share in NOISE:
+            self._by_labels("noise", f"{100 * share:g} % wrong", {"data.label_noise": share}, seed, self._with_top1)
+
+    def coarse(self, seed: int) -> None:
+        self._by_labels("coarse", "coarse labels", {"data.level": "coarse"}, seed, self.worth)
+
+    def _by_labels(
+        self, part: str, what: str, data: dict[str, Any], seed: int, judge: Callable[[Trained], dict[str, Any]]
+    ) -> None:
+        plain = partial(self.config, PLAIN, "labels", RESNET, LABELS, data)
+        self.row(part, "cross entropy", what, seed, plain, judge)
+        shifted = partial(self.config, "small-cmsf", part, RESNET, BY_LABEL, data)
+        self.row(part, "cmsf, nearest 10 of the label", what, seed, shifted, judge)
+
+    def _with_top1(self, done: Trained) -> dict[str, Any]:
+        return {**self.worth(done), "top1": self.runs.top1(done.model, self.fine)}
+
+    def tail(self, seed: int) -> None:
+        for what, (name, changes) in TAIL.items():
+            long = {"data.long_tail": 4.0 if self.smoke else FACTOR}
+            config = partial(self.config, name, "tail", RESNET, changes, long)
+            self.row("tail", "resnet18", what, seed, config, partial(self.worth, rare=True))
+
+    def students(self, seed: int) -> None:
+        taught = any(("students", "resnet20", what, seed) not in self.found.rows for what in STUDENTS)
+        teacher = self._teacher("resnet", RESNET) if taught else self._place("resnet")
+
+        def itself() -> dict[str, Any]:
+            return {**self.runs.worth(load(teacher, self.runs.device), self.fine)}
+
+        self.found.row("students", "resnet18", "the teacher, moco", seed, itself)
+        for what, (name, changes) in STUDENTS.items():
+            more = {"objective.teacher": str(teacher)} if "scratch" not in what else {}
+            config = partial(self.config, name, "students", changes, more)
+            self.row("students", "resnet20", what, seed, config, self.worth)
+
+    def attention(self, seed: int) -> None:
+        taught = any(("attention", "vit_tiny_32", what, seed) not in self.found.rows for what in ATTENTION)
+        teacher = self._teacher("vit", VIT) if taught else self._place("vit")
+        for what, name in ATTENTION.items():
+            more = {} if what == "labels alone" else {"objective.teacher": str(teacher)}
+            if self.smoke and what == "distilled":
+                more["objective.layers"] = "all"  # of two
+            config = partial(self.config, name, "attention", STUDENT_VIT, more)
+            self.row("attention", "vit_tiny_32", what, seed, config, self._classified, compiled=False)
+
+    def _classified(self, done: Trained) -> dict[str, Any]:
+        return {"top1": self.runs.top1(done.model, self.fine)}
+
+    def _place(self, trunk: str) -> Path:
+        return self.models / "models" / f"moco-{trunk}-seed0"
+
+    def _teacher(self, trunk: str, network: dict[str, Any]) -> Path:
+        """Where the teacher lies; it is trained again where only its row is left."""
+        place = self._place(trunk)
+        if not (place / DESCRIPTION).is_file():
+            what = ("teacher", trunk, TEACHER, 0)
+            self.found.rows.pop(what, None)  # of one that is gone, too
+            name, changes = METHODS[TEACHER]
+            part = "main" if trunk == "resnet" else "vit"
+            self.row(*what, partial(self.config, name, part, network, changes), lambda _: {}, place)
+        if not (place / DESCRIPTION).is_file():
+            raise RuntimeError(f"the teacher {trunk} could not be trained")
+        return place
+
+    def run(self, parts: Sequence[str], seeds: int) -> None:
+        """One seed of everything, then the others."""
+        first, others = range(1), range(1, seeds)
+        order = [(part, first) for part in PARTS] + [(part, others) for part in ("main", "tail")]
+        for part, of in order:
+            for seed in of if part in parts else ():
+                self.found.guarded(part, part, seed, partial(getattr(self, part), seed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="*", help="images with fine and coarse labels, and others for the part cifar10")
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/studies/selfsupervised"))
+    parser.add_argument("--models", type=Path, help="where teachers are kept (none: with the rows)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
+    parser.add_argument("--factor", type=float, default=1.0, help="times all epochs")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if options.table is not None:
+        print(tables(options.table))
+        return
+    data = options.data or [SMOKE_DATA] * options.smoke
+    if not data:
+        parser.error("say which images to learn from: a .npz file, or another form of data")
+    if len(data) == 1 and not options.smoke and "cifar10" in options.part:
+        parser.error("the part cifar10 wants a second data set; name it, or leave that part out with --part")
+    few = options.smoke
+    found = Found(options.out, options.minutes)
+    probe = ProbeSettings(learning_rates=(0.1,), weight_decays=(1e-4,), epochs=2) if few else PROBE
+    runs = Runs(limit=200 if few else None, most=60 if few else None, probe=probe)
+    place = torch.cuda.get_device_name() if runs.fast else "cpu"
+    about = f"{place}, torch {torch.__version__}"
+    found.row("about", " and ".join(data), about, 0, lambda: {"smoke": few})
+    try:
+        study = Study(runs, found, data, options.models or options.out, options.factor, few)
+        study.run(options.part, options.seeds)
+    except OutOfTime:
+        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
+    if found.failed:
+        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
+
+
+if __name__ == "__main__":
+    main()
