@@ -1,0 +1,74 @@
+"""Options of every adapter: how few numbers tune a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from vitrail.schema import Count, Positive, Range
+
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+Bits = Annotated[int, Range(2, 8)]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank change of a weight: W + (scale / rank) A B, A [outputs, rank], B [rank, inputs], all of it trained."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Count = 4
+    scale: Positive = 1.0
+    """LoRA's alpha: the change is multiplied by scale / rank."""
+    targets: tuple[str, ...] = ("qv",)
+    """Layers that are adapted: `q`, `k`, `v`, `qv`, `qkv`, `attention` (with its output), `mlp`, `all`, or patterns of
+    module names (`blocks.*.mlp.fc1`; `blocks.*.attn.qkv.v` is a third of a fused layer)."""
+    train_head: bool = True
+    """The classifier is trained, too, as a whole: every adapter has one of its own."""
+    train_norms: bool = False
+    """So are all norms. Otherwise BatchNorm keeps the statistics of the base, also in training."""
+    bits: Bits | None = None
+    """Round to so many bits in the forward pass of training (none: do not); gradients pass straight through."""
+
+
+@dataclass(frozen=True)
+class Nola:
+    """LoRA whose factors are sums of random bases: only the coefficients are trained (efficiency-1 §2.D)."""
+
+    kind: Literal["nola"] = "nola"
+    rank: Count = 8
+    coefficients: Count = 1000
+    """Bases of the factor on the output's side (k)."""
+    coefficients_in: Count | None = None
+    """Bases of the factor on the input's side (l; none: as many)."""
+    scale: Positive = 1.0
+    """c of the paper: the change is multiplied by scale / rank."""
+    shared: bool = True
+    """Layers of one shape have the same bases, which are then generated once for all of them; otherwise each has bases
+    of its own."""
+    seed: Seed = 0
+    """Of the bases and of the coefficients that begin at random."""
+    targets: tuple[str, ...] = ("qv",)
+    """As for lora. The paper adapts `qv` or `mlp` of GPT-2 and `mlp` of ViT."""
+    train_head: bool = True
+    head_coefficients: Count | None = None
+    """The classifier is adapted like a layer, with so many on either side (none: as `train_head` and `targets` say)."""
+    train_norms: bool = False
+    bits: Bits | None = None
+
+
+@dataclass(frozen=True)
+class Pranc:
+    """The change of a weight is itself a sum of random bases, of the size of the weight (efficiency-1 §1.3)."""
+
+    kind: Literal["pranc"] = "pranc"
+    coefficients: Count = 1000
+    """Bases a layer."""
+    seed: Seed = 0
+    targets: tuple[str, ...] = ("qv",)
+    train_head: bool = True
+    head_coefficients: Count | None = None
+    train_norms: bool = False
+    bits: Bits | None = None
+
+
+AdapterConfig = Lora | Nola | Pranc
