@@ -19,9 +19,11 @@ from vitrail.measure.class_subset import only_classes
 from vitrail.measure.evaluate import Loaders, Predictions
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.few_labels import Labelled, few_labels
+from vitrail.measure.retrieval import embed_all
 from vitrail.measure.training_cost import METHODS, TrainingCost, crop
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.heads.config import Projected
 
 CLASSES = ("blue", "green", "red")
 
@@ -250,6 +252,19 @@ def test_every_evaluator_gives_numbers_that_can_be_stored(name: str, classes: in
     assert all(np.isfinite(value) for value in found["numbers"].values())
     json.dumps([found["numbers"], found["tables"]], allow_nan=False)
     assert model.training
+
+
+@pytest.mark.parametrize("judged", ["trunk", "projector"])
+def test_a_projected_head_says_which_side_of_its_projector_is_judged(judged: str) -> None:
+    head = Projected(width=8, hidden=16, judged=judged)  # type: ignore[arg-type]
+    model = create_model("vit_micro_28", classes=3, head=head).eval()
+    images = torch.randint(256, (4, 3, 28, 28), dtype=torch.uint8)
+    label = torch.arange(4)
+    found = embed_all(model, [Batch((images,), label, label, label)]).embedding
+    with torch.no_grad():
+        pooled = model.tokens(images).patches.mean(1)
+        wanted = pooled if judged == "trunk" else model.head.projector(pooled)  # type: ignore[operator]
+    torch.testing.assert_close(found, wanted)
 
 
 def test_evaluators_share_what_was_embedded() -> None:

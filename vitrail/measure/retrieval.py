@@ -39,7 +39,7 @@ def embed_all(
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
 ) -> Embedded:
-    """What a classifier embeds of every image of `loader`, in evaluation mode; training flags are put back."""
+    """How a classifier represents every image of `loader`, in evaluation mode; training flags are put back."""
     if not isinstance(model, Classifier):
         raise ValueError(f"embeddings need a classifier of ours, not {type(model).__name__}")
     vectors, labels, levels = [], [], []
@@ -47,7 +47,7 @@ def embed_all(
         for batch in loader:
             images = batch.images if device is None else batch.images.to(device, non_blocking=True)
             with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                vectors.append(model.outputs(images).embedding.float())
+                vectors.append(model.outputs(images).representation.float())
             labels.append(batch.label.to(images.device))
             if batch.levels is not None:
                 levels.append(batch.levels.to(images.device))

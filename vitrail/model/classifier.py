@@ -71,6 +71,11 @@ class Outputs:
         return self.head.embed(self.tokens)
 
     @cached_property
+    def representation(self) -> Tensor:
+        """The vector by which neighbours, probes and clusters judge an image, [batch, width]."""
+        return self.head.represent(self.tokens)
+
+    @cached_property
     def maps(self) -> Tensor | None:
         """Where the head looks, [batch, maps, patches]; none where it has no maps."""
         return self.head.maps(self.tokens)
@@ -228,7 +233,10 @@ class Classifier(nn.Module):
         return Prediction(pairs[0][0], pairs[0][1], pairs)
 
     def save(self, folder: str | Path) -> Path:
-        """Write weights (safetensors) and description (JSON) into `folder`; `vitrail.load` reads them back."""
+        """Write weights (safetensors) and description (JSON) into `folder`; `vitrail.load` reads them back.
+
+        An adapter in use is merged into what is written; `save_adapter` writes it alone.
+        """
         from vitrail.model.store import save_model
 
         if self.folded:
@@ -265,6 +273,8 @@ class Classifier(nn.Module):
         That classifier is the auxiliary one where it was trained along; otherwise it is new: train it on the frozen
         trunk (a linear probe) or with it (fine-tuning). Raises `ValueError` where the head has no parts to leave out.
         """
+        if "adapters" in self._modules:
+            raise ValueError("heads are left out of a model without adapters; take merged_copy(model) first")
         keep = getattr(self.head, "keep", None)
         if keep is None:
             raise ValueError(f"the head {self.spec['head']['kind']} has no heads to choose from; gramian has")

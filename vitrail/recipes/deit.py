@@ -121,7 +121,7 @@ def small_deit() -> RunConfig:
     Source:    deit-300 with the device's own RandAugment (torchvision's operations) and a moving average; Muon in place
                of AdamW and the mean of the patches in place of the class token, chosen on held-out training images
                (studies/small-deit-tuning.yaml: 74.9 % there, 63.2 % with AdamW and a class token)
-    Expect:    CIFAR-100, ViT-Ti/4, all 50,000 images: 75.4 % of test (std 0.4 over three seeds, studies/small-deit.yaml)
+    Expect:    CIFAR-100, ViT-Ti/4, all 50,000 images: 75.4 % of test (std 0.4, three seeds, studies/small-deit.yaml)
     """
     return RunConfig(
         recipe="small-deit",

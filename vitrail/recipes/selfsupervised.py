@@ -128,7 +128,7 @@ def paper(
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=STRONG),
-        model=ModelConfig(name=f"timm:{network}", head=Projected(width=512, hidden=4096, norm=True)),
+        model=ModelConfig(name=f"timm:{network}", head=Projected(width=512, hidden=4096, norm=True, judged="trunk")),
         optim=OptimConfig(name="sgd", lr=rate, epochs=epochs, warmup=0, weight_decay=1e-4, floor=0.0),
         objective=objective,
         evaluators=("classification", "knn"),
@@ -153,7 +153,7 @@ def moco_v2() -> RunConfig:
     Expect:    the paper: 67.5 % linear, 50.9 % 1-NN on ImageNet; not run here
     """
     base = paper("moco-v2", MocoConfig(), rate=0.03)
-    return replace(base, model=replace(base.model, head=Projected(width=128, hidden=2048)))
+    return replace(base, model=replace(base.model, head=Projected(width=128, hidden=2048, judged="trunk")))
 
 
 def isd_r18() -> RunConfig:
@@ -228,7 +228,7 @@ def supcon() -> RunConfig:
     Expect:    the paper: 77.5 % linear on ImageNet; not run here
     """
     base = paper("supcon", SupconConfig())
-    head = Projected(width=128, hidden=2048, norm=True)
+    head = Projected(width=128, hidden=2048, norm=True, judged="trunk")
     return replace(base, model=replace(base.model, head=head), optim=replace(base.optim, warmup=10))
 
 
@@ -236,7 +236,7 @@ def _dino(name: str, model: ModelConfig, objective: DinoConfig, optim: OptimConf
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=batch, augment=LARGE_VIEWS),
-        model=replace(model, head=Projected(width=256, hidden=2048)),
+        model=replace(model, head=Projected(width=256, hidden=2048, judged="trunk")),
         optim=replace(optim, warmup=10, weight_decay=0.04, weight_decay_end=0.4, clip=3.0, floor=1e-6),
         objective=objective,
         engine=EngineConfig(ema=0.996),
@@ -272,7 +272,9 @@ def small_resnet(name: str, objective: ObjectiveConfig, head: Projected | None =
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=SMALL),
-        model=ModelConfig(name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True)),
+        model=ModelConfig(
+            name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True, judged="trunk")
+        ),
         optim=OptimConfig(name="sgd", lr=0.05, epochs=50, warmup=1, weight_decay=1e-4, floor=0.0),
         objective=objective,
         engine=EngineConfig(evaluate_every=10, checkpoint_every=10, log_every=50),
@@ -356,7 +358,7 @@ def small_dino() -> RunConfig:
     return replace(
         base,
         data=replace(base.data, augment=replace(SMALL, scale=(0.4, 1.0), solarise=0.1)),
-        model=ModelConfig(name="vit_tiny_32", head=Projected(width=256, hidden=1024, norm=True)),
+        model=ModelConfig(name="vit_tiny_32", head=Projected(width=256, hidden=1024, norm=True, judged="trunk")),
         optim=OptimConfig(lr=5e-4, epochs=50, warmup=5, weight_decay=0.04, weight_decay_end=0.4, clip=3.0),
         engine=replace(base.engine, ema=0.99),
     )

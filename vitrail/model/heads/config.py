@@ -169,11 +169,14 @@ class Projected:
     """Of the projector's inner layer."""
     norm: bool = False
     """BatchNorm inside the projector (the thesis' parameter counts leave no room for it)."""
+    judged: Literal["projector", "trunk"] = "projector"
+    """What neighbours, probes and clusters compare: Grafit's embedding is the projector's, while methods without labels
+    are judged in front of a projector that only their loss needs (efficiency-1 §2.H)."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """The classifier that a timm model brings with it."""
+    """The classifier that a timm model, or a denoiser, brings with it."""
 
     kind: Literal["own"] = "own"
 

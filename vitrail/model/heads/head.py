@@ -27,6 +27,10 @@ class Head(nn.Module):
         """The vector that is classified, `[batch, features]`."""
         raise NotImplementedError
 
+    def represent(self, tokens: Tokens) -> Tensor:
+        """The vector by which neighbours, probes and clusters judge an image, `[batch, width]`."""
+        return self.embed(tokens)
+
     def forward(self, tokens: Tokens) -> Tensor:
         raise NotImplementedError
 

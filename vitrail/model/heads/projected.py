@@ -53,5 +53,8 @@ class ProjectedHead(Head):
     def embed(self, tokens: Tokens) -> Tensor:
         return self.projector(self.pooled(tokens))
 
+    def represent(self, tokens: Tokens) -> Tensor:
+        return self.pooled(tokens) if self.config.judged == "trunk" else self.embed(tokens)
+
     def forward(self, tokens: Tokens) -> Tensor:
         return self.fc(self.pooled(tokens))[:, None]
