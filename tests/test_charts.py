@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vitrail.measure.classification import classification
-from vitrail.show.attention import STRENGTH, overlay, rollout
+from vitrail.show.attention import STRENGTH, overlay
 from vitrail.show.charts import (
     Scale,
     Series,
@@ -208,22 +208,6 @@ def test_a_constant_map_is_dark_everywhere() -> None:
 def test_overlay_refuses_what_is_no_map() -> None:
     with pytest.raises(ValueError, match=r"\[rows, columns\]"):
         overlay(np.zeros((8, 8, 3), np.uint8), np.zeros(4))
-
-
-def test_rollout_of_uniform_attention_is_uniform_and_of_identity_is_nothing() -> None:
-    uniform = torch.full((2, 5, 5), 0.2)
-    torch.testing.assert_close(rollout([uniform], 1), torch.full((4,), 0.1))
-    assert rollout([torch.eye(5).expand(2, 5, 5)] * 3, 1).abs().max() == 0
-
-
-def test_rollout_equals_the_product_of_its_layers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    maps = [torch.rand(3, 6, 6, generator=generator).softmax(-1) for _ in range(4)]
-    expected = torch.eye(6)
-    for layer in maps:
-        expected = (0.5 * layer.mean(0) + 0.5 * torch.eye(6)) @ expected
-    torch.testing.assert_close(rollout(maps, 2), expected[0, 2:])
-    torch.testing.assert_close(rollout(maps, 0), expected.mean(0))
 
 
 @pytest.mark.parametrize("multilabel", [False, True])

@@ -150,7 +150,7 @@ def test_unknown_timm_names_have_near_matches() -> None:
 
 def test_a_timm_trunk_says_that_it_has_no_intermediates() -> None:
     model = create_model("timm:resnet18", classes=5)
-    with pytest.raises(ValueError, match="gives no intermediates"):
+    with pytest.raises(ValueError, match="gives no such intermediates"):
         model.outputs(torch.randn(1, 3, 64, 64), want={"attention.0"})
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model import timm_vit
 from vitrail.model.aggregate import StageAggregation, stage_taps
 from vitrail.model.config import TimmBackbone
 from vitrail.model.heads.head import Head
@@ -30,6 +31,7 @@ class TimmTrunk(nn.Module):
         self.taps: list[int] = []
         if config.stages:
             self._gather_stages(config)
+        self.plain = self.gather is None and timm_vit.is_plain_vit(backbone)  # can be run block by block
         self._layer_of = _layers(backbone)
         self.layers = max(self._layer_of.values(), default=0)
 
@@ -46,6 +48,11 @@ class TimmTrunk(nn.Module):
         self.gather = StageAggregation(
             [*widths[:2], *[widths[2]] * len(self.taps), widths[2], widths[3]], config.width or widths[-1]
         )
+
+    @property
+    def intermediates(self) -> list[str]:
+        """Every name that `want` knows: maps and tokens of a plain ViT."""
+        return timm_vit.intermediates(self.backbone) if self.plain else []
 
     def layer_of(self, name: str) -> int:
         return self._layer_of.get(name.removeprefix("backbone."), self.layers if name.startswith("gather.") else 0)
@@ -66,12 +73,13 @@ class TimmTrunk(nn.Module):
         return maps
 
     def embed(self, images: Tensor) -> Tokens:
-        """The final features; a timm model is not cut into stem and blocks here."""
+        """The final features; only a plain ViT is cut into stem and blocks here."""
         if self.gather is not None:
             side = self.config.grid
             gathered = self.gather(self._stages(images), (side, side))
             return Tokens(gathered.flatten(2).transpose(1, 2), 0, (side, side))
-        features = cast("Any", self.backbone).forward_features(images)
+        begin = cast("Any", self.backbone).forward_features
+        features = timm_vit.begin(self.backbone, images) if self.plain else begin(images)
         if features.ndim == 4:
             if features.shape[1] != self.width and features.shape[-1] == self.width:
                 features = features.permute(0, 3, 1, 2)  # Swin and its kin keep channels last
@@ -88,12 +96,15 @@ class TimmTrunk(nn.Module):
         given: Mapping[str, Tensor] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
+        if given or ((want or until is not None) and not self.plain):
             raise ValueError(
-                "a timm model used as a trunk gives no intermediates; build the architecture by its vitrail name "
-                "with weights='timm' where the zoo has it"
+                "a timm model used as a trunk gives no such intermediates (plain ViTs: maps and tokens); build the "
+                "architecture by its vitrail name with weights='timm' where the zoo has it"
             )
-        return tokens, {}
+        if not self.plain:
+            return tokens, {}
+        out, captured = timm_vit.run(self.backbone, tokens.sequence, want, until)
+        return tokens.but(out), captured
 
 
 class OwnHead(Head):
