@@ -510,16 +510,40 @@ def test_equal_models_are_alike_and_do_not_diverge(saved: Path, photos: Path, tm
     assert found.transfer["maps"] == 2 * 2 * 17 * 17
 
 
+def test_a_model_without_attention_gets_grad_cam_and_a_sentence(photos: Path, tmp_path: Path) -> None:
+    made = create_model("resmlp_s12", image_size=32, patch=8, depth=2, width=32, classes=3)
+    images = [photos / "red" / "00.jpg"]
+    found, folder = inspect_models([made], images=images, judge=1, out=tmp_path / "out", device="cpu")
+    subject = found.subjects[0]
+    assert subject.evidence is not None
+    assert list(subject.evidence.maps) == ["grad_cam"]
+    assert [row["kind"] for row in subject.evidence.quality] == ["grad_cam", "random", "centre"]
+    assert "linear_patches has no attention maps" in " ".join(subject.looks.notes)
+    assert (folder / "evidence-0.png").is_file()
+    assert (folder / "classes-0.png").is_file()
+
+
+def test_boxes_of_shapes_are_pointed_at_and_photographs_have_none(photos: Path, tmp_path: Path) -> None:
+    made = create_model("deit_tiny", image_size=32, patch=8, width=32, depth=2, heads=2, classes=10)
+    options: dict[str, Any] = {"judge": 2, "count": 1, "over": 2, "device": "cpu"}
+    shapes, _ = inspect_models([made], data="synthetic:shapes?n=60&size=32", out=tmp_path / "a", **options)
+    plain, _ = inspect_models([made], images=[photos], out=tmp_path / "b", **options)
+    for found, there in ((shapes, True), (plain, False)):
+        evidence = found.subjects[0].evidence
+        assert evidence is not None
+        assert ("pointing" in evidence.quality[0]) == there
+        assert evidence.quality[0]["images"] == 2
+
+
 def test_what_cannot_be_done_is_said_in_one_sentence(
     saved: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blind = create_model("resmlp_s12", image_size=32, patch=8, depth=2, width=32, classes=3).save(tmp_path / "blind")
     torn = tmp_path / "torn.jpg"
     torn.write_bytes((photos / "red" / "00.jpg").read_bytes()[:200])
     image = str(photos / "red" / "00.jpg")
     for words, said in (
         ([], "name at least one run"),
-        ([str(blind), "--images", image], "linear_patches has no attention maps"),
+        ([str(saved), "--images", image, "--judge", "-1"], "judge is a number of images"),
         ([str(saved)], "--data URI or --images PATH"),
         ([str(saved), "--images", str(torn)], "torn.jpg cannot be read"),
         ([str(saved), "--images", image, "--data", "embedded:fashion"], "use one of them"),

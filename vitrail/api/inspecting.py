@@ -21,17 +21,18 @@ from vitrail.data.source import BadImage, DataSet
 from vitrail.engine.device import choose_device
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import environment, free_name
+from vitrail.measure.evidence import Evidence, gather_evidence
 from vitrail.measure.inspection import Inspection, Subject
-from vitrail.measure.looker import Looker, batch_for, layers_without_maps, map_layers, policy_kind, stages
+from vitrail.measure.looker import Looker, batch_for, map_layers, policy_kind, stages
 from vitrail.measure.pair import Divergences, cka_table, transfer_account
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.head import Head
 from vitrail.model.store import load_model
-from vitrail.model.trunk import Trunk
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build, near
 from vitrail.show.inspect_report import write_inspection
+
+MOST_JUDGED = 64  # images that are kept for judging maps, where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Pictures:
     source: str
     captions: Sequence[str]
     read: Any  # place -> RGB image; raises BadImage
+    boxes: Any  # (place, model) -> where its object is, in sides of what the model sees; none where that is unknown
     strict: bool  # each was named by a person: one that cannot be read is an error
 
 
@@ -53,6 +55,7 @@ def inspect_models(
     count: int = 8,
     over: int = 256,
     layers: Sequence[int] = (),
+    judge: int | None = None,
     out: str | Path | None = None,
     device: str = "auto",
     quiet: bool = True,
@@ -62,11 +65,14 @@ def inspect_models(
     `models` are run folders, model folders, names of the zoo (untrained) or classifiers. Images are `images` (files or
     folders), or a split of `data` (none: the first run's own data; split none: test, or val where there is no test),
     the same number of each class. The first `count` become pictures; figures are means `over` so many. `layers` are
-    those shown in pictures (none: chosen evenly). The first two models are compared with each other. Raises
-    `ValueError` or `FileNotFoundError` in one sentence.
+    those shown in pictures (none: chosen evenly). Maps of evidence are judged on `judge` images (none: as many as take
+    about a minute). The first two models are compared with each other. Raises `ValueError` or `FileNotFoundError` in
+    one sentence.
     """
     if not models:
         raise ValueError("name at least one run or model to inspect")
+    if judge is not None and judge < 0:
+        raise ValueError(f"judge is a number of images, or 0 for none, not {judge}")
     if count < 1 or over < 1:
         raise ValueError(f"count and over are numbers of images and must be at least 1, not {count} and {over}")
     if images and data is not None:
@@ -74,25 +80,32 @@ def inspect_models(
     place = choose_device(device)
     names = _names(models)
     loaded = [_load(model).to(place).eval() for model in models]
-    _refuse_unseeable(loaded, names, layers)
+    _refuse_layers(loaded, layers)
     found = _files(images) if images else _split(models, data, split, max(count, over))
     lookers = [Looker(model, count) for model in loaded]
     pair = Divergences(*loaded[:2]) if len(loaded) > 1 else None
     pixels: list[list[NDArray[np.uint8]]] = [[] for _ in loaded]
+    boxes: list[list[NDArray[np.float32] | None]] = [[] for _ in loaded]
+    room_for = max(count, MOST_JUDGED if judge is None else judge)
     captions: list[str] = []
     step = min(batch_for(model) for model in loaded)
     with Progress("inspect", min(len(found.captions), max(count, over)), quiet=quiet) as bar:
         for batch in _batches(found, step, max(count, over), bar):
-            inputs = [torch.stack([Preprocess(m.preprocess)(image) for _, image in batch]) for m in loaded]
-            room = max(0, count - len(captions))
-            captions += [caption for caption, _ in batch[:room]]
-            for kept, tensor in zip(pixels, inputs, strict=True):
+            inputs = [torch.stack([Preprocess(m.preprocess)(image) for _, _, image in batch]) for m in loaded]
+            captions += [caption for _, caption, _ in batch[: max(0, count - len(captions))]]
+            for kept, where, model, tensor in zip(pixels, boxes, loaded, inputs, strict=True):
+                room = max(0, room_for - len(kept))
                 kept += [one.permute(1, 2, 0).numpy() for one in tensor[:room]]
+                where += [found.boxes(place_, model) for place_, _, _ in batch[:room]]
             seen = [looker.add(tensor.to(place)) for looker, tensor in zip(lookers, inputs, strict=True)]
             if pair is not None:
                 pair.add(seen[0], seen[1])
             bar.advance(len(batch))
-    made = _inspection(loaded, names, models, lookers, pixels, captions, pair, found.source, layers)
+    evidence = [
+        gather_evidence(model, some, where, count, place, judge)
+        for model, some, where in zip(loaded, pixels, boxes, strict=True)
+    ]
+    made = _inspection(loaded, names, models, lookers, pixels, captions, pair, found.source, layers, evidence)
     folder = free_name(Path("runs") / "inspect") if out is None else Path(out)
     write_inspection(folder, made, environment())
     return made, folder
@@ -108,6 +121,7 @@ def _inspection(
     pair: Divergences | None,
     source: str,
     layers: Sequence[int],
+    evidence: Sequence[Evidence | None],
 ) -> Inspection:
     subjects = tuple(
         Subject(
@@ -117,9 +131,12 @@ def _inspection(
             stages=stages(model),
             classes=model.classes,
             looks=looker.result(),
-            pixels=shown,
+            pixels=shown[: len(captions)],
+            evidence=seen,
         )
-        for name, where, model, looker, shown in zip(names, models, loaded, lookers, pixels, strict=True)
+        for name, where, model, looker, shown, seen in zip(
+            names, models, loaded, lookers, pixels, evidence, strict=True
+        )
     )
     options: dict[str, Any] = {}
     said = [f"{name} is untrained" for name, where in zip(names, models, strict=True) if _in_zoo(where)]
@@ -144,15 +161,15 @@ def _inspection(
     return Inspection(subjects, source, tuple(captions), tuple(layers), notes=tuple(said), **options)
 
 
-def _batches(found: Pictures, size: int, most: int, bar: Progress) -> Iterator[list[tuple[str, Image.Image]]]:
-    """Captions and images, `size` at a time; what cannot be read is an error or left out and said."""
-    ready: list[tuple[str, Image.Image]] = []
+def _batches(found: Pictures, size: int, most: int, bar: Progress) -> Iterator[list[tuple[int, str, Image.Image]]]:
+    """Places, captions and images, `size` at a time; what cannot be read is an error or left out and said."""
+    ready: list[tuple[int, str, Image.Image]] = []
     given = 0
     for place, caption in enumerate(found.captions):
         if given + len(ready) >= most:
             break
         try:
-            ready.append((caption, found.read(place)))
+            ready.append((place, caption, found.read(place)))
         except BadImage as error:
             if found.strict:
                 raise ValueError(f"{error.key} cannot be read: {error.reason}") from None
@@ -171,7 +188,9 @@ def _files(paths: Sequence[str | Path]) -> Pictures:
     if not many:
         raise ValueError(f"no images in {', '.join(map(str, paths))}")
     source = str(paths[0]) if len(paths) == 1 else f"{len(many)} files"
-    return Pictures(source, [p.name for p in many], lambda i: decode(many[i], str(many[i])), strict=True)
+    return Pictures(
+        source, [p.name for p in many], lambda i: decode(many[i], str(many[i])), lambda i, model: None, strict=True
+    )
 
 
 def _split(
@@ -187,7 +206,14 @@ def _split(
     chosen = by_turns(rows.labels, most)
     kinds = _kinds(rows.labels)
     captions = [opened.classes[kinds[row]] for row in chosen]
-    return Pictures(f"{split} of {opened.uri}", captions, lambda i: rows.read(chosen[i]), strict=False)
+
+    def box(i: int, model: Classifier) -> NDArray[np.float32] | None:
+        seen = model.preprocess
+        if rows.boxes is None or rows.read(chosen[i]).size != (seen.size, seen.size) or seen.crop_ratio < 1:
+            return None
+        return np.asarray(rows.boxes[chosen[i]] / seen.size, dtype=np.float32)
+
+    return Pictures(f"{split} of {opened.uri}", captions, lambda i: rows.read(chosen[i]), box, strict=False)
 
 
 def by_turns(labels: NDArray[np.int64], most: int) -> list[int]:
@@ -230,12 +256,13 @@ def _load(model: str | Path | Classifier) -> Classifier:
     if _in_zoo(model):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return create_model(str(model))
+            return create_model(str(model))  # a name of timm has its own weights' settings, but none of its weights
     return load_model(model)
 
 
 def _in_zoo(model: str | Path | Classifier) -> bool:
-    return not isinstance(model, Classifier) and str(model) in ZOO and not Path(model).exists()
+    named = str(model) in ZOO or str(model).startswith("timm:")
+    return not isinstance(model, Classifier) and named and not Path(model).exists()
 
 
 def _names(models: Sequence[str | Path | Classifier]) -> list[str]:
@@ -250,14 +277,9 @@ def _names(models: Sequence[str | Path | Classifier]) -> list[str]:
     return [name if own.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(own)]
 
 
-def _refuse_unseeable(loaded: Sequence[Classifier], names: Sequence[str], layers: Sequence[int]) -> None:
-    """One sentence where no model has anything to show, or none has the layers that are asked for."""
+def _refuse_layers(loaded: Sequence[Classifier], layers: Sequence[int]) -> None:
+    """One sentence where no model has the layers that are asked for."""
     known = [map_layers(model) for model in loaded]
-    looking = [type(model.head).maps is not Head.maps for model in loaded]
-    compared = len(loaded) > 1 and all(isinstance(model.trunk, Trunk) for model in loaded[:2])
-    if not any(known) and not any(looking) and not compared:
-        reasons = "; ".join(f"{name}: {layers_without_maps(model)}" for name, model in zip(names, loaded, strict=True))
-        raise ValueError(f"nothing can be shown ({reasons}); inspect a model with attention")
     for layer in layers:
         if any(known) and not any(layer in some for some in known):
             deepest = max(max(some) for some in known if some)

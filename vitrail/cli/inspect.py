@@ -19,6 +19,7 @@ def inspect(
     count: int = 8,
     over: int = 256,
     layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...")] = (),
+    judge: int | None = None,
     out: Path | None = None,
     device: str = "auto",
     json: bool = False,
@@ -37,6 +38,7 @@ def inspect(
         count: images that become pictures
         over: images that figures are means of
         layers: layers that pictures show, counted from 0 (default: evenly chosen)
+        judge: images on which maps of evidence are judged (default: as many as take about a minute; 0: none)
         out: folder for inspect.html and the pictures (default: runs/inspect, numbered)
         device: auto, cpu, cuda
         json: print one JSON object
@@ -54,6 +56,7 @@ def inspect(
         count=count,
         over=over,
         layers=layers,
+        judge=judge,
         out=out,
         device=device,
         quiet=json,

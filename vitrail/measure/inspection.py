@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.measure.evidence import Evidence
 from vitrail.measure.looker import Looks
 
 
@@ -25,6 +26,7 @@ class Subject:
     classes: tuple[str, ...]
     looks: Looks
     pixels: Sequence[NDArray[np.uint8]]  # the chosen images as the model takes them, [side, side, 3] each
+    evidence: Evidence | None = None
 
     def says(self, image: int) -> str:
         """Its prediction for one of the chosen images, in words."""
@@ -58,7 +60,9 @@ class Inspection:
         made: dict[str, Any] = {
             "source": self.source,
             "models": [
-                {"name": s.name, "path": s.path, "adaptive": s.kind, **s.looks.to_json()} for s in self.subjects
+                {"name": s.name, "path": s.path, "adaptive": s.kind, **s.looks.to_json()}
+                | ({} if s.evidence is None else {"evidence": s.evidence.to_json()})
+                for s in self.subjects
             ],
         }
         if self.cka is not None:

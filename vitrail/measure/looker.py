@@ -34,10 +34,9 @@ class Seen:
         self.layers = map_layers(model)
         want = {f"attention.{i}" for i in self.layers}
         self.sima = sima_layer(model)
-        if isinstance(model.trunk, Trunk):
-            depth = range(len(model.trunk.blocks))
-            want |= {f"tokens.{i}" for i in depth}
-            want |= {f"kept.{i}" for i in depth} if model.policy is not None else set()
+        known = getattr(model.trunk, "intermediates", ())
+        want |= {name for name in known if name.startswith(("tokens.", "kept."))}
+        self.depth = sum(name.startswith("tokens.") for name in known)
         if self.sima is not None:
             want |= {f"q.{self.sima}", f"k.{self.sima}"}
         # An adaptive batch that is looked at in every block is padded, never packed, whatever its policy's form.
@@ -60,7 +59,8 @@ class Seen:
 
     def prefix(self, i: int) -> int:
         """Prefix tokens in block i."""
-        return self.trunk.prefix if i >= self.trunk.config.class_token_at else 0
+        late = self.trunk.config.class_token_at if isinstance(self.trunk, Trunk) else 0
+        return self.trunk.prefix if i >= late else 0
 
     def maps(self, i: int) -> Maps:
         """Attention of layer i on the original tokens."""
@@ -89,7 +89,7 @@ class Seen:
     def features(self) -> list[Tensor]:
         """The mean over the patches that each block worked on, [batch, width] a block."""
         made = []
-        for i in range(len(self.trunk.blocks)) if isinstance(self.model.trunk, Trunk) else ():
+        for i in range(self.depth):
             patches = self.captured[f"tokens.{i}"][:, self.prefix(i) :].float()
             real = torch.ones(patches.shape[:2], dtype=torch.bool, device=patches.device)
             if isinstance(self.model.policy, AtsPolicy):  # those that are left come first
@@ -262,12 +262,12 @@ def map_layers(model: Classifier) -> list[int]:
 
 def layers_without_maps(model: Classifier) -> str:
     """Who has no maps, in words; nothing where all layers have."""
-    if not isinstance(model.trunk, Trunk):
+    if not isinstance(model.trunk, Trunk) and not map_layers(model):
         kind = model.spec.get("trunk", {}).get("kind", type(model.trunk).__name__)
         return f"the trunk ({kind}) gives no attention maps and no tokens of inner layers"
     if map_layers(model):
         return ""
-    return f"the mixer {model.trunk.config.mixer.kind} has no attention maps over patches"
+    return f"the mixer {cast('Trunk', model.trunk).config.mixer.kind} has no attention maps over patches"
 
 
 def sima_layer(model: Classifier) -> int | None:
@@ -292,10 +292,16 @@ def stages(model: Classifier) -> tuple[int, ...]:
 
 def batch_for(model: Classifier, most: int = 64) -> int:
     """How many images at a time leave room for the maps of all layers."""
-    if not isinstance(model.trunk, Trunk):
+    trunk = model.trunk
+    if isinstance(trunk, Trunk):
+        rows, columns = trunk.patch_embed.grid(model.preprocess.size, model.preprocess.size)
+        heads, tokens = trunk.config.heads, trunk.prefix + rows * columns
+    elif map_layers(model):  # a timm ViT
+        vit = cast("Any", trunk).backbone
+        heads, tokens = vit.blocks[0].attn.num_heads, trunk.prefix + vit.patch_embed.num_patches
+    else:
         return most
-    rows, columns = model.trunk.patch_embed.grid(model.preprocess.size, model.preprocess.size)
-    numbers = len(map_layers(model)) * model.trunk.config.heads * (model.trunk.prefix + rows * columns) ** 2
+    numbers = len(map_layers(model)) * heads * tokens**2
     return max(1, min(most, MOST_NUMBERS // max(1, numbers)))
 
 

@@ -114,7 +114,7 @@ def _gradient_attention(model: Classifier, images: Tensor, classes: Tensor | Non
     names = [f"attention.{i}" for i in map_layers(model)]
     out = model.outputs(images, set(names))
     maps = [out.captured[name] for name in names]
-    slopes = torch.autograd.grad(_score(model, out, classes), maps, allow_unused=True)
+    slopes: Sequence[Tensor | None] = torch.autograd.grad(_score(model, out, classes), maps, allow_unused=True)
     through: Tensor | None = None
     for weights, slope in zip(maps, slopes, strict=True):
         through = _grown(through, weights)
@@ -170,7 +170,7 @@ def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None) -> Tens
     names = sorted(known, key=lambda name: int(name.partition(".")[2]))[-2:]
     out = model.outputs(images, set(names))
     candidates = [out.captured[name] for name in names] or [out.tokens.sequence]
-    slopes = torch.autograd.grad(_score(model, out, classes), candidates, allow_unused=True)
+    slopes: Sequence[Tensor | None] = torch.autograd.grad(_score(model, out, classes), candidates, allow_unused=True)
     patches = out.tokens.grid[0] * out.tokens.grid[1]
     found: Tensor | None = None
     for values, slope in zip(candidates, slopes, strict=True):

@@ -44,6 +44,8 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
     sheets = all_sheets(found)
     sections: dict[str, Any] = {
         "attention": sheets["attention"],
+        "evidence": sheets["evidence"],
+        "judged": [(s.name, *judged(s)) for s in found.subjects if s.evidence is not None and s.evidence.quality],
         "kept": sheets["kept"],
         "how many": [_how_many(subject) for subject in found.subjects if subject.looks.counts is not None],
         "layers": _layers(found),
@@ -99,7 +101,8 @@ def verdict(found: Inspection) -> str:
 def notes(found: Inspection) -> list[str]:
     """What a person should know, each with the model it is about where there are several."""
     several = len(found.subjects) > 1
-    own = [f"{s.name}: {note}" if several else note for s in found.subjects for note in s.looks.notes]
+    told = [(s, note) for s in found.subjects for note in (*s.looks.notes, *(s.evidence.notes if s.evidence else ()))]
+    own = [f"{s.name}: {note}" if several else note for s, note in told]
     account = found.transfer
     if account:
         own.append(
@@ -130,6 +133,15 @@ def figures(subject: Subject, cka: Sequence[float | None] = ()) -> tuple[list[st
             told.append(MISSING if value is None else f"{value:.3f}")
         rows.append(told)
     return columns, rows
+
+
+def judged(subject: Subject) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row of told numbers a kind of map; what tells nothing of the model stands last."""
+    assert subject.evidence is not None
+    rows = subject.evidence.quality
+    names = [name for name in ("pointing", "inside", "deletion", "insertion") if name in rows[0]]
+    told = [[row["kind"].replace("_", " "), *(percent(row[name]) for name in names)] for row in rows]
+    return ["map", *names], told
 
 
 def _tiles(found: Inspection) -> Iterator[tuple[str, str, str]]:

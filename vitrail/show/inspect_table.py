@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.inspection import Inspection, Subject
-from vitrail.show.inspect_report import figures, notes
+from vitrail.show.inspect_report import figures, judged, notes
 from vitrail.show.quantities import amount, number, percent, shorten
 
 
@@ -21,6 +21,11 @@ def inspection_tables(found: Inspection) -> Group:
             share = percent(subject.looks.macs / subject.looks.macs_whole)
             said = f"{subject.name}: {amount(subject.looks.macs)} MACs an image, {share} of the whole model's"
             parts += [Text(said), Text()]
+        if subject.evidence is not None and subject.evidence.quality:
+            columns, rows = judged(subject)
+            images = subject.evidence.quality[0]["images"]
+            title = f"{shorten(subject.name, 30)}: how good its maps are, {images} images (deletion: low is good)"
+            parts += [_table(title, columns, rows), Text()]
     if found.divergence:
         parts += [_divergence(found), Text()]
     parts += [Text(note) for note in notes(found)]

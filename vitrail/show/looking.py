@@ -159,13 +159,50 @@ def saliency_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -
     return Sheet(f"saliency-{number}", f"Saliency of {subject.name}", ["image", "length of q̂", "length of k̂"], rows)
 
 
+def evidence_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
+    """Every kind of map that the model has, for the class that it says."""
+    found = subject.evidence
+    if found is None or not found.maps:
+        return None
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
+        pixels = enlarged(subject.pixels[image])
+        over = [Cell(overlay(pixels, maps[image])) for maps in found.maps.values()]
+        rows.append((f"says {subject.says(image)}", [Cell(pixels, shorten(caption, 18)), *over]))
+    columns = ["image", *(kind.replace("_", " ") for kind in found.maps)]
+    return Sheet(f"evidence-{number}", f"Evidence for what {subject.name} says", columns, rows)
+
+
+def classes_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
+    """The evidence for the most likely classes, side by side."""
+    found = subject.evidence
+    if found is None or not found.by_class.numel():
+        return None
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
+        pixels = enlarged(subject.pixels[image])
+        cells: list[Cell | None] = [Cell(pixels, shorten(caption, 18))]
+        for place, kind in enumerate(found.likeliest[image].tolist()):
+            share = float(subject.looks.probabilities[image, kind])
+            told = f"{shorten(subject.classes[kind], 14)} {share:.0%}"
+            cells.append(Cell(overlay(pixels, found.by_class[image, place]), told))
+        rows.append(("", cells))
+    ranks = ("likeliest", "second", "third")[: found.likeliest.shape[1]]
+    title = f"Evidence for the likeliest classes, {found.kind.replace('_', ' ')}, {subject.name}"
+    return Sheet(f"classes-{number}", title, ["image", *ranks], rows)
+
+
 def all_sheets(found: Inspection) -> dict[str, list[Sheet]]:
     """Every sheet that the models have something for, by section."""
     first = attention_sheet(found)
     kept = [kept_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
     salient = [saliency_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
+    evidence = [
+        make(s, found.captions, i) for i, s in enumerate(found.subjects) for make in (evidence_sheet, classes_sheet)
+    ]
     return {
         "attention": [first] if first is not None else [],
+        "evidence": [sheet for sheet in evidence if sheet is not None],
         "heads": head_sheets(found),
         "kept": [sheet for sheet in kept if sheet is not None],
         "saliency": [sheet for sheet in salient if sheet is not None],
