@@ -498,6 +498,12 @@ def test_the_command_leaves_a_patch_that_evaluate_lays_on_again(
     assert again["top1"] == pytest.approx(said["rows"][0]["top1"])
     assert cli(f"evaluate {saved} --data {SHAPES} --attack {out} --device cpu --workers 0".split()) == 0
     assert "worst case" in capsys.readouterr().out
+    again = tmp_path / "again"
+    assert cli(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["attack"] for row in told["attack"]["rows"]][-1] == "patch"
+    assert (again / "patch.safetensors").read_bytes() == (out / "patch.safetensors").read_bytes()
+
 
 
 def test_the_command_refuses_a_static_model_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.build import create_model
 from vitrail.model.cifar_resnet import CifarResNet, Plain, load_reference
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -109,6 +111,15 @@ def test_it_compiles_whole() -> None:
     x = torch.randn(2, 3, 16, 16)
     compiled = torch.compile(lambda images: trunk(images).sequence, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), trunk(x).sequence)
+
+
+def test_a_model_starts_from_a_file_of_the_usual_ports(tmp_path: Path) -> None:
+    theirs = classifier(20)
+    names = {n.removeprefix("trunk.").replace("head.fc.", "linear."): t for n, t in theirs.state_dict().items()}
+    save_file({n: t for n, t in names.items() if not n.endswith("num_batches_tracked")}, tmp_path / "port.safetensors")
+    ours = create_model("cifar_resnet20", classes=len(theirs.classes), weights=str(tmp_path / "port.safetensors"))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images))
 
 
 def test_weights_that_do_not_fit_are_all_named() -> None:

@@ -120,7 +120,7 @@ def test_every_study_file_makes_sense(path: Path) -> None:
 
     study = read_study(path)
     assert study.name == path.stem
-    assert len(study.seeds) >= 3
+    assert len(study.seeds) >= 3 or study.base.data.judge == "val"  # what chooses settings may have one
     assert path.read_text().startswith("# ")  # what is expected, and where that is said
 
 

@@ -94,11 +94,16 @@ def attack(
 def resume_attack(folder: str | Path, *, quiet: bool = False) -> Judgement:
     """Continue an interrupted attack; a finished one, or a run of an attack recipe, is judged (again)."""
     folder = Path(folder)
-    if not isinstance(_config(folder).objective, AttackConfig):
+    if not is_attack(folder):
         raise ValueError(f"{folder} is no attack; continue it with: vitrail train --resume {folder}")
     if not RunFolder(folder).finished:
         resume(folder, quiet=quiet)
     return _judged_run(folder, quiet)
+
+
+def is_attack(folder: str | Path) -> bool:
+    """Whether a run learned a patch and not a model."""
+    return isinstance(_config(Path(folder)).objective, AttackConfig)
 
 
 def judge_patch(

@@ -37,6 +37,7 @@ class Split:
     labels: NDArray[np.int64]  # [images] class, or [images, classes] of 0/1 where several may hold
     levels: NDArray[np.int64] | None = None  # [images, levels] class at each of `DataSet.levels`
     boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
+    generated: NDArray[np.bool_] | None = None  # [images] made by a model, no photograph; none: all are real
 
     def __len__(self) -> int:
         return len(self.index)
@@ -56,6 +57,7 @@ class Split:
             labels=self.labels[rows],
             levels=None if self.levels is None else self.levels[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
+            generated=None if self.generated is None else self.generated[rows],
         )
 
 

@@ -2,7 +2,8 @@
 
 Paths are relative to the table. `a|b` in any label makes the whole set multi-label; `|` alone then means no label at
 all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
-column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them.
+column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them. A column
+`generated` of 0 and 1 tells images that a model made from real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vitrail.data.source import DataSet, Split
 from vitrail.data.split import UNDIVIDED
 from vitrail.schema import near
 
-COLUMNS = ("path", "label", "split", "coarse")
+COLUMNS = ("path", "label", "split", "coarse", "generated")
 LEVEL = "level:"  # begins the name of a column that holds one more level
 
 _BETWEEN = "|"  # labels of one image
@@ -116,6 +117,8 @@ def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], place
             faults.append(f"{place}: no file {cells['path']}")
         if cells.get("split") and split_called(cells["split"]) is None:
             faults.append(f"{place}: split {cells['split']!r} is not train, val or test")
+        if cells.get("generated", "0") not in ("", "0", "1"):
+            faults.append(f"{place}: generated {cells['generated']!r} is not 0 or 1")
     if faults:
         listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
         more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -129,7 +132,8 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
     numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
     coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
     reader = FileReader(str(root.absolute()), tuple(paths))
-    whole = Split(UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser))
+    made = np.array(columns["generated"]) == "1" if "generated" in columns else None
+    whole = Split(UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser), generated=made)
     splits = {UNDIVIDED: whole}
     if "split" in columns:
         meant = np.array([split_called(text) for text in columns["split"]])

@@ -36,36 +36,47 @@ class TrainingFacts:
     steps: int = 1  # of the run
     augment: AugmentConfig | None = None  # how views are made; none: not known
     images: Callable[[], Iterable[Batch]] | None = None  # this process's share of them, once, as evaluation sees them
+    generated: NDArray[np.bool_] | None = None  # [images] which of them a model made; none: all are real
+
+    def counted(self, config: SupervisedConfig) -> NDArray[np.int64]:
+        """Labels of the images by which class frequencies are counted."""
+        return self.labels if self.generated is None or config.count_generated else self.labels[~self.generated]
 
 
 def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
     """Raises `ValueError`, with the remedy, where the objective does not fit the model or the data."""
     if isinstance(config, SupervisedConfig):
-        return Supervised(model, config, facts.labels)
+        return Supervised(model, config, facts.counted(config))
     if isinstance(config, DistillationConfig):
         from vitrail.learn.distillation import Distillation
         from vitrail.learn.teacher import load_teacher
 
         teacher = load_teacher(config.teacher, model, config.teacher_size)
-        return Distillation(model, config, teacher, facts.labels, facts.index, facts.augment)
+        return Distillation(model, config, teacher, facts.counted(config.labels), facts.index, facts.augment)
     if isinstance(config, OneConfig):
         from vitrail.learn.one import One
 
-        return One(model, config, facts.labels)
+        return One(model, config, facts.counted(config.labels))
     if isinstance(config, GrafitConfig):
         from vitrail.learn.grafit import Grafit
 
+        if facts.generated is not None and not config.labels.count_generated:
+            raise ValueError("objective.labels.count_generated: grafit counts all images alike; leave it on")
         return Grafit(model, config, facts.labels, facts.index)
     if isinstance(config, AttentionTransferConfig):
         from vitrail.learn.attention_plan import load_source
         from vitrail.learn.attention_transfer import AttentionTransfer
 
         source = load_source(config.teacher, model)
-        return AttentionTransfer(model, config, source, facts.labels, facts.augment)
+        return AttentionTransfer(model, config, source, facts.counted(config.labels), facts.augment)
     if isinstance(config, MaeConfig):
         from vitrail.learn.mae import Mae
 
         return Mae(model, config, facts.augment)
+    if isinstance(config, learn.DiffusionConfig):
+        from vitrail.learn.diffusion import Diffusion
+
+        return Diffusion(model, config, facts.augment)
     if isinstance(config, learn.AttackConfig):
         from vitrail.learn.attack import Attack
 
@@ -73,7 +84,7 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
     if isinstance(config, learn.DefenceConfig):
         from vitrail.learn.defence import PatchTraining
 
-        return PatchTraining(model, config, facts.labels, facts.steps)
+        return PatchTraining(model, config, facts.counted(config.labels), facts.steps)
     return _compared(config, model, facts)
 
 

@@ -11,12 +11,33 @@ from vitrail.learn.selfsupervised import MomentumPair, distance, unit
 from vitrail.model.classifier import Classifier
 
 
+def uniformity(embedding: Tensor, temperature: float) -> Tensor:
+    """log of the mean of exp(cosine / temperature) over all pairs of views of different images (UniSiam, §3.5).
+
+    `embedding` [2 * images, width]: row i and row i + images are two views of one image. The images are those of this
+    process.
+    """
+    images = len(embedding) // 2
+    seen = unit(embedding)
+    pairs = (seen @ seen.T / temperature).exp()
+    other = 1 - torch.eye(images, device=seen.device).repeat(2, 2)
+    return ((pairs * other).sum() / other.sum()).log()
+
+
 class Byol(MomentumPair):
-    """Mean squared distance of unit vectors: one way (the thesis' BYOL-asym), or, `symmetric`, both."""
+    """Mean squared distance of unit vectors: one way (the thesis' BYOL-asym), or, `symmetric`, both.
+
+    A momentum of 0 compares the model with itself, without a gradient (SimSiam); with `uniformity` that is UniSiam, its
+    loss taken twice (and 2 more), since a squared distance is 2 - 2 cos.
+    """
 
     def __init__(self, model: Classifier, config: ByolConfig, steps: int) -> None:
         super().__init__(model, config, steps, config.predictor_hidden)
         self.symmetric = config.symmetric
+        self.itself = config.momentum == 0 and config.momentum_end is None
+        self.uniformity, self.temperature = config.uniformity, config.uniformity_temperature
+        if self.uniformity and not self.symmetric:
+            raise ValueError("objective.uniformity looks at both views; set objective.symmetric, too")
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if not self.symmetric:
@@ -24,5 +45,10 @@ class Byol(MomentumPair):
             return self.losses(distance(online, target).mean(), seen, batch)
         both = torch.cat(batch.views)
         seen = self.encode(both)
-        other = self.target.embed(both).roll(len(batch), 0)  # each view's target is the other view
-        return self.losses(distance(unit(self.predictor(seen.embedding)), other).mean(), seen.first(len(batch)), batch)
+        own = unit(seen.embedding).detach() if self.itself else self.target.embed(both)
+        other = own.roll(len(batch), 0)  # each view's target is the other view
+        loss = distance(unit(self.predictor(seen.embedding)), other).mean()
+        if not self.uniformity:
+            return self.losses(loss, seen.first(len(batch)), batch)
+        spread = uniformity(seen.embedding, self.temperature)
+        return self.losses(loss + 2 * self.uniformity * spread, seen.first(len(batch)), batch, uniformity=spread)

@@ -27,6 +27,11 @@ class SupervisedConfig:
     """Sum over classes, then mean over the batch (else mean over both)."""
     class_weights: Literal["none", "balanced"] = "none"
     """`balanced`: weigh a class by the inverse of its training frequency, mean weight 1."""
+    logit_adjustment: NotNegative = 0.0
+    """Strength with which the log of each class's training frequency is added to its logit, in training alone; 1 makes
+    rare classes count as if all were as frequent (Menon et al.). With `bce` the log odds (LiVT, efficiency-2 §3.6)."""
+    count_generated: bool = True
+    """Whether generated images count for frequencies (where the data tell them from real ones)."""
     classifier_loss: Literal["sum", "mean"] = "sum"
     """How the losses of several classifiers of one head are put together."""
 
@@ -145,6 +150,21 @@ class MaeConfig:
 
 
 @dataclass(frozen=True)
+class DiffusionConfig:
+    """Noise is taken from images, given their class (efficiency-2 §3); the model must be a denoiser."""
+
+    kind: Literal["diffusion"] = "diffusion"
+    prediction: Literal["v", "eps"] = "v"
+    """What is guessed: velocity, or the noise itself."""
+    schedule: Literal["cosine", "scaled_linear"] = "cosine"
+    """How the signal fades; `scaled_linear` is Stable Diffusion's."""
+    drop_label: Fraction = 0.1
+    """Share of labels that are withheld, for guidance."""
+    min_snr: Positive | None = None
+    """Cap of the weight of times with little noise; 5 is usual (none: no weights)."""
+
+
+@dataclass(frozen=True)
 class MomentumConfig:
     """What objectives with a momentum teacher share. The model's head must be `projected`."""
 
@@ -179,6 +199,10 @@ class ByolConfig(PairConfig):
     predictor_hidden: Count = 4096
     symmetric: bool = False
     """Learn from both views, each against the other (else one way, which costs half: BYOL-asym)."""
+    uniformity: NotNegative = 0.0
+    """UniSiam: weight of pushing images of the batch apart, beside the cosine (published: 0.1, with `symmetric` and a
+    momentum of 0, which makes the slow copy the model itself; efficiency-2 §3.5)."""
+    uniformity_temperature: Positive = 2.0
 
 
 @dataclass(frozen=True)
@@ -406,6 +430,7 @@ ObjectiveConfig = (
     | OneConfig
     | AttentionTransferConfig
     | MaeConfig
+    | DiffusionConfig
     | ByolConfig
     | MocoConfig
     | IsdConfig

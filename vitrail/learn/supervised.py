@@ -51,9 +51,29 @@ def binary_cross_entropy(
     return terms.sum(-1).mean() if summed else terms.mean()
 
 
+def class_counts(labels: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
+    """[classes] images of each."""
+    return np.asarray(labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes), np.int64)
+
+
+def prior_shift(counts: NDArray[np.int64], binary: bool = False) -> Tensor:
+    """What the frequency of each class adds to its logit: log p, or, `binary`, its log odds (efficiency-2 §3.6).
+
+    Logits learned with it are those of equally frequent classes. A class without images counts as if it had one, for
+    log 0 would be no number.
+
+    >>> prior_shift(np.array([1, 1, 2]), binary=True).exp()
+    tensor([0.3333, 0.3333, 1.0000])
+    """
+    known = np.maximum(counts, 1).astype(np.float64)
+    prior = known / known.sum()
+    shift = np.log(prior) - np.log1p(-prior) if binary and len(prior) > 1 else np.log(prior)
+    return torch.tensor(shift, dtype=torch.float32)
+
+
 def balanced_weights(labels: NDArray[np.int64], classes: int) -> Tensor:
     """Weights inverse to class frequency, of mean 1 over the training images; a class without images weighs 0."""
-    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+    counts = class_counts(labels, classes)
     present = counts > 0
     weights = np.where(present, counts.sum() / (max(1, present.sum()) * np.maximum(counts, 1)), 0.0)
     return torch.tensor(weights, dtype=torch.float32)
@@ -63,6 +83,7 @@ class Supervised(Objective):
     """Labels (and what mixing made of them) for every classifier of the head."""
 
     weights: Tensor | None
+    shift: Tensor | None
 
     def __init__(self, model: Classifier, config: SupervisedConfig, labels: NDArray[np.int64] | None = None) -> None:
         super().__init__()
@@ -75,10 +96,21 @@ class Supervised(Objective):
                 raise ValueError("class_weights=balanced needs the training labels")
             weights = balanced_weights(labels, len(model.classes))
         self.register_buffer("weights", weights, persistent=False)
+        shift = None
+        if config.logit_adjustment:
+            if labels is None:
+                raise ValueError("objective.logit_adjustment needs the training labels")
+            if model.multilabel:
+                raise ValueError("objective.logit_adjustment is for one label an image; with several set it to 0")
+            counts = class_counts(labels, len(model.classes))
+            shift = config.logit_adjustment * prior_shift(counts, self.binary)
+        self.register_buffer("shift", shift, persistent=False)
 
     def criterion(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of one classifier: logits [batch, classes], target [batch] or [batch, classes]."""
         config = self.config
+        if self.shift is not None:
+            logits = logits.float() + self.shift
         if not self.binary and target.ndim == 1 and config.smoothing == 0 and self.weights is None:
             return F.cross_entropy(logits.float(), target)
         dense = soft(target, logits.shape[-1])

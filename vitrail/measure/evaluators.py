@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from vitrail.measure.clusters import judge_clusters
 from vitrail.measure.corruptions import judge_corruptions
+from vitrail.measure.denoising import judge_denoising
+from vitrail.measure.episodes import judge_episodes
 from vitrail.measure.evaluate import Evaluator, classify
 from vitrail.measure.few_labels import judge_few
+from vitrail.measure.long_tail import judge_long_tail, judge_thirds
 from vitrail.measure.members import judge_members
 from vitrail.measure.neighbourhoods import judge_purity
 from vitrail.measure.probe import judge_linear
@@ -20,7 +23,13 @@ EVALUATORS: dict[str, Evaluator] = {
     "clusters": judge_clusters,
     "few": judge_few,
     "purity": judge_purity,
+    "episodes": judge_episodes,
+    "long_tail": judge_long_tail,
+    "long_tail_thirds": judge_thirds,
     "corruptions": judge_corruptions,
+    "denoising": judge_denoising,
 }
 WANT_TRAINING_IMAGES = frozenset({"knn", "retrieval", "linear", "clusters", "few", "purity"})
 """Those that compare with training images: their data must have a loader of them, as evaluation sees them."""
+READ_EMBEDDINGS = WANT_TRAINING_IMAGES | {"episodes"}
+"""Those that read the model's embedding alone: data with other classes than the model's will do."""

@@ -166,7 +166,7 @@ def load_reference(model_state: Mapping[str, Tensor], tensors: Mapping[str, Tens
     `model_state` is the state of a classifier of a `CifarResNet` and a linear head. Batch counters, which the ports
     leave out, stay the model's. Raises `ValueError` with every name that is missing, foreign or of another shape.
     """
-    renamed = {_ours(name): tensor for name, tensor in tensors.items()}
+    renamed = {port_name(name): tensor for name, tensor in tensors.items()}
     ready = {n: renamed.pop(n, t if n.endswith("num_batches_tracked") else None) for n, t in model_state.items()}
     wrong = [f"{name}: not a part of this model" for name in renamed]
     for name, value in ready.items():
@@ -180,6 +180,7 @@ def load_reference(model_state: Mapping[str, Tensor], tensors: Mapping[str, Tens
     return cast("dict[str, Tensor]", ready)
 
 
-def _ours(name: str) -> str:
+def port_name(name: str) -> str:
+    """The name that a tensor of the usual ports has here."""
     name = name.removeprefix("module.")
     return "head.fc." + name.removeprefix("linear.") if name.startswith("linear.") else f"trunk.{name}"

@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.cifar_resnet import CifarResNet, port_name
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem, TrunkConfig
 from vitrail.model.heads.config import ClassAttention
@@ -76,13 +78,18 @@ def our_name(name: str, table: Renames) -> str:
 
 
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
-    """Copy weights, named as ours or as timm's, into `model`; returns what was adapted or left new, in words.
+    """Copy weights, named as ours, as timm's or as ports of CIFAR ResNets, into `model`; returns what was adapted.
 
     Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
     another number of classes, keeps its new weights, and so does an adaptive policy. Any other difference raises
     `ValueError` that lists all of them.
     """
-    named = dict(state) if any(k.startswith("trunk.") for k in state) else from_timm_names(state)
+    if any(k.startswith("trunk.") for k in state):
+        named = dict(state)
+    elif isinstance(model.trunk, CifarResNet):
+        named = {port_name(name): tensor for name, tensor in state.items()}
+    else:
+        named = from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
     if isinstance(model.trunk, Trunk):
         notes += _fit_to_grid(model.trunk, named)
@@ -95,6 +102,8 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
             value = value.reshape(target.shape)
         if value is not None and value.shape == target.shape:
             ready[name] = value
+        elif value is None and name.endswith("num_batches_tracked"):  # a counter that many files leave out
+            ready[name] = target
         elif name in head:
             anew.append(name if value is None else f"{name} ({tuple(value.shape)} in the weights)")
             ready[name] = target
@@ -133,10 +142,11 @@ def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
 def to_timm(model: Classifier) -> nn.Module:
     """The same classifier as a timm model, weights included; for plain ViTs, XCiTs and timm trunks with their own head.
 
-    Raises `ValueError` for anything else.
+    An adapter in use is merged in a copy. Raises `ValueError` for anything else.
     """
     import timm
 
+    model = without_adapters(model)
     if isinstance(model.trunk, TimmTrunk) and isinstance(model.head, OwnHead):
         return model.trunk.backbone
     trunk = model.trunk

@@ -1,0 +1,38 @@
+"""How some protocols judge, as data. No torch here: `vitrail --help` must be quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from vitrail.schema import Count, Range, Whole
+
+
+@dataclass(frozen=True)
+class EpisodeConfig:
+    """Few-shot episodes (efficiency-2 §3.5)."""
+
+    way: Annotated[int, Range(2)] = 5
+    """classes of each"""
+    shot: Count = 1
+    """labelled images of each class"""
+    queries: Count = 16
+    """images of each class that are judged"""
+    episodes: Annotated[int, Range(2)] = 600
+    """how many"""
+    support: Literal["judged", "train"] = "judged"
+    """labelled images are from the judged split, as queries are, or from train (§3.7)"""
+    episode_seed: Whole = 0
+    """the same seed draws the same ones"""
+
+
+@dataclass(frozen=True)
+class LongTailConfig:
+    """Classes by their training images: Many, Med, Few (efficiency-2 §3.6)."""
+
+    groups: Literal["counts", "thirds"] = "counts"
+    """by `many` and `few`, or equally many classes in each, by rank"""
+    many: Whole = 100
+    """Many have more training images than this"""
+    few: Whole = 20
+    """Few have fewer training images than this"""

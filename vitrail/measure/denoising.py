@@ -1,0 +1,61 @@
+"""How well a diffusion model takes noise away from images it has not seen, on noise and times that never change."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitrail.data.device_pixels import normal_noise
+from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.model.classifier import Classifier
+from vitrail.model.denoiser import Denoiser
+
+DRAWS = 4  # times and noises an image
+BANDS = ("early", "middle", "late")  # thirds of the time: little, some and much noise
+_GOLDEN = 0.6180339887498949
+
+
+def fixed_draws(index: Tensor, draw: int) -> tuple[Tensor, Tensor]:
+    """Times [batch] in 0..1 and seeds [batch] of images by their index: spread evenly, the same in every run."""
+    seed = index.to(torch.int64) * DRAWS + draw
+    return ((seed.to(torch.float64) + 0.5) * _GOLDEN).remainder(1).to(torch.float32), seed
+
+
+def judge_denoising(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "denoising": the training loss, unweighed and with true labels, as a function of the weights alone.
+
+    `denoising_loss` is the mean over images; `_early`, `_middle` and `_late` those of a third of the times each. Raises
+    `ValueError` for a model that is no diffusion model.
+    """
+    if not isinstance(model, Classifier) or not isinstance(model.trunk, Denoiser):
+        raise ValueError("the evaluator denoising judges diffusion models (denoiser_32, ...), and this is none")
+    place = next(model.parameters()).device if device is None else torch.device(device)
+    sums = torch.zeros(len(BANDS), 2, dtype=torch.float64, device=place)  # of losses, and how many
+    with evaluation_mode(model):
+        for batch in data.loaders[data.split]:
+            images, label, index = (t.to(place, non_blocking=True) for t in (batch.images, batch.label, batch.index))
+            with torch.inference_mode(), torch.autocast(place.type, autocast, enabled=autocast is not None):
+                seen = model._images(images)
+                for draw in range(DRAWS):
+                    time, seed = fixed_draws(index, draw)
+                    noise = normal_noise(seed, *seen.shape[1:])
+                    wrong = model.trunk.errors(seen, label, time, noise)[0].to(torch.float64)
+                    band = (time * len(BANDS)).to(torch.int64).clamp_max(len(BANDS) - 1)
+                    sums = sums.index_add(0, band, torch.stack([wrong, torch.ones_like(wrong)], 1))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        sums = sums.clone()
+        dist.all_reduce(sums)
+    if not sums[:, 1].sum():
+        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+    numbers = {"denoising_loss": float(sums[:, 0].sum() / sums[:, 1].sum())}
+    for name, (total, count) in zip(BANDS, sums.tolist(), strict=True):
+        if count:
+            numbers[f"denoising_loss_{name}"] = total / count
+    return {"numbers": numbers, "tables": {}, "pictures": {}}

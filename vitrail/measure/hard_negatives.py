@@ -1,0 +1,127 @@
+"""How good and how hard images are that were made from one class for another (efficiency-2 §3.3, §3.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.measure.classification import wilson_interval
+from vitrail.measure.linear_classifiers import linear_svm
+
+BINS = 20
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """Share of images that a judge gives the class they were made for."""
+
+    share: float
+    interval: tuple[float, float]  # Wilson's, 95 %
+    images: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"share": self.share, "interval": list(self.interval), "images": self.images}
+
+
+def label_consistency(logits: Tensor, target: Tensor, among: Tensor | None = None) -> Consistency:
+    """Whether a judge's `logits` [images, classes] are highest for the `target` [images]; of equals the first.
+
+    `among` [images, some] are the classes that can be chosen for each image, the target among them, as the classes of
+    an episode (none: all). Only made images belong here: real ones are right of themselves and hide the others.
+    """
+    if not len(logits):
+        raise ValueError("there are no images whose labels could be judged")
+    if among is None:
+        right = logits.argmax(1) == target
+    else:
+        if not bool((among == target[:, None]).any(1).all()):
+            raise ValueError("an image's own class is not among those that can be chosen for it")
+        best = logits.gather(1, among).argmax(1, keepdim=True)
+        right = among.gather(1, best)[:, 0] == target
+    count = int(right.sum())
+    return Consistency(count / len(right), wilson_interval(count, len(right)), len(right))
+
+
+@dataclass(frozen=True, eq=False)
+class Hardness:
+    """Mean probability of the source and of the target class, over the made images of each episode."""
+
+    source: Floats  # [episodes]
+    target: Floats  # [episodes]
+
+    @property
+    def overlap(self) -> float:
+        """Of the two histograms."""
+        return histogram_overlap(self.source, self.target)
+
+    def to_json(self) -> dict[str, Any]:
+        edges = np.linspace(0, 1, BINS + 1)
+        return {
+            "overlap": self.overlap,
+            "source": float(self.source.mean()),
+            "target": float(self.target.mean()),
+            "edges": edges.tolist(),
+            "source_histogram": _histogram(self.source, BINS).tolist(),
+            "target_histogram": _histogram(self.target, BINS).tolist(),
+        }
+
+
+def hardness(support: Tensor, made: Tensor, source: Tensor, target: Tensor, *, normalise: bool = True) -> Hardness:
+    """What an SVM that saw real labelled images alone says of made ones (§3.8; softmax of its decisions).
+
+    `support` [episodes, way, shot, width]; `made` [episodes, images, width] from class `source` for class `target`
+    [episodes, images], counted within the episode.
+    """
+    way, shot = support.shape[1:3]
+    known, seen = support.flatten(1, 2).double(), made.double()
+    if normalise:
+        known, seen = F.normalize(known, dim=-1), F.normalize(seen, dim=-1)
+    label = torch.arange(way, device=support.device).repeat_interleave(shot).expand(len(support), -1)
+    chance = linear_svm(known, label, way).scores(seen).softmax(-1)
+    parts = (chance.gather(2, which[..., None])[..., 0].mean(1).cpu().numpy() for which in (source, target))
+    return Hardness(*parts)
+
+
+def histogram_overlap(first: Floats, second: Floats, bins: int = BINS) -> float:
+    """Common area of the histograms of two sets of probabilities: 1 for the same, 0 for no bin in common."""
+    return float(np.minimum(_histogram(first, bins), _histogram(second, bins)).sum())
+
+
+def axis_position(moved: Tensor, source: Tensor, target: Tensor, *, printed: bool = False) -> Tensor:
+    """How far an embedding has gone from its source towards the target: 0 at the source, their distance at the target.
+
+    `moved` [..., width] -> [...]: (moved - source) . (target - source) / ||target - source||. `printed` divides by
+    ||moved - source|| instead, as the algorithm's box has it in error (§3.3); a moved that is the source is then at 0.
+    """
+    gone, axis = moved - source, target - source
+    length = (gone if printed else axis).norm(dim=-1).expand(gone.shape[:-1])
+    along = (gone * axis).sum(-1)
+    if bool((axis.norm(dim=-1) == 0).any()):
+        raise ValueError("source and target have the same embedding, so no axis leads from one to the other")
+    return torch.where(length > 0, along / length.clamp(min=torch.finfo(length.dtype).tiny), torch.zeros_like(along))
+
+
+def largest_jump(positions: Tensor) -> Tensor:
+    """Which of the candidates [..., candidates], by rising noise, comes just after the largest jump; never the first.
+
+    >>> largest_jump(torch.tensor([0.0, 0.1, 0.9, 1.0])).item()
+    2
+    """
+    if positions.shape[-1] < 2:
+        raise ValueError(f"a jump needs two candidates at least, not {positions.shape[-1]}")
+    return positions.diff(dim=-1).abs().argmax(-1) + 1
+
+
+def _histogram(values: Floats, bins: int) -> Floats:
+    """Share of values in each of equally wide bins from 0 to 1."""
+    if not len(values):
+        raise ValueError("a histogram of no values says nothing")
+    return np.histogram(np.clip(values, 0, 1), bins, (0.0, 1.0))[0] / len(values)
