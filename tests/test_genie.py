@@ -18,19 +18,23 @@ from vitrail.generate.diffuser import steps_run
 from vitrail.generate.genie import (
     CANDIDATES,
     ada_evaluations,
-    after_largest_jump,
     genie,
     genie_ada,
-    projections,
     prototypes_of,
 )
 from vitrail.generate.own import OwnDiffuser
 from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline, square
 from vitrail.generate.prompts import prompts_for
+from vitrail.measure.hard_negatives import axis_position, largest_jump
 from vitrail.model.build import create_model
 
 SMALL = {"width": 8, "multipliers": (1, 2), "depth": 1, "heads": 2, "image_size": 8}
 LEVELS = {0.3: 15, 0.5: 25, 0.6: 30, 0.7: 35, 0.8: 40, 0.9: 45}
+
+
+def projections(source: Tensor, edited: Tensor, target: Tensor, formula: str = "text") -> Tensor:
+    """As GeNIe-Ada calls it: [batch, features], [batch, candidates, features], [batch, features]."""
+    return axis_position(edited, source[:, None], target[:, None], printed=formula == "box")
 
 
 @pytest.fixture
@@ -222,7 +226,7 @@ def test_the_projection_grows_with_the_scale_and_the_choice_does_not_change() ->
     first = projections(source, edited, target)
     wider = projections(3 * source, 3 * edited, 3 * target)
     torch.testing.assert_close(wider, 3 * first)
-    assert torch.equal(after_largest_jump(wider), after_largest_jump(first))
+    assert torch.equal(largest_jump(wider), largest_jump(first))
 
 
 @pytest.mark.parametrize("jump", [1, 2, 3, 4])
@@ -230,12 +234,12 @@ def test_the_projection_grows_with_the_scale_and_the_choice_does_not_change() ->
 def test_the_planted_jump_is_found(jump: int, sign: int) -> None:
     curve = 0.1 * torch.arange(5.0)
     curve[jump:] += sign * 2
-    assert after_largest_jump(curve[None]).tolist() == [jump]
+    assert largest_jump(curve[None]).tolist() == [jump]
 
 
 def test_the_first_candidate_is_never_chosen() -> None:
     curves = torch.randn(1000, 5)
-    assert set(after_largest_jump(curves).tolist()) == {1, 2, 3, 4}
+    assert set(largest_jump(curves).tolist()) == {1, 2, 3, 4}
 
 
 def test_box_and_text_can_disagree() -> None:
@@ -245,8 +249,8 @@ def test_box_and_text_can_disagree() -> None:
     text, box = (projections(source, edited, target, formula) for formula in ("text", "box"))
     torch.testing.assert_close(text, torch.tensor([[1.0, 2.0, 9.0]]))
     torch.testing.assert_close(box, 10 * torch.tensor([[1.0, 2 / 13**0.5, 9 / 82**0.5]]))
-    assert after_largest_jump(text).tolist() == [2]
-    assert after_largest_jump(box).tolist() == [1]
+    assert largest_jump(text).tolist() == [2]
+    assert largest_jump(box).tolist() == [1]
 
 
 class Fading:

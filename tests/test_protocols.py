@@ -247,6 +247,11 @@ def test_every_evaluator_gives_numbers_that_can_be_stored(name: str, classes: in
     model = small(classes=CLASSES[:classes])
     if classes == 1 and name == "members":
         pytest.skip("strength is of two classes or more")
+    if name == "denoising":
+        pytest.skip("it judges diffusion models; see test_diffusion.py")
+    if name == "episodes":
+        pytest.skip("episodes are of more classes and images (tests/test_episodes.py)")
+    model.stated["class_counts"] = [200, 50, 5][:classes]  # what a run would have written
     found = EVALUATORS[name](model.train(), image_data(Loaders, classes))
     assert found["numbers"]
     assert all(np.isfinite(value) for value in found["numbers"].values())

@@ -101,6 +101,8 @@ def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
     elif not config.model.name.startswith("cifar_resnet"):
         known = SMALL if "resmlp" not in config.model.name else {k: SMALL[k] for k in ("depth", "width", "patch")}
         changes["model.trunk"] = known
+    if config.objective.kind == "diffusion":  # as a classifier it tries every class: the smallest there is
+        changes["model.trunk"] = {"width": 8, "depth": 1, "multipliers": (1, 1, 1), "heads": 1, "draws": 1}
     if name == "gramian":  # its trunk is one of timm's large ones
         changes["model.name"] = "ga_vit_tiny_32"
     elif name == "sot":
@@ -115,6 +117,8 @@ def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
         changes |= {"objective.teacher": str(teacher), "objective.layers": "all"}
     if config.optim.tune != "full":
         changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
+    if config.data.shots is not None:  # of the few images, fewer
+        changes["data.shots"] = 2
     if config.data.level:
         changes["data.level"] = "coarse"
     adaptive = config.model.trunk.get("adaptive")

@@ -12,7 +12,7 @@ import vitrail
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.build import Parts, create_model, from_spec
 from vitrail.model.classifier import Classifier
-from vitrail.model.config import CifarResNet, TimmBackbone, TrunkConfig
+from vitrail.model.config import CifarResNet, DenoiserConfig, TimmBackbone, TrunkConfig
 from vitrail.model.heads.config import ClassAttention, Gramian
 from vitrail.model.mixers.config import LinearPatches, PatchMlp
 from vitrail.model.zoo import ZOO
@@ -34,6 +34,8 @@ def reduced(name: str) -> tuple[dict[str, Any], int]:
         return {**options, "depth": 2, "width": 64, "heads": heads, "image_size": size}, size
     if isinstance(spec.trunk, CifarResNet):
         return {**options, "depth": 11 if spec.trunk.block == "bottleneck" else 8}, 32
+    if isinstance(spec.trunk, DenoiserConfig):
+        return {**options, "depth": 1, "width": 16, "multipliers": (1, 2), "image_size": 16}, 16
     return options, 64
 
 

@@ -14,6 +14,7 @@ from vitrail.data.config import AugmentConfig, DataConfig, conflicts
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.learn.config import (
     AttentionTransferConfig,
+    DiffusionConfig,
     DistillationConfig,
     GrafitConfig,
     MaeConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "AugmentConfig",
     "ConfigError",
     "DataConfig",
+    "DiffusionConfig",
     "DistillationConfig",
     "EngineConfig",
     "GrafitConfig",
@@ -124,7 +126,7 @@ def validate(config: RunConfig) -> list[str]:
 
     problems = check(config)
     name = config.model.name
-    if not name.startswith("timm:") and name not in ZOO:
+    if not name.startswith(("timm:", "text:")) and name not in ZOO:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
     if config.recipe not in RECIPES:
         problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
@@ -153,14 +155,19 @@ def validate(config: RunConfig) -> list[str]:
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", config.engine.device):
         problems.append(f"engine.device: {config.engine.device!r} is not auto, cpu, cuda, cuda:N or mps")
-    weights = config.model.weights
-    if weights not in ("none", "timm") and not Path(weights).exists():
+    weights, text = config.model.weights, name.startswith("text:")
+    if text and weights == "timm":
+        problems.append("model.weights: timm has no text models; use hub, a folder or none")
+    elif weights in ("hub", "hub:fetch") and (not text or name in ("text:bert", "text:gpt")):
+        problems.append(f"model.weights: {weights} is for text:FOLDER or a transformers name, not for {name}")
+    elif weights not in ("none", "timm", "hub", "hub:fetch") and not Path(weights).exists():
         problems.append(f"model.weights: {weights!r} is neither none, timm nor an existing run folder or file")
     if config.optim.tune != "full" and weights == "none":
         problems.append(
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
+    problems += _adapter(config)
     if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
         problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
     if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
@@ -168,6 +175,30 @@ def validate(config: RunConfig) -> list[str]:
             "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
         )
     problems += _sizes(config)
+    return problems
+
+
+def _adapter(config: RunConfig) -> list[str]:
+    """What cannot be together with an adapter."""
+    adapter, optim = config.model.adapter, config.optim
+    if adapter is None:
+        return []
+    problems = []
+    if optim.tune != "full":
+        problems.append(
+            f"optim.tune: {optim.tune} chooses among weights that model.adapter freezes; leave it at full (the adapter"
+            " has train_head and train_norms)"
+        )
+    if optim.layer_decay < 1:
+        problems.append(
+            "optim.layer_decay: numbers of all layers lie in one tensor of an adapter and share one rate; leave it at 1"
+        )
+    if optim.name == "muon":
+        problems.append("optim.name: muon is for matrices of blocks, which model.adapter freezes; use adamw or adam")
+    if config.objective.kind in ("attack", "defence"):
+        problems.append(f"model.adapter: {config.objective.kind} works on a whole model; leave the adapter out")
+    if getattr(adapter, "head_coefficients", None) is not None and adapter.train_head:
+        problems.append("model.adapter.head_coefficients: train_head trains the classifier as a whole; set one of them")
     return problems
 
 

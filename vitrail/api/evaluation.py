@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from vitrail.api.feed import judged_batches, reads_texts, refuse_other_kind
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.levels import choose_level
-from vitrail.data.loader import EvalLoader, auto_workers
 from vitrail.data.open import open_data
-from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import DataSet
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
@@ -25,9 +24,20 @@ from vitrail.model.store import load_model
 from vitrail.schema import ConfigError, check, near
 
 
-def load(path: str | Path, device: str | torch.device | None = None) -> Classifier:
-    """The classifier of a run folder or a model folder; it preprocesses its own input."""
-    return load_model(path, device)
+def load(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    *,
+    base: str | Path | None = None,
+    bits: int | None = None,
+    merged: bool = True,
+) -> Classifier:
+    """The classifier of a run folder or a model folder; it preprocesses its own input.
+
+    Of a run that trained an adapter: base and adapter, merged (or in use, with `merged=False`). `base` is where its
+    base is now (none: where it was), `bits` rounds what the adapter trained to 2 to 8 bits.
+    """
+    return load_model(path, device, base=base, bits=bits, merged=merged)
 
 
 def evaluate(
@@ -54,16 +64,17 @@ def evaluate(
     changes = {"crop_ratio": crop_ratio, "size": image_size}
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
     _refuse_impossible(model, preprocess)
-    opened = _with_classes_of(model, data if isinstance(data, DataSet) else open_data(data))
+    opened = data if isinstance(data, DataSet) else open_data(data)
+    refuse_other_kind(reads_texts(model), opened)
+    opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
         raise ValueError(
             f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
         )
     rows = opened[split]
-    count = auto_workers(rows) if workers is None else workers
     with (
-        EvalLoader(rows, Preprocess(preprocess), batch=batch, device=place, workers=count) as loader,
+        judged_batches(model, rows, preprocess, batch=batch, device=place, workers=workers) as loader,
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
         autocast = choose_precision(precision, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.measure.averaging import Together, together
 from vitrail.measure.class_subset import only_classes
-from vitrail.measure.evaluate import Findings, Loaders, Predictions
-from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
+from vitrail.measure.config import EpisodeConfig, LongTailConfig
+from vitrail.measure.episodes import judge_episodes
+from vitrail.measure.evaluate import Evaluator, Findings, Loaders, Predictions
+from vitrail.measure.evaluators import EVALUATORS, READ_EMBEDDINGS, WANT_TRAINING_IMAGES
+from vitrail.measure.long_tail import judge_long_tail
 from vitrail.measure.retrieval import Embedded
 from vitrail.model.classifier import Classifier
 from vitrail.schema import ConfigError, near
@@ -44,11 +48,15 @@ def judge(
     device: str = "auto",
     precision: str = "auto",
     quiet: bool = True,
+    episodes: EpisodeConfig | None = None,
+    tail: LongTailConfig | None = None,
+    classes: Sequence[str] = (),
 ) -> tuple[dict[str, Findings], str]:
     """What the named evaluators find on a split (none: test, or val where there is no test), and which split it was.
 
-    Those that learn from training images only read the model's embedding, so that data with other classes will do;
-    the others need the model's classes. Raises `ConfigError` for unknown names, `ValueError` for data that will not do.
+    Those that only read the model's embedding judge on data with other classes, too; the others need the model's
+    classes. `episodes` and `tail` say how the protocols episodes and long_tail judge, and `classes` are those that
+    episodes draw from (none: all). Raises `ConfigError` for unknown names, `ValueError` for data that will not do.
     """
     problems = [f"no protocol {name!r}{near(name, EVALUATORS)}" for name in protocols if name not in EVALUATORS]
     if problems or not protocols:
@@ -57,12 +65,14 @@ def judge(
     model = run if isinstance(run, Classifier) else load(run)
     model.to(place)
     opened = data if isinstance(data, DataSet) else open_data(data)
-    if not WANT_TRAINING_IMAGES.issuperset(protocols):
+    if not READ_EMBEDDINGS.issuperset(protocols):
         opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
-    wanted = (
-        {split} if WANT_TRAINING_IMAGES.isdisjoint(protocols) else {split, "train", "val"} & {split, *opened.splits}
-    )
+    wanted = {split}
+    if not WANT_TRAINING_IMAGES.isdisjoint(protocols):
+        wanted = {split, "train", "val"} & {split, *opened.splits}
+    if "episodes" in protocols and episodes is not None and episodes.support == "train":
+        wanted |= {"train"} & set(opened.splits)
     missing = wanted - set(opened.splits)
     if missing:
         raise ValueError(
@@ -83,10 +93,15 @@ def judge(
             for name in sorted(wanted)
         }
         seen = SharedLoaders(opened.classes, loaders, split, [level.name for level in opened.levels])
+        judges: dict[str, Evaluator] = {
+            **EVALUATORS,
+            "episodes": partial(judge_episodes, config=episodes, classes=classes),
+            "long_tail": partial(judge_long_tail, config=tail),
+        }
         bar = stack.enter_context(Progress("protocols", len(protocols), quiet=quiet))
         found = {}
         for name in protocols:
-            found[name] = EVALUATORS[name](model, seen, device=place, autocast=autocast)
+            found[name] = judges[name](model, seen, device=place, autocast=autocast)
             bar.advance(1, name)
     return found, split
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
-from vitrail.data.augment import Augment
-from vitrail.data.batch import Batch
-from vitrail.data.device_images import DeviceImages, fits
-from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
-from vitrail.data.loader import EvalLoader, TrainLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.order import Order
-from vitrail.data.preprocess import Preprocess
 from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
 from vitrail.data.source import DataSet
-from vitrail.data.views import stored_alike, view_augments
+from vitrail.data.texts import holds_texts, texts_of
 from vitrail.engine import checkpoint
 from vitrail.engine.device import choose_device, choose_precision, prepare
 from vitrail.engine.distributed import Group, join
@@ -34,16 +29,23 @@ from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import AttackConfig
+from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import Loaders, predict_all
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
+from vitrail.measure.long_tail import COUNTS
 from vitrail.measure.predictions import write_predictions
+from vitrail.model.adapted import save_adapted
+from vitrail.model.adapters.apply import apply, bank_of
+from vitrail.model.adapters.files import base_hash
+from vitrail.model.adapters.header import ADAPTER, read_header, summary
+from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
-from vitrail.show.run_report import report_run
+from vitrail.show.run_report import Told
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
 
@@ -57,6 +59,8 @@ class Run:
     split: str  # which images the figures speak of
     model: Classifier
     notes: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] | None = None
+    """What the file of a trained adapter holds."""
 
     @property
     def report(self) -> Path:
@@ -83,7 +87,7 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
         raise ConfigError(problems)
     group = join()
     _refuse_existing(config)
-    data, bad = _read_data(config, group, quiet)
+    data, bad = read_data(config, group, quiet)
     _say(group, quiet, *data.notes)
     path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
     path = Path(group.gather(str(path))[0])
@@ -113,7 +117,7 @@ def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: b
                     [f"--{section}.{name}: a resumed run keeps its configuration; begin a new one with --config {path}"]
                 )
     config = from_mapping(changes, config)
-    data, bad = _read_data(config, group, quiet)
+    data, bad = read_data(config, group, quiet)
     trainer = _Trainer(config, data, bad, group, quiet, folder)
     state, damaged = checkpoint.newest(folder.checkpoints)
     _say(group, quiet, *damaged)
@@ -138,86 +142,45 @@ class _Trainer:
         with torch.random.fork_rng(devices=[]):  # all processes begin with the same weights
             torch.default_generator.manual_seed(config.seed)
             self.model = build_model(config.model, config, data)
+        self.base_hash = "" if config.model.adapter is None else base_hash(self.model)
         self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
+        if not data.multilabel:  # real images tell which classes are rare
+            real = train.labels if train.generated is None else train.labels[~train.generated]
+            self.model.stated[COUNTS] = class_counts(real, len(data.classes)).tolist()
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
-        wanted = config.data.workers
-        self.workers = auto_workers(train) if wanted is None else wanted
-        self.preprocess = Preprocess(self.model.preprocess)
+        self.feed = make_feed(config, data, self.model, self.device, group)
         facts = TrainingFacts(
-            train.labels, train.index, self.schedule.steps, config.data.augment, self._training_images
+            train.labels,
+            train.index,
+            self.schedule.steps,
+            config.data.augment,
+            self.feed.once,
+            train.generated,
         )
         self.objective = build_objective(config.objective, self.model, facts)
         self.order = Order(
             len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
         )
-        self.augment = Augment(config.data.augment, self.model.preprocess)
-        chosen_views = (self.objective.views, config.data.augment, config.data.weak, self.model.preprocess)
-        self.augments = view_augments(*chosen_views)
-        if config.data.loader == "auto":  # stored as chosen, so that the run repeats and resumes as it was
-            able = stored_alike([self.augment, *self.augments])
-            able = able and fits(train, self.preprocess, self.device, config.data.augment)
-            chosen = replace(config.data, loader="device" if able else "host")
-            self.config = replace(config, data=chosen)
-        self.on_device = self.config.data.loader == "device"
-        self.images: DeviceImages | None = None
-        self.reference: EvalLoader | None = None  # training images as evaluation sees them
-        if self.on_device:
-            self.images = DeviceImages(
-                train, config.data.augment, self.preprocess, device=self.device, workers=self.workers
-            )
-        self._loader(0, 0).close()  # refuses batches that cannot be cut, before anything is written
-        _say(group, quiet, *_warnings(config, data, self.parameters), *self.objective.notes)
-
-    def _loader(self, start: int, stop: int) -> TrainLoader:
-        options: dict[str, Any] = {"images": self.images} if self.on_device else {}
-        return (DeviceLoader if self.on_device else TrainLoader)(
-            self.data["train"],
-            self.order,
-            self.augment,
-            self.preprocess,
-            classes=len(self.data.classes),
-            multilabel=self.data.multilabel,
-            seed=self.config.seed,
-            device=self.device,
-            workers=self.workers,
-            start=start,
-            stop=stop,
-            accumulate=self.config.engine.accumulate,
-            rank=self.group.rank,
-            world=self.group.world,
-            views=self.augments,
-            **options,
-        )
-
-    def _training_images(self) -> Iterator[Batch]:
-        with self._eval_loader("train", on_device=False) as loader:
-            yield from loader
-
-    def _eval_loader(self, split: str, on_device: bool | None = None) -> EvalLoader:
-        on_device = self.on_device if on_device is None else on_device
-        return (DeviceEvalLoader if on_device else EvalLoader)(
-            self.data[split],
-            self.preprocess,
-            batch=min(256, max(1, len(self.data[split]))),
-            device=self.device,
-            workers=self.workers,
-            rank=self.group.rank,
-            world=self.group.world,
-        )
+        self.feed.prepare(self.objective.views, self.order)
+        self.config = self.feed.config
+        self.compile = self.compile and (self.feed.compiles or bool(config.engine.compile))
+        self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
+        self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
+        _say(group, quiet, *_warnings(config, data, self.parameters, self.tuned), *self.objective.notes)
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
-        val = self._eval_loader("val") if "val" in self.data.splits else None
+        val = self.feed.judged("val") if "val" in self.data.splits else None
 
         def look(model: Classifier) -> dict[str, float]:
             assert val is not None
             return self._judged(model, val, "val", config.evaluators)
 
-        loaders: list[TrainLoader] = []
+        loaders: list[Batches] = []
 
-        def batches(start: int, stop: int) -> TrainLoader:
-            loaders.append(self._loader(start, stop))
+        def batches(start: int, stop: int) -> Batches:
+            loaders.append(self.feed.batches(start, stop))
             return loaders[-1]
 
         train = self.data["train"]
@@ -233,11 +196,18 @@ class _Trainer:
             device=self.device,
             autocast=self.precision,
             compile=self.compile,
-            graph=self.device.type == "cuda" if config.engine.graph is None else config.engine.graph,
+            graph=self.device.type == "cuda" and self.feed.compiles
+            if config.engine.graph is None
+            else config.engine.graph,
             group=group,
             evaluate=None if val is None else look,
             indices=lambda step: [int(train.index[d.row]) for d in self.order.draws(step)],
-            facts={"data": _fingerprint(self.data), "world": group.world},
+            facts={
+                "data": _fingerprint(self.data),
+                "world": group.world,
+                **({"base": self.base_hash} if self.base_hash else {}),  # of an adapter
+                **self.feed.facts(),
+            },
             quiet=self.quiet,
         )
         try:
@@ -255,11 +225,11 @@ class _Trainer:
         skipped = [*self.bad, *(row for loader in loaders for row in loader.skipped)]
         return self._finish(fit, result.seconds, skipped)
 
-    def _judged(self, model: Classifier, loader: EvalLoader, split: str, judges: Sequence[str]) -> dict[str, float]:
+    def _judged(self, model: Classifier, loader: JudgedBatches, split: str, judges: Sequence[str]) -> dict[str, float]:
         """What the named evaluators find on a split."""
-        seen: dict[str, EvalLoader] = {split: loader}
+        seen: dict[str, JudgedBatches] = {split: loader}
         if not WANT_TRAINING_IMAGES.isdisjoint(judges):
-            self.reference = self.reference or self._eval_loader("train")
+            self.reference = self.reference or self.feed.judged("train")
             seen["train"] = self.reference
         data = Loaders(self.data.classes, seen, split, [level.name for level in self.data.levels])
         found: dict[str, float] = {}
@@ -270,7 +240,7 @@ class _Trainer:
     def _finish(self, fit: Fit, seconds: float, skipped: Sequence[Bad]) -> Run:
         """The one look at test (val, where settings are still being chosen), the model, the report."""
         split = self.config.data.judge if "test" in self.data.splits else "val"
-        with self._eval_loader(split) as loader:
+        with self.feed.judged(split) as loader:
             predictions = predict_all(fit.kept, loader, device=self.device, autocast=self.precision)
             others = [name for name in self.config.evaluators if name != "classification"]
             more = self._judged(fit.kept, loader, split, others)
@@ -286,14 +256,15 @@ class _Trainer:
             "figures": {**figures.scalars(), **more},
             "seed": self.config.seed,
         }
+        stored: dict[str, Any] | None = None
         if self.group.main:
             line = {"step": fit.step, "epoch": round(fit.step * fit.batch / fit.images, 6), "split": split}
             write_predictions(self.folder.path, predictions)
             self.folder.write_metrics({**line, "final": True, **figures.scalars(), **more})
-            model.save(self.folder.model)
-            report_run(
+            stored = self._save(model, fit.notes)
+            told = Told(
                 self.folder,
-                model,
+                without_adapters(model),
                 self.data,
                 predictions,
                 figures,
@@ -304,16 +275,36 @@ class _Trainer:
                 autocast=self.precision,
                 title=f"{self.config.model.name} on {self.data.uri}",
                 config=dump(self.config),
+                adapter=stored,
             )
+            self.feed.report(told)
         self.group.barrier()
-        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes))
+        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes), stored)
+
+    def _save(self, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
+        """Keep the model, or the adapter alone where it has one; returns what the file of that holds."""
+        if bank_of(model) is None:
+            model.save(self.folder.model)
+            return None
+        if base_hash(model) != self.base_hash:  # an objective that changes more than it trains
+            notes.append("the base changed while the adapter was trained, so the whole model is kept, merged")
+            _say(self.group, self.quiet, notes[-1])
+            model.save(self.folder.model)
+            return None
+        save_adapted(model, self.folder.model, weights=self.config.model.weights, seed=self.config.seed)
+        return summary(read_header(self.folder.model / ADAPTER))
 
 
 def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classifier:
     """The model of a run, with the classes of its data and the preprocessing it will be evaluated with."""
+    refuse_other_kind(chosen.name.startswith("text:"), data)
     overrides = dict(chosen.trunk)
     if chosen.drop_path is not None:
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
+    if holds_texts(data):
+        from vitrail.model.text_build import own_words
+
+        overrides |= own_words(chosen.name, texts_of(data["train"]))
     model = create_model(
         chosen.name,
         classes=data.classes,
@@ -331,10 +322,10 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         if config.data.resize != "crop":  # whoever asks for the whole image does not want its border cut off
             changes.setdefault("crop_ratio", 1.0)
     model.preprocess = replace(model.preprocess, **changes)
-    return model
+    return model if chosen.adapter is None else apply(model, chosen.adapter)
 
 
-def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
+def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
     chosen = config.data
     data = open_data(
         chosen.uri,
@@ -356,7 +347,7 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no images")
     bad: list[Bad] = []
-    if chosen.check == "full" and group.main:
+    if chosen.check == "full" and group.main and not holds_texts(data):
         total = sum(len(s) for s in data.splits.values())
         with Progress("check images", total, quiet=quiet) as bar:
 
@@ -371,16 +362,24 @@ def _read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, l
     return drop_bad(data, bad), bad
 
 
-def _warnings(config: RunConfig, data: DataSet, parameters: int) -> list[str]:
+def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int) -> list[str]:
     """What a person should hear before a run, though nothing is wrong."""
     said = []
-    count = len(data["train"])
-    if config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
+    count, adapter = len(data["train"]), config.model.adapter
+    if adapter is not None:
+        said.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
+        if config.model.weights == "none":
+            said.append(
+                "warning: model.weights is none, so the adapter changes random weights; give a run or file to adapt one"
+                " that was trained"
+            )
+    elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
         said.append(
             f"warning: {count} training images are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
+    learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
     if learns_weights and config.optim.name in ("adam", "adamw") and config.optim.lr > 0.01:
         said.append(f"warning: a learning rate of {config.optim.lr:g} is high for {config.optim.name}; 1e-3 is usual")
     return said

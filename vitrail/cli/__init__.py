@@ -19,14 +19,16 @@ VERBS: dict[str, tuple[str, str]] = {  # name: where it is, what it does
     "evaluate": ("evaluate:evaluate", "figures of a trained model on any data"),
     "predict": ("evaluate:predict", "what a trained model says of some images"),
     "compare": ("compare:compare", "a study or finished runs: one table, one report"),
-    "inspect": ("inspect:inspect", "where models look and which tokens they keep, as pictures and figures"),
+    "inspect": ("inspect:inspect", "where models look, what they keep and what they learned, as pictures"),
+    "app": ("app:app", "a local page to drop a picture on: prediction, map, tokens kept, cost"),
     "attack": ("attack:attack", "make an adaptive model spend its full compute, with one patch for all images"),
+    "augment": ("augment:augment", "make images where classes are rare or confused, by diffusion or mixing"),
     "bench": ("bench:bench", "how fast models are on this machine"),
-    "export": ("export:export", "a trained model as a torch or ONNX file"),
+    "export": ("export:export", "a trained model as a torch or ONNX file, or its adapter alone"),
     "check": ("data:check", "look for trouble in a data set before training on it"),
     "pack": ("data:pack", "decode a data set once, so that no epoch decodes it again"),
-    "list": ("catalogue:list_", "names of models, heads, mixers, recipes, data sources"),
-    "show": ("catalogue:show", "one model, recipe, head or mixer in full"),
+    "list": ("catalogue:list_", "names of models, heads, mixers, adapters, recipes, data sources"),
+    "show": ("catalogue:show", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
 }
 
 EXAMPLES = """\
@@ -38,7 +40,9 @@ EXAMPLES = """\
   vitrail predict runs/demo cat.jpg dog.jpg --json
   vitrail compare study.yaml --jobs 2                   variants x seeds, with what is significant
   vitrail inspect runs/ats runs/vit --images cat.jpg    attention maps, kept tokens, likeness
+  vitrail app runs/demo                                 drop a picture on a local page
   vitrail attack runs/ats --size 8                      how much of an adaptive model's saving holds
+  vitrail augment photos/ more/ --method genie_ada --model runs/diffusion --judge runs/vit --up_to 100
   vitrail bench deit_small --against timm               img/s, latency, memory beside timm's
   vitrail export runs/demo model.onnx                   checked at batch 1, 2 and 7
   vitrail check photos/

@@ -12,7 +12,7 @@ from vitrail.schema import near
 
 
 def list_(
-    what: tyro.conf.Positional[Literal["models", "heads", "mixers", "recipes", "data"]] = "models",
+    what: tyro.conf.Positional[Literal["models", "heads", "mixers", "adapters", "recipes", "data"]] = "models",
     pattern: tyro.conf.Positional[str] = "*",
     /,
     json: bool = False,
@@ -22,7 +22,7 @@ def list_(
     Example: vitrail list models "deit*" --json
 
     Args:
-        what: models, heads, mixers, recipes or data
+        what: models, heads, mixers, adapters, recipes or data
         pattern: only names that match this shell pattern
         json: print one JSON list
     """
@@ -39,12 +39,13 @@ def list_(
 
 
 def show(name: tyro.conf.Positional[str], /, json: bool = False) -> int:
-    """One model, recipe, head or mixer in full.
+    """One model, recipe, head, mixer or adapter in full; or the adapter of a file or run.
 
     Example: vitrail show deit_small
+    Example: vitrail show runs/birds        (what its adapter trained and stores, and on which base)
 
     Args:
-        name: a name that `vitrail list` gives
+        name: a name that `vitrail list` gives, an adapter file, or the run folder of one
         json: print one JSON object
     """
     from vitrail.show import catalogue

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from vitrail.cli.say import fail, print_json, show
+from vitrail.measure.config import EpisodeConfig, LongTailConfig
 
 
 def evaluate(
@@ -28,12 +29,17 @@ def evaluate(
     classes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="CLASS ...")] = (),
     ensemble: bool = False,
     control: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")] = (),
+    few_shot: tyro.conf.OmitArgPrefixes[EpisodeConfig] = EpisodeConfig(),  # noqa: B008
+    tail: tyro.conf.OmitArgPrefixes[LongTailConfig] = LongTailConfig(),  # noqa: B008
+    base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    bits: int | None = None,
 ) -> int:
     """Figures of a trained model, as its last weights are, on any data with its classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
     Example: vitrail evaluate runs/demo --data embedded:fashion --crop_ratio 0.8 0.9 1.0
     Example: vitrail evaluate runs/demo --data embedded:fashion --protocol knn,linear,clusters,corruptions
+    Example: vitrail evaluate runs/moco --data cifar100.npz --protocol episodes --way 5 --shot 1 --episodes 600
 
     Args:
         runs: run folder or model folder; several with --ensemble
@@ -48,14 +54,18 @@ def evaluate(
         per_class: print every class, too
         head: which classifier of a distilled model predicts (default: both, fused)
         attack: what `vitrail attack` left: accuracy and compute of an adaptive model with its patch, too
-        protocol: knn, linear, clusters, few, purity, retrieval, corruptions, members, classification: judge by these
-        classes: only these can be chosen, and images of others are left out
+        protocol: knn, linear, clusters, few, episodes, purity, retrieval, corruptions, members, classification,
+            long_tail, long_tail_thirds: judge by these
+        classes: only these can be chosen, and images of others are left out; episodes are drawn from these
         ensemble: average the probabilities of several runs, and tell what that gains over the best of them
         control: as many runs that differ in their seed only: what an ensemble gains by itself
+        base: of an adapter's run: where the weights are that it was trained on (default: where they were)
+        bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
     from vitrail import api
     from vitrail.api.evaluation import sweep
     from vitrail.measure.classification import SingleLabelFigures
+    from vitrail.measure.long_tail import long_tail, training_counts
     from vitrail.show import tables
     from vitrail.show.sweep_table import sweep_table
 
@@ -67,19 +77,32 @@ def evaluate(
     if protocol or classes or ensemble or control:
         from vitrail.cli.protocols import judge_otherwise
 
-        if attack is not None or len(data) > 1 or crop_ratio or image_size:
+        if attack is not None or len(data) > 1 or crop_ratio or image_size or base is not None or bits is not None:
             return fail(
                 "--protocol, --classes and --ensemble are judged on one data set, at the model's own crop ratio and "
-                "image size, without --attack"
+                "image size, without --attack, --base and --bits"
             )
         how: dict[str, Any] = {"split": split, "batch": batch, "workers": workers, "device": device, "quiet": json}
         return judge_otherwise(
-            runs, data[0], how, protocol, classes, ensemble, control, head=head, json=json, per_class=per_class
+            runs,
+            data[0],
+            how,
+            protocol,
+            classes,
+            ensemble,
+            control,
+            head=head,
+            json=json,
+            per_class=per_class,
+            few_shot=few_shot,
+            tail=tail,
         )
     if attack is not None and (len(data) > 1 or crop_ratio or image_size):
         return fail("--attack is judged on one data set, at the model's own crop ratio and image size")
 
-    model = run if head is None else api.load(run).use(head)
+    model = api.load(run, base=base, bits=bits)
+    if head is not None:
+        model.use(head)
     made = sweep(
         model,
         data,
@@ -91,7 +114,7 @@ def evaluate(
         device=device,
         quiet=json,
     )
-    chosen = {"run": str(run), **({} if head is None else {"head": head})}
+    chosen = {"run": str(run), **({} if head is None else {"head": head}), **({} if bits is None else {"bits": bits})}
     if len(made) != 1:
         if json:
             print_json([{**chosen, **one.to_json()} for one in made])
@@ -99,6 +122,8 @@ def evaluate(
             show(sweep_table(made))
         return 0
     figures = made[0].figures
+    counts = training_counts(model)
+    groups = None if counts is None or not isinstance(figures, SingleLabelFigures) else long_tail(figures, counts, tail)
     attacked = None
     if attack is not None:
         from vitrail.api.attacking import judge_patch
@@ -107,9 +132,13 @@ def evaluate(
         attacked = judge_patch(model, attack, data[0], split=made[0].split, **options)
     if json:
         more = {} if attacked is None else {"attack": attacked.to_json()}
+        if groups is not None:
+            more["long_tail"] = groups.to_json()
         print_json({**chosen, **made[0].to_json(), **figures.to_json(), **more})
         return 0
     show(tables.headline(figures, f"{made[0].split} of {made[0].data}"))
+    if groups is not None and groups.several:
+        show(tables.long_tail(groups.to_json()))
     if per_class or len(figures.classes) <= 20:
         show(tables.per_class(figures))
     if isinstance(figures, SingleLabelFigures):
@@ -130,6 +159,7 @@ def predict(
     device: str = "auto",
     json: bool = False,
     head: Literal["class", "distillation", "both"] | None = None,
+    base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
 ) -> int:
     """What a trained model says of some images; folders are searched for images.
 
@@ -142,6 +172,7 @@ def predict(
         device: auto, cpu, cuda
         json: print one JSON object a line
         head: which classifier of a distilled model predicts (default: both, fused)
+        base: of an adapter's run: where the weights are that it was trained on (default: where they were)
     """
     from vitrail import api
     from vitrail.data.folder import image_files
@@ -152,7 +183,7 @@ def predict(
     paths = [found for path in images for found in (image_files(path) if path.is_dir() else [path])]
     if not paths:
         return fail(f"no images in {', '.join(map(str, images))}")
-    model = api.load(run, choose_device(device))
+    model = api.load(run, choose_device(device), base=base)
     if head is not None:
         model.use(head)
     bad = 0

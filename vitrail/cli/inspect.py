@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,15 +20,19 @@ def inspect(
     over: int = 256,
     layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="LAYER ...")] = (),
     judge: int | None = None,
+    what: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = (),
+    projection: Literal["pca", "tsne", "umap"] = "pca",
     out: Path | None = None,
     device: str = "auto",
     json: bool = False,
 ) -> int:
-    """Where one or several models look and which tokens they keep: a page, pictures, and a table.
+    """Where one or several models look, which tokens they keep, what they learned: a page, pictures, and a table.
 
-    Attention of the class token by layer and head, entropy and distance, patches that adaptive models keep and what
-    they spend; of two models also how alike their layers are. Example: vitrail inspect runs/demo, or
-    vitrail inspect runs/ats runs/demo --layers 0 2, or vitrail inspect runs/demo --images cat.jpg photos/
+    Attention of the class token by layer and head, evidence for a class by several maps and how good they are, patches
+    that adaptive models keep and what they spend, gains and branches by depth, embeddings, neighbours and clusters; of
+    two models also how alike their layers are. Example: vitrail inspect runs/demo, or
+    vitrail inspect runs/ats runs/demo --layers 0 2, or
+    vitrail inspect runs/demo --images cat.jpg photos/ --what evidence
 
     Args:
         models: run folders, model folders, or names of models (untrained, for comparison)
@@ -39,6 +43,9 @@ def inspect(
         over: images that figures are means of
         layers: layers that pictures show, counted from 0 (default: evenly chosen)
         judge: images on which maps of evidence are judged (default: as many as take about a minute; 0: none)
+        what: sections of the page, and nothing else is computed (default: all that apply): attention, heads, kept,
+            saliency, evidence, judged, likeness, learned, embedding, neighbours, clusters
+        projection: how embeddings become a map
         out: folder for inspect.html and the pictures (default: runs/inspect, numbered)
         device: auto, cpu, cuda
         json: print one JSON object
@@ -57,6 +64,8 @@ def inspect(
         over=over,
         layers=layers,
         judge=judge,
+        what=what,
+        projection=projection,
         out=out,
         device=device,
         quiet=json,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.cli.say import fail, print_json, show
+from vitrail.measure.config import EpisodeConfig, LongTailConfig
 
 
 def judge_otherwise(
@@ -21,12 +22,18 @@ def judge_otherwise(
     head: Literal["class", "distillation", "both"] | None,
     json: bool,
     per_class: bool,
+    few_shot: EpisodeConfig,
+    tail: LongTailConfig,
 ) -> int:
     """Carry out what was asked for instead of plain figures."""
     if control and not ensemble:
         return fail("--control is what an ensemble is compared with; add --ensemble")
-    if protocol and (classes or ensemble):
-        return fail("--protocol judges one run with all of its classes; leave out --classes and --ensemble")
+    names = [name for joined in protocol for name in joined.split(",") if name]
+    if names and (ensemble or (classes and names != ["episodes"])):
+        return fail(
+            "--protocol judges one run with all of its classes; leave out --classes (episodes alone take it) and "
+            "--ensemble"
+        )
     if ensemble:
         if head is not None:
             return fail("--ensemble takes every run as it predicts; leave out --head")
@@ -37,17 +44,17 @@ def judge_otherwise(
     if head is not None:
         model.use(head)
     if protocol:
-        return _protocols(model, runs[0], protocol, data, options, json)
+        options |= {"episodes": few_shot, "tail": tail, "classes": classes}
+        return _protocols(model, runs[0], names, data, options, json)
     return _some_classes(model, runs[0], classes, data, options, json, per_class)
 
 
 def _protocols(model: Any, run: Path, names: Sequence[str], data: str, options: dict[str, Any], json: bool) -> int:
-    """The named evaluators; names may be joined by commas."""
+    """The named evaluators."""
     from vitrail.api.protocols import judge
     from vitrail.show.protocol_table import protocol_tables
 
-    wanted = [name for joined in names for name in joined.split(",") if name]
-    found, split = judge(model, data, wanted, **options)
+    found, split = judge(model, data, names, **options)
     if json:
         plain = {name: {"numbers": made["numbers"], "tables": made["tables"]} for name, made in found.items()}
         print_json({"run": str(run), "data": data, "split": split, "protocols": plain})

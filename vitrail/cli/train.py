@@ -50,17 +50,28 @@ def _model_name(values: Mapping[str, Any]) -> str | None:
 
 def _run(work: Callable[[Any], Any], as_json: bool) -> int:
     from vitrail import api
+    from vitrail.api.attacking import is_attack, resume_attack
     from vitrail.engine.distributed import join, leave
     from vitrail.engine.fit import Stopped
     from vitrail.show.tables import headline
 
     try:
         done = work(api)
+        patch = resume_attack(done.path, quiet=as_json) if is_attack(done.path) else None
         if join().main:
             if as_json:
-                print(json.dumps({"run": str(done.path), "split": done.split, **done.figures.scalars()}))
+                more = {} if done.adapter is None else {"adapter": done.adapter}
+                more |= {} if patch is None else {"attack": patch.to_json()}
+                print(json.dumps({"run": str(done.path), "split": done.split, **done.figures.scalars(), **more}))
             else:
                 show(headline(done.figures, f"{done.split}, {done.path}"))
+                if done.adapter is not None:
+                    found = done.adapter
+                    print(f"{found['kind']}: {found['trained']:,} numbers, a file of {found['bytes']:,} bytes")
+                if patch is not None:
+                    from vitrail.show.attack_table import attack_table
+
+                    show(attack_table(patch.rows, patch.most, "under attack"))
                 print(f"report: {done.report}")
     except Stopped as stopped:
         print(str(stopped), file=sys.stderr)

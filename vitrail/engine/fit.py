@@ -271,7 +271,7 @@ class Fit:
         """Go on from a checkpoint. Raises `ValueError` where it belongs to another run."""
         for key, value in self._kept_facts().items():
             if state.facts.get(key) != value:
-                same = f"with the {key}" if key in self.objective.frozen else "on the data"
+                same = f"with the {key}" if key in (*self.objective.frozen, "base") else "on the data"
                 raise ValueError(
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
                     f"a run can only be resumed {same} it began with"

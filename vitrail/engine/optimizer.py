@@ -11,6 +11,7 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.muon import Muon
 from vitrail.engine.schedule import Schedule
+from vitrail.model.adapters.apply import bank_of, counts
 from vitrail.model.classifier import Classifier
 
 TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
@@ -19,9 +20,14 @@ TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
 def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     """Freeze everything that `tune` leaves out; returns (trainable, total) parameters.
 
-    full, head, last:N (the last N blocks, final norm and head), norm, attention (each with the head). Raises
-    `ValueError` where the model has no such part.
+    full, head, last:N (the last N blocks, final norm and head), norm, attention (each with the head). An adapter has
+    frozen what it does not train already. Raises `ValueError` where the model has no such part.
     """
+    if bank_of(model) is not None:
+        if tune != "full":
+            raise ValueError(f"optim.tune: {tune}, but the model has an adapter, which says what is trained; use full")
+        found = counts(model)
+        return found.trained, found.base
     head = model.head_parameters()
     kind, _, count = tune.partition(":")
     layers = model.layers
@@ -47,15 +53,23 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay falls on matrices and filters, not on norms, biases, gains and learned tokens."""
-    return parameter.ndim > 1 and not any(token in name for token in TOKENS)
+    """Weight decay falls on matrices and filters, not on norms, biases, gains, learned tokens and adapters.
+
+    A coefficient of 0 is no simpler than another one, and the paper has no decay on them (efficiency-1 §2.D3).
+    """
+    return parameter.ndim > 1 and not any(token in name for token in TOKENS) and not of_adapter(name)
+
+
+def of_adapter(name: str) -> bool:
+    """Whether a parameter is a coefficient or factor of an adapter; its classifier and norms are the model's."""
+    return "adapters.named." in name and ".groups." in name
 
 
 def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Trainable parameters of an objective by (layer, decayed, matrix of Muon), each with its share of the rate.
 
-    The share is layer_decay ** (layers below the head); parts of the objective outside its model (projectors) take the
-    full rate.
+    The share is layer_decay ** (layers below the head); parts of the objective outside its model (projectors), and
+    adapters, take the full rate.
     """
     model = getattr(objective, "model", None)
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -64,7 +78,8 @@ def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str
         if not parameter.requires_grad:
             continue
         layer = deepest
-        if isinstance(model, Classifier) and name.startswith("model.") and config.layer_decay < 1:
+        own = name.startswith("model.") and not of_adapter(name)
+        if isinstance(model, Classifier) and own and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
         matrices = config.name == "muon" and parameter.ndim == 2 and ".blocks." in name
         key = (layer, decays(name, parameter), matrices)

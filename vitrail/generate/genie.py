@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.generate.diffuser import Diffuser
+from vitrail.measure.hard_negatives import axis_position, largest_jump
 
 USUAL_R = 0.8
 CANDIDATES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -67,8 +68,9 @@ def genie_ada(
     made = torch.stack([diffuser(images, target, r, seeds) for r in levels])
     source = seen(images)
     edited = torch.stack([seen(one) for one in made], 1)  # [batch, candidates, features]
-    curve = projections(source, edited, prototypes.to(source)[target.to(prototypes.device)].to(source), formula)
-    place = after_largest_jump(curve).to(images.device)
+    aim = prototypes.to(source)[target.to(source.device)]
+    curve = axis_position(edited, source[:, None], aim[:, None], printed=formula == "box")
+    place = largest_jump(curve).to(images.device)
     return Chosen(
         made[place.to(made.device), torch.arange(len(images), device=made.device)],
         torch.tensor(levels, device=place.device)[place],
@@ -76,25 +78,6 @@ def genie_ada(
         curve,
         made,
     )
-
-
-def projections(source: Tensor, edited: Tensor, target: Tensor, formula: Formula = "text") -> Tensor:
-    """How far each edit lies along the way from source to target, [batch, candidates].
-
-    `text`: the scalar projection, (edited - source)ᵀ(target - source) / |target - source|. `box`: as the algorithm is
-    printed, divided by |edited - source| instead, which is |target - source| times a cosine (§3.3). source and target
-    [batch, features], edited [batch, candidates, features].
-    """
-    axis = (target - source)[:, None]
-    moved = edited - source[:, None]
-    length = (axis if formula == "text" else moved).norm(dim=-1)
-    # Where an edit is the source itself both are 0, and so is the answer.
-    return (moved * axis).sum(-1) / length.clamp_min(torch.finfo(length.dtype).tiny)
-
-
-def after_largest_jump(curve: Tensor) -> Tensor:
-    """Place [batch] of the candidate just after the largest change along [batch, candidates]; never the first."""
-    return curve.diff(dim=1).abs().argmax(1) + 1
 
 
 def prototypes_of(embed: Embed, images: Tensor, labels: Tensor, classes: int, *, unit: bool = True) -> Tensor:

@@ -11,10 +11,19 @@ import torch
 from torch import nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.adaptive.config import AdaptiveConfig
 from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
-from vitrail.model.config import AnyTrunkConfig, CifarResNet, Guided, TimmBackbone, TrunkConfig
+from vitrail.model.config import (
+    AnyTrunkConfig,
+    CifarResNet,
+    DenoiserConfig,
+    Guided,
+    TextBackbone,
+    TimmBackbone,
+    TrunkConfig,
+)
 from vitrail.model.guided import GuidedTrunk
 from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.build import build_head
@@ -64,11 +73,25 @@ def create_model(
     `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be
     overridden by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights`
     is `none`, `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
-    `device="meta"` builds without memory. Raises `ValueError` for an unknown name or override, with near matches.
+    `device="meta"` builds without memory. `text:FOLDER` is a classifier of texts, see `model/text_build.py`. Raises `ValueError` for an unknown name or override, with near matches.
 
     >>> create_model("deit_tiny", classes=10, depth=2).head.fc.out_features
     10
     """
+    if name.startswith("text:"):
+        from vitrail.model.text_build import create_text_model
+
+        if image_size is not None:
+            raise ValueError(f"model.image_size: {name} reads texts; its size is --model.trunk.length")
+        return create_text_model(
+            name,
+            classes=class_names(classes or 2),
+            head=head,
+            weights=weights,
+            device=device,
+            multilabel=multilabel,
+            **overrides,
+        )
     parts, default_classes = _parts(name, image_size, head, overrides)
     pretrained = weights == "timm" and isinstance(parts.trunk, TimmBackbone)
     model = _assemble(
@@ -113,9 +136,10 @@ def from_spec(
     multilabel: bool,
     preprocess: PreprocessConfig,
     device: str | torch.device | None,
+    pretrained: bool = False,
 ) -> Classifier:
-    """The architecture that `spec` describes, with new weights."""
-    return _assemble(build(Parts, spec), classes, multilabel, preprocess, device)
+    """The architecture that `spec` describes, with new weights (timm's own trunks: with published ones)."""
+    return _assemble(build(Parts, spec), classes, multilabel, preprocess, device, pretrained=pretrained)
 
 
 def _assemble(
@@ -126,6 +150,8 @@ def _assemble(
     device: str | torch.device | None,
     pretrained: bool = False,
 ) -> Classifier:
+    if multilabel and isinstance(parts.trunk, DenoiserConfig):
+        raise ValueError("a denoiser is given one class an image, but several labels may hold here")
     if multilabel and _sums_probabilities(parts.head):
         raise ValueError(
             f"the head {parts.head.kind} adds softmax probabilities, but several labels may hold here; "
@@ -137,9 +163,13 @@ def _assemble(
         parts = replace(parts, trunk=taken)
         own = timm_preprocess(backbone)
         preprocess = preprocess or (own if size is None else replace(own, size=size))
+    elif isinstance(parts.trunk, TextBackbone):
+        backbone, preprocess = None, preprocess or PreprocessConfig()  # of images: nothing of it concerns a text
     else:
         backbone = None
         preprocess = preprocess or default_preprocess(parts.trunk.image_size)
+        if isinstance(parts.trunk, DenoiserConfig):  # noise is added to what lies in -1..1
+            preprocess = replace(preprocess, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     with torch.device(device or "cpu"):
         trunk, head = _trunk_and_head(parts, len(classes), backbone)
     model = Classifier(trunk, head, spec=plain(parts), classes=classes, preprocess=preprocess, multilabel=multilabel)
@@ -162,8 +192,18 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
     if isinstance(config, Guided):
         head = build_head(parts.head, config.student.width, classes, config.student)
         return GuidedTrunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
-    trunk: TimmTrunk | CifarResNetTrunk
-    if isinstance(config, CifarResNet):
+    if isinstance(config, DenoiserConfig):
+        from vitrail.model.denoiser import Denoiser, DenoisingHead
+
+        if not isinstance(parts.head, Own):
+            raise ValueError(f"a denoiser classifies by itself, without a head {parts.head.kind}; leave model.head out")
+        return Denoiser(config, classes), DenoisingHead(classes)
+    trunk: Any
+    if isinstance(config, TextBackbone):
+        from vitrail.model.text_trunk import TextTrunk
+
+        trunk = TextTrunk(config)
+    elif isinstance(config, CifarResNet):
         shortcut = config.shortcut if config.block == "basic" else None
         make = partial(CifarResNetTrunk, config.depth, config.block == "bottleneck", shortcut)
         if isinstance(parts.head, Branches):
@@ -192,13 +232,14 @@ def default_preprocess(size: int) -> PreprocessConfig:
 def make_adaptive(model: Classifier, adaptive: str | AdaptiveConfig | Mapping[str, Any] | None) -> Classifier:
     """The same weights under another adaptive policy: `ats`, `avit`, `adavit` or one with options (none: without any).
 
-    What a policy itself learns starts anew. Raises `ValueError` for a trunk in which the policy cannot work.
+    What a policy itself learns starts anew; an adapter in use is merged. Raises `ValueError` for a trunk in which the
+    policy cannot work.
 
     >>> plain = create_model("deit_tiny", classes=10, depth=4)
     >>> make_adaptive(plain, "ats").policy.at
     (1, 2, 3)
     """
-    parts = build(Parts, model.spec)
+    model, parts = without_adapters(model), build(Parts, model.spec)
     if not isinstance(parts.trunk, TrunkConfig):
         raise ValueError(f"adaptive policies work in our own blocks; {parts.name or parts.trunk.kind} has none")
     trunk = build(TrunkConfig, {"adaptive": plain(adaptive)}, parts.trunk)
@@ -216,8 +257,10 @@ def replace_head(
 ) -> tuple[Classifier, list[str]]:
     """The same trunk, weights included, under another head; returns it and what was adapted, in words.
 
-    Class tokens that the new head needs and the old trunk lacks start anew, with positions of zero.
+    Class tokens that the new head needs and the old trunk lacks start anew, with positions of zero. An adapter in use
+    is merged.
     """
+    model = without_adapters(model)
     parts = replace(build(Parts, model.spec), head=head_config(head))
     names = model.classes if classes is None else class_names(classes)
     device = next(model.parameters()).device

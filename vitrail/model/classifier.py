@@ -119,6 +119,7 @@ class Classifier(nn.Module):
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
         self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
+        self.files: dict[str, str] = {}  # name -> text of what must lie beside the weights: the tokenizer of a text model
 
     def _images(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
@@ -181,6 +182,15 @@ class Classifier(nn.Module):
         tokens = self._at_head(tokens)
         return Outputs(self.head(tokens), tokens, self.head, captured, self.policy)
 
+    def feature_maps(self, images: Tensor, levels: int | Sequence[int] | None = None) -> list[Tensor]:
+        """Dense features `[batch, channels, rows, columns]` for detection and segmentation; see `model/dense.py`.
+
+        `levels=4` gives maps at the trunk's own stride or strides, `levels=(4, 8, 16, 32)` a pyramid.
+        """
+        from vitrail.model.dense import feature_maps
+
+        return feature_maps(self, images, levels)
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax, or one sigmoid a class where several classes may hold."""
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
@@ -196,6 +206,8 @@ class Classifier(nn.Module):
         from vitrail.data.preprocess import Preprocess
         from vitrail.data.source import BadImage
 
+        if hasattr(self.trunk, "tokeniser"):
+            raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', not {errors!r}")
         many = _as_list(images)

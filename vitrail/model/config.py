@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from vitrail.model.adapters.config import AdapterConfig
 from vitrail.model.adaptive.config import AdaptiveConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig, Softmax
@@ -99,6 +100,34 @@ class CifarResNet:
     image_size: Count = 32
 
 
+NoiseScheduleName = Literal["cosine", "scaled_linear"]
+NoisePrediction = Literal["v", "eps"]
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """A class-conditional U-Net for small images: a diffusion model (efficiency-2 §3)."""
+
+    kind: Literal["denoiser"] = "denoiser"
+    image_size: Count = 32
+    width: Count = 96
+    """Channels at the full side."""
+    multipliers: tuple[Count, ...] = (1, 2, 2)
+    """Channels of each level over `width`; each level has half the side of the one before."""
+    depth: Count = 2
+    """Residual blocks of each level on the way down (one more on the way up)."""
+    heads: Count = 4
+    attention: tuple[Count, ...] = (8,)
+    """Sides, in places, of the levels with self-attention; the middle always has it."""
+    drop: Fraction = 0.1
+    schedule: NoiseScheduleName = "cosine"
+    """How the signal fades; `scaled_linear` is Stable Diffusion's. Set by the objective that trains it."""
+    prediction: NoisePrediction = "v"
+    """What is guessed: velocity or noise. Set by the objective that trains it."""
+    draws: Count = 2
+    """As a classifier: times at which every class is tried."""
+
+
 @dataclass(frozen=True)
 class TimmBackbone:
     """Any timm model as a trunk."""
@@ -161,7 +190,41 @@ class Guided:
         return self.student.image_size
 
 
-AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided
+@dataclass(frozen=True)
+class TextBackbone:
+    """Any transformers encoder or decoder as a trunk: sentences to tokens (heads §2.9)."""
+
+    kind: Literal["text"] = "text"
+    name: str = "bert"
+    """`bert` or `gpt`: a small one whose vocabulary is the words of the training texts; else a folder or hub name."""
+    length: Count = 128
+    """Most tokens of a text; what is longer is cut."""
+    class_token: Literal["first", "last"] | None = None
+    """Where the token stands that sums up: first in BERT's family, last in GPT's (none: as the architecture has it)."""
+    sep_is_word: bool = False
+    """Separators count as words where words are pooled. Padding never does."""
+    pooler: bool = False
+    """BERT's own layer (linear, tanh) on the class token, where the model has one."""
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' configuration, so that nothing else is needed to build it again (empty: read from `name`)."""
+
+
+AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided | DenoiserConfig | TextBackbone
+
+
+@dataclass(frozen=True)
+class TrunkOverrides(TrunkConfig):
+    """What a name may fix, of any kind of trunk: those of a denoiser and of a text model besides. Building the model
+    tells what it has."""
+
+    multipliers: tuple[Count, ...] = (1, 2, 2)
+    attention: tuple[Count, ...] = (8,)
+    drop: Fraction = 0.1
+    draws: Count = 2
+    length: Count = 128
+    class_token: Literal["first", "last"] | None = None
+    sep_is_word: bool = False
+    pooler: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,13 +232,16 @@ class ModelConfig:
     """Which model, from which weights."""
 
     name: str = "deit_tiny"
-    """A name of `vitrail list models`, or `timm:NAME`."""
+    """A name of `vitrail list models`, `timm:NAME`, or for texts `text:FOLDER` (of a transformers model, or its name)."""
     weights: str = "none"
-    """none, timm (published weights of that name), a run or model folder, or a weights file."""
+    """none, timm (published weights of that name), a run or model folder, or a weights file; text: hub (those that the
+    folder or name comes with; hub:fetch asks the network for what is not there)."""
     image_size: Count | None = None
     """Side of the square input (none: the model's own)."""
     head: HeadConfig | None = None
     """Head other than the model's own (`--model.head mean`)."""
     drop_path: Fraction | None = None
-    trunk: Annotated[Mapping[str, Any], Overrides(TrunkConfig)] = field(default_factory=dict)
+    trunk: Annotated[Mapping[str, Any], Overrides(TrunkOverrides)] = field(default_factory=dict)
     """Anything else the name fixes: --model.trunk.depth 4, --model.trunk.width 64, ..."""
+    adapter: AdapterConfig | None = None
+    """Freeze these weights and train an adapter (`--model.adapter nola`), which alone is stored (none: train them)."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitrail.model.adapters.merged import without_adapters
+
 NORM_COST = 5  # operations an element of a LayerNorm with gain and shift, as the usual profilers count them
 
 
@@ -39,9 +41,11 @@ def cost(
     Conventions differ between papers: `attention_products=False` leaves out the products of queries with keys and of
     maps with values in stem and trunk (SoT), `norms=True` adds five operations for each element of a LayerNorm.
     Counted on the meta device, so nothing is computed and a model of any size is counted in seconds; `model` itself is
-    not touched and may live on any device.
+    not touched and may live on any device. An adapter in use is counted as merged, where it costs nothing.
     """
     size = image_size or _native_size(model)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model = without_adapters(model)
     meta = _on_meta(model)
     normed = [0]
 
@@ -59,7 +63,7 @@ def cost(
         flops -= _attention_flops(meta, counter)
     return Cost(
         parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trainable=trainable,
         macs=flops // 2 + normed[0],
         image_size=size,
     )

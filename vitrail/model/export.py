@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.files import replacing
+from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.classifier import Classifier
 from vitrail.model.fold import fold_affine
 from vitrail.model.heads.second_order import PowerNorm
@@ -160,7 +161,7 @@ def _export(
     write: Callable[[ExportedProgram, Path, dict[str, Any]], None],
     read: Callable[[Path], Runner],
 ) -> Exported:
-    model = copy.deepcopy(model).to("cpu", torch.float32).eval()
+    model = merged_copy(model).to("cpu", torch.float32).eval()
     program = _traced(model, takes, gives)
     with replacing(path) as temporary:
         write(program, temporary, describe(model, takes, gives))

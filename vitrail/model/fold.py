@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.block import Block, Branch, Mlp
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.attention_pool import AttentionPoolHead
@@ -21,8 +22,10 @@ from vitrail.model.tokens import Probe, Tokens
 def fold_layerscale(model: Classifier) -> Classifier:
     """Scale the last linear layer of every branch by its LayerScale or scalar gate, in place (§10.2 item 1).
 
-    Branches that end in a product over patches keep their gain, unless `fold_affine` takes it.
+    Branches that end in a product over patches keep their gain, unless `fold_affine` takes it. A model with adapters
+    stays as it is, and a folded copy with the one in use merged is returned.
     """
+    model = without_adapters(model)
     for module in model.modules():
         if isinstance(module, Block):
             module.ls1 = _fold_gain(module.ls1, module.attn.last_linear())
@@ -88,8 +91,9 @@ def fold_affine(model: Classifier) -> Classifier:
 
     Channel branches and the classifier fold exactly. In a branch over patches the shift meets a product over patches,
     so it becomes a constant for each patch and channel: the claim of zero cost holds up to it (§10.2 item 2).
-    Convolutions keep their affine map: at the border, padding sees no shift.
+    Convolutions keep their affine map: at the border, padding sees no shift. With adapters, as `fold_layerscale`.
     """
+    model = without_adapters(model)
     for module in model.modules():
         if not isinstance(module, Block):
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Literal, cast
 
@@ -12,6 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
+from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.block import Mlp
 from vitrail.model.classifier import Classifier
@@ -101,6 +101,7 @@ def optimize(
 ) -> Optimized:
     """A copy of `model` for inference on the device where it is.
 
+    An adapter in use is merged, in the copy.
     LayerScale, Affine and the BatchNorm of convolutional stems are folded into their neighbours (exactly, up to
     rounding). `precision`: bf16 by itself on CUDA, float32 elsewhere; fp8 quantises the linear layers of the blocks,
     one scale a token and one an output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
@@ -115,7 +116,7 @@ def optimize(
         raise ValueError(f"precision must be auto, float32, bf16 or fp8, not {precision!r}")
     if chosen == "fp8" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
         raise ValueError(f"fp8 needs a CUDA accelerator that multiplies in it (Ada, Hopper or newer), not {device}")
-    made = copy.deepcopy(model).eval().requires_grad_(False)
+    made = merged_copy(model).eval().requires_grad_(False)
     fold_affine(made)
     for module in made.modules():
         if isinstance(module, ConvEmbed):

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
 from vitrail.files import replacing, write_text
+from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.schema import build, plain
 from vitrail.version import __version__
 
-WEIGHTS, DESCRIPTION, FORMAT = "model.safetensors", "model.json", 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+FORMAT, WHOLE = 2, 1  # the newest that is read; 2 is a base and an adapter, 1 a whole model
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -55,18 +57,27 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_model(model: Classifier, folder: Path) -> Path:
-    """Write `model` into `folder`. The description names the size of the weights, so a mixed pair is noticed."""
-    write_tensors(folder / WEIGHTS, model.state_dict())
+    """Write `model` into `folder`; an adapter in use is merged in what is written, and the model stays as it is."""
+    write_tensors(folder / WEIGHTS, without_adapters(model).state_dict())
+    return write_description(model, folder, WHOLE, folder / WEIGHTS)
+
+
+def write_description(model: Classifier, folder: Path, form: int, file: Path, **more: Any) -> Path:
+    """The JSON beside the weights. It names the size of their file, so a mixed pair is noticed."""
     description = {
-        "format": FORMAT,
+        "format": form,
         "vitrail": __version__,
         "spec": model.spec,
         "classes": list(model.classes),
         "multilabel": model.multilabel,
         "preprocess": plain(model.preprocess),
         "stated": model.stated,
-        "bytes": (folder / WEIGHTS).stat().st_size,
+        "bytes": file.stat().st_size,
+        **({"files": list(model.files)} if model.files else {}),
+        **more,
     }
+    for name, text in model.files.items():
+        write_text(folder / name, text)
     write_text(folder / DESCRIPTION, json.dumps(description, indent=1, ensure_ascii=False))
     return folder
 
@@ -97,14 +108,48 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def load_model(path: str | Path, device: str | torch.device | None = None) -> Classifier:
-    """A saved classifier, in eval mode, ready to preprocess its own input."""
+def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
+    """What lies beside the weights, by name, as `Classifier.files`. Raises `FileNotFoundError` for what is gone."""
+    found = {}
+    for name in description.get("files", ()):
+        if not (folder / Path(name).name).is_file():
+            raise FileNotFoundError(f"{folder} lacks {name}, which was saved with the model; copy the folder as a whole")
+        found[str(name)] = (folder / Path(name).name).read_text(encoding="utf-8")
+    return found
+
+
+def refuse_mixed(description: dict[str, Any], file: Path) -> None:
+    """Raises `ValueError` for weights of another size than the description beside them says."""
+    if file.is_file() and description.get("bytes") != file.stat().st_size:
+        raise ValueError(f"{file} is damaged or does not belong to the description beside it")
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    *,
+    base: str | Path | None = None,
+    bits: int | None = None,
+    merged: bool = True,
+) -> Classifier:
+    """A saved classifier, in eval mode, ready to preprocess its own input.
+
+    One that was trained as an adapter is built again from its base, which is looked for where it was (or at `base`);
+    the adapter, with its numbers rounded to `bits`, is merged, or in use where `merged` is false. Raises one sentence
+    where the base is gone or is another one now.
+    """
     from vitrail.model.build import from_spec
 
     folder = model_folder(path)
     description = read_description(folder)
-    if description.get("bytes") != (folder / WEIGHTS).stat().st_size if (folder / WEIGHTS).is_file() else False:
-        raise ValueError(f"{folder / WEIGHTS} is damaged or does not belong to the description beside it")
+    if "adapter" in description:
+        from vitrail.model.adapted import load_adapted
+
+        return load_adapted(folder, description, base=base, bits=bits, merged=merged).to(device or "cpu").eval()
+    for option, value in (("base", base), ("bits", bits)):
+        if value is not None:
+            raise ValueError(f"{option}: {path} is a whole model, not an adapter of one; leave it out")
+    refuse_mixed(description, folder / WEIGHTS)
     tensors = read_tensors(folder / WEIGHTS)
     model = from_spec(
         description["spec"],
@@ -118,5 +163,5 @@ def load_model(path: str | Path, device: str | torch.device | None = None) -> Cl
         fill = getattr(module, "fill_buffers", None)
         if callable(fill):
             fill()
-    model.stated = description.get("stated", {})
+    model.stated, model.files = description.get("stated", {}), read_files(folder, description)
     return model.to(device or "cpu").eval()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitrail.model.classifier import Classifier
-from vitrail.model.store import WEIGHTS, model_folder, read_description, read_tensors
+from vitrail.model.store import WEIGHTS, load_model, model_folder, read_description, read_tensors
 from vitrail.model.timm import load_weights
 from vitrail.model.timm_trunk import no_weights, timm_preprocess
 from vitrail.model.zoo import ZOO
@@ -19,7 +19,11 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
     The weights' own normalisation, crop ratio and interpolation come with them. Raises one sentence with a remedy where
     there are no such weights.
     """
-    if weights == "timm":
+    if hasattr(model.trunk, "tokeniser"):
+        from vitrail.model.text_build import load_text_weights
+
+        notes = load_text_weights(model, weights)
+    elif weights == "timm":
         notes = _published(model, name)
     else:
         path = Path(weights)
@@ -27,9 +31,11 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
             from vitrail.data.config import PreprocessConfig
 
             folder = model_folder(path)
-            used = build(PreprocessConfig, read_description(folder)["preprocess"])
+            described = read_description(folder)
+            used = build(PreprocessConfig, described["preprocess"])
             model.preprocess = replace(used, size=model.preprocess.size)
-            notes = load_weights(model, read_tensors(folder / WEIGHTS))
+            tensors = load_model(folder).state_dict() if "adapter" in described else read_tensors(folder / WEIGHTS)
+            notes = load_weights(model, tensors)
         else:
             notes = load_weights(model, read_tensors(path))
     model.stated["weights"] = {"from": weights, "adapted": notes}

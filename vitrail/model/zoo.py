@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vitrail.model.config import AnyTrunkConfig, CifarResNet, ConvStem, SotStem, TimmBackbone, TrunkConfig
+from vitrail.model.config import (
+    AnyTrunkConfig,
+    CifarResNet,
+    ConvStem,
+    DenoiserConfig,
+    SotStem,
+    TimmBackbone,
+    TrunkConfig,
+)
 from vitrail.model.heads.config import (
     AttentionPool,
     ClassAttention,
@@ -19,6 +27,7 @@ from vitrail.model.heads.config import (
     Gramian,
     HeadConfig,
     Mean,
+    Own,
     SecondOrder,
 )
 from vitrail.model.mixers.config import (
@@ -389,6 +398,16 @@ def small_images() -> Rows:
     }
 
 
+def denoisers() -> Rows:
+    """Diffusion models; as classifiers they try every class, so their cost counts every call."""
+    about = "DDPM's U-Net, made small; widths are ours"
+    larger = DenoiserConfig(image_size=64, multipliers=(1, 2, 2, 2))
+    return {
+        "denoiser_32": Spec(DenoiserConfig(), Own(), about, classes=10),
+        "denoiser_64": Spec(larger, Own(), about, classes=10),
+    }
+
+
 ZOO: Rows = {
     **vits(),
     **caits(),
@@ -399,6 +418,7 @@ ZOO: Rows = {
     **gramians(),
     **cifar_resnets(),
     **small_images(),
+    **denoisers(),
 }
 
 

@@ -60,6 +60,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "resmlp-dino",
         "sima-dino",
         "small-byol",
+        "small-unisiam",
         "small-moco",
         "small-isd",
         "small-msf",
@@ -113,7 +114,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "small-attack-adavit",
         "small-defence",
     ),
+    "long_tail": ("livt-pretrain", "livt", "small-livt-pretrain", "small-livt"),
+    "adapters": ("nola-vit", "lora-vit", "nola-resnet", "small-nola", "small-lora"),
     "speedrun": ("speedrun-cifar10",),
+    "diffusion": ("small-diffusion",),
+    "text": ("text", "text-gpt", "small-text"),
 }
 RECIPES: dict[str, str] = {name: f"vitrail.recipes.{family}" for family, names in FAMILIES.items() for name in names}
 """Name of every recipe -> module that holds the function of that name (`-` becomes `_`).

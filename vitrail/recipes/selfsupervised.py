@@ -291,6 +291,17 @@ def small_byol() -> RunConfig:
     return small_resnet("small-byol", ByolConfig(predictor_hidden=512))
 
 
+def small_unisiam() -> RunConfig:
+    """UniSiam on a small ResNet: a backbone for few-shot episodes, in minutes.
+
+    Source:    efficiency-2 §3.5; the projector has two layers here and three there
+    Command:   vitrail train small-unisiam --data cifar10.npz
+    Expect:    not measured yet
+    """
+    objective = ByolConfig(momentum=0.0, symmetric=True, uniformity=0.1, predictor_hidden=128)
+    return small_resnet("small-unisiam", objective, Projected(width=512, hidden=512, norm=True, judged="trunk"))
+
+
 def small_moco() -> RunConfig:
     """MoCo on a small ResNet, in minutes.
 

@@ -1,4 +1,4 @@
-"""What there is, by name: models with their counts, heads, mixers, recipes, data sources. No torch here."""
+"""What there is, by name: models with their counts, heads, mixers, adapters, recipes, data sources. No torch here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from vitrail.model.adapters.config import AdapterConfig
+from vitrail.model.adapters.header import ADAPTER, read_header, summary
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig
 from vitrail.model.zoo import ZOO
@@ -43,6 +46,7 @@ def names(what: str) -> list[str]:
         "models": list(ZOO),
         "heads": list(_kinds(HeadConfig)),
         "mixers": list(_kinds(MixerConfig)),
+        "adapters": list(_kinds(AdapterConfig)),
         "recipes": list(RECIPES),
         "data": list(DATA_FORMS),
     }[what]
@@ -88,7 +92,8 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def _part(what: str, name: str) -> dict[str, Any]:
-    cls = _kinds(HeadConfig if what == "heads" else MixerConfig)[name]
+    unions: dict[str, Any] = {"heads": HeadConfig, "mixers": MixerConfig, "adapters": AdapterConfig}
+    cls = _kinds(unions[what])[name]
     options = {f.name: f.default for f in dataclasses.fields(cls) if f.name != "kind"}
     return {"name": name, "about": (cls.__doc__ or "").splitlines()[0], "options": options}
 
@@ -131,18 +136,38 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Everything about one model, recipe, head or mixer. Raises `ValueError` with near matches."""
+    """Everything about one model, recipe, head, mixer or kind of adapter, or about the adapter of a file or run.
+
+    Raises `ValueError` with near matches.
+    """
     if name in ZOO:
         spec = ZOO[name]
         return {"model": _model(name), "trunk": plain(spec.trunk), "head": plain(spec.head)}
     if name in RECIPES:
         config = plain(recipe(name))
         return {"recipe": name, "about": about(name), "stated": beside(config, stated(name)), "config": config}
-    for what in ("heads", "mixers"):
+    for what in ("heads", "mixers", "adapters"):
         if name in names(what):
-            return {what.rstrip("s"): _part(what, name)}
-    known = [*ZOO, *RECIPES, *names("heads"), *names("mixers")]
+            return {what.rstrip("s"): plain(_part(what, name))}
+    if Path(name).exists():
+        return {"adapter": _adapter_of(Path(name))}
+    known = [*ZOO, *RECIPES, *names("heads"), *names("mixers"), *names("adapters")]
     raise ValueError(f"nothing is called {name!r}{near(name, known)}")
+
+
+def _adapter_of(path: Path) -> dict[str, Any]:
+    """What an adapter file holds, or that of a run or model folder, which knows where the base was."""
+    if path.is_file():
+        return summary(read_header(path))
+    for folder in (path, path / "model"):
+        if (folder / ADAPTER).is_file():
+            found = summary(read_header(folder / ADAPTER))
+            described = folder / "model.json"
+            if described.is_file():
+                recorded = json.loads(described.read_text(encoding="utf-8")).get("adapter", {})
+                found["base"] = {**found["base"], **{k: v for k, v in recorded.items() if k in ("weights", "seed")}}
+            return found
+    raise ValueError(f"{path} holds no adapter: it is no run that trained one, and no model folder of one")
 
 
 def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:

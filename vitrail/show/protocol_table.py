@@ -11,6 +11,7 @@ from rich.text import Text
 from vitrail.measure.averaging import Together
 from vitrail.measure.evaluate import Findings
 from vitrail.show.quantities import number, percent, shorten
+from vitrail.show.tables import long_tail
 
 COUNTS = frozenset({"median_rank"})  # every other figure between 0 and 1 is a share
 
@@ -27,6 +28,11 @@ def protocol_tables(found: Mapping[str, Findings], title: str) -> Iterator[Table
         yield _corruptions(found["corruptions"]["tables"]["corruptions"])
     if "few" in found:
         yield _few(found["few"]["tables"]["few"])
+    if "episodes" in found:
+        yield _episodes(found["episodes"]["tables"]["episodes"])
+    for name in ("long_tail", "long_tail_thirds"):
+        if name in found:
+            yield long_tail(found[name]["tables"]["long_tail"])
     if "linear" in found and found["linear"]["tables"]["linear"]["tried"]:
         yield _linear(found["linear"]["tables"]["linear"])
 
@@ -60,6 +66,16 @@ def _few(rows: Mapping[str, Any]) -> Table:
             std = row[key]["std"]
             cells.append(percent(row[key]["mean"]) + ("" if std is None else f" ± {100 * std:.1f}"))
         table.add_row(name, f"{row['images']:,}", *cells)
+    return table
+
+
+def _episodes(found: Mapping[str, Any]) -> Table:
+    title = f"{found['episodes']} episodes, {found['way']}-way {found['shot']}-shot, {found['queries']} queries a class"
+    if found["left_out"]:
+        title += f"\n{len(found['left_out'])} classes with too few images are left out"
+    table = _table(title, "classifier", "accuracy", "95 % interval", "std over episodes")
+    for name, row in found["classifiers"].items():
+        table.add_row(name, percent(row["mean"]), f"± {100 * row['interval']:.1f}", f"{100 * row['std']:.1f}")
     return table
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,44 +32,77 @@ from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPictur
 KEPT_IMAGES = 64  # images whose tokens are counted
 
 
-def report_run(
-    folder: RunFolder,
-    model: Classifier,
-    data: DataSet,
-    predictions: Predictions,
-    figures: Figures,
-    *,
-    split: str,
-    skipped: Sequence[tuple[str, str]],
-    seconds: float,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    title: str,
-    config: str,
-) -> None:
-    """Write `report.html` of a run."""
-    environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
-    write_report(
-        folder.report,
-        Report(
-            title=title,
-            figures=figures,
-            split=split,
-            history=folder.read_metrics(),
-            cost=measured_cost(model, device, autocast, seconds),
-            errors=mistakes(data, split, predictions),
-            attention=attention_pictures(model, data, split, device),
-            kept=kept_tokens(model, data, split, device),
-            data=summary(data, skipped),
-            config=config,
+@dataclass(frozen=True)
+class Told:
+    """What a finished run tells its report."""
+
+    folder: RunFolder
+    model: Classifier
+    data: DataSet
+    predictions: Predictions
+    figures: Figures
+    split: str
+    skipped: Sequence[tuple[str, str]]
+    seconds: float
+    device: torch.device
+    autocast: torch.dtype | None
+    title: str
+    config: str
+    adapter: Mapping[str, Any] | None = None
+    """What the file of one holds."""
+
+    def report(self, **parts: Any) -> Report:
+        """What reports of images and of texts have in common, and these parts."""
+        environment = json.loads((self.folder.path / "environment.json").read_text(encoding="utf-8"))
+        return Report(
+            title=self.title,
+            figures=self.figures,
+            split=self.split,
+            history=self.folder.read_metrics(),
+            data=summary(self.data, self.skipped),
+            config=self.config,
             environment=environment,
             command=str(environment.get("command", "")),
             created=time.strftime("%Y-%m-%d %H:%M"),
+            **parts,
+        )
+
+
+def report_run(told: Told) -> None:
+    """Write `report.html` of a run on images."""
+    model, data, split, device = told.model, told.data, told.split, told.device
+    write_report(
+        told.folder.report,
+        told.report(
+            cost=measured_cost(model, device, told.autocast, told.seconds, adapter_rows(told.adapter)),
+            errors=mistakes(data, split, told.predictions),
+            attention=attention_pictures(model, data, split, device),
+            kept=kept_tokens(model, data, split, device),
         ),
     )
 
 
-def measured_cost(model: Classifier, device: torch.device, autocast: torch.dtype | None, seconds: float) -> Cost:
+def adapter_rows(adapter: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Lines of the cost table for a model that was trained as an adapter."""
+    if adapter is None:
+        return []
+    whole = adapter["of_these_whole"]
+    apart = f" (classifier and norms: {whole:,})" if whole else ""
+    bits = "" if adapter["bits"] == 32 else f", {adapter['bits']} bits a coefficient"
+    return [
+        ("Numbers trained", f"{adapter['trained']:,}{apart}, by {adapter['kind']}"),
+        ("Numbers stored", f"{adapter['stored']:,}, in a file of {adapter['bytes']:,} bytes{bits}"),
+        ("Base", f"{adapter['base']['architecture']}, hash {adapter['base']['hash']}"),
+    ]
+
+
+def measured_cost(
+    model: Classifier,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    seconds: float,
+    rows: Sequence[tuple[str, str]] = (),
+) -> Cost:
     """Parameters, multiply-accumulates and a short measurement of speed and memory."""
     size = model.preprocess.size
     # What an adaptive model spends depends on the image: here stands the most, beside what was kept the mean.
@@ -85,7 +119,10 @@ def measured_cost(model: Classifier, device: torch.device, autocast: torch.dtype
         images_per_second=speed["images_per_second"],
         # On a CPU only the peak of the whole process is known, training included: another thing, said apart.
         peak_memory=None if device.type == "cpu" else speed["peak_memory"],
-        rows=[("Peak memory of the whole run", memory(speed["peak_memory"]))] if device.type == "cpu" else [],
+        rows=[
+            *rows,
+            *([("Peak memory of the whole run", memory(speed["peak_memory"]))] if device.type == "cpu" else []),
+        ],
         training_seconds=seconds,
         conditions=f"batch 64, {size} px, {speed['precision']}, {speed['device']}, {torch.get_num_threads()} threads"
         if device.type == "cpu"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +25,8 @@ def headline(figures: Figures, title: str = "") -> Table:
         table.add_row("top-5", percent(figures.top5))
         table.add_row("balanced accuracy", percent(scalars["balanced_accuracy"]))
         table.add_row("macro F1", percent(scalars["macro_f1"]))
+        if len(figures.classes) == 2:
+            table.add_row("Matthews correlation", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
     else:
         table.add_row("mean average precision", percent(scalars["map"]))
@@ -55,6 +60,17 @@ def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
     for true, guess, images in figures.confused_pairs(most):
         share = percent(images / figures.support[true])
         table.add_row(_name(figures.classes[true]), _name(figures.classes[guess]), f"{images:,}", share)
+    return table
+
+
+def long_tail(groups: Mapping[str, Any], title: str = "by training images of the class") -> Table:
+    """Accuracy of Many, Med and Few classes, and of all."""
+    table = _table(title, "group", "classes", "training images", "images", "top-1", "class mean")
+    for name, group in groups.items():
+        low, high = group["training"]
+        each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        shares = ("" if share is None else percent(share) for share in (group["accuracy"], group["balanced"]))
+        table.add_row(name, f"{group['classes']:,}", each, f"{group['images']:,}", *shares)
     return table
 
 
