@@ -157,6 +157,14 @@ def test_the_most_adaptive_r_is_noted_for_every_image(photos: Path, denoiser: Pa
     assert {round(row["r"], 3) for row in rows} <= {0.6, 0.9}
 
 
+def test_an_image_made_of_its_own_class_names_that_class(photos: Path, tmp_path: Path) -> None:
+    made = augment(photos, tmp_path / "out", method="weak", each=2, real=False, device="cpu", quiet=True)
+    rows = [json.loads(line) for line in (made.folder / "manifest.jsonl").read_text().splitlines()]
+    train = open_data(photos)
+    assert all(row["source_class"] == row["target"] for row in rows)
+    assert all(train.classes[train["train"].labels[row["source"]]] == row["target"] for row in rows)
+
+
 def test_classic_methods_need_no_model_and_keep_their_mixture(photos: Path, tmp_path: Path) -> None:
     made = augment(photos, tmp_path / "out", method="mixup", each=2, real=False, device="cpu", quiet=True)
     rows = [json.loads(line) for line in (made.folder / "manifest.jsonl").read_text().splitlines()]

@@ -143,7 +143,10 @@ def augment(
     rows = finish(folder, len(plan))
     table = write_table(folder, opened, [row["target"] for row in rows], real=real)
     shown = np.linspace(0, len(rows) - 1, min(SHOWN, len(rows))).round().astype(int)
-    pairs = [Pair(read(rows[n]["source"]), np.asarray(Image.open(place_of(folder, n))), rows[n]) for n in shown]
+    pairs = []
+    for n in shown.tolist():
+        origin, picture = rows[n]["source"], np.asarray(Image.open(place_of(folder, n)))
+        pairs.append(Pair(None if origin is None else read(origin), picture, rows[n]))
     contact_sheet(folder, pairs, title=f"{method}: {len(rows)} images of {opened.uri}")
     have, more = np.bincount(train_split.labels, minlength=len(opened.classes)), plan.counts(len(opened.classes))
     counts = {name: (int(have[c]), int(more[c])) for c, name in enumerate(opened.classes)}

@@ -228,6 +228,9 @@ def _genie_ada(request: Request, tools: Tools) -> Made:
     return Made(found.images, request.target, _whole(request), ada_evaluations(diffuser, tools.candidates), found.r)
 
 
+OF_ITS_OWN = ("weak", "strong", "img2img_low", "img2img_high")  # made of an image of the target class itself
+OF_NOTHING = ("txt2img",)
+
 Method = Callable[[Request, Tools], Made]
 METHODS: dict[str, Method] = {
     "weak": _weak,

@@ -20,7 +20,7 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from vitrail.files import replacing, write_text
-from vitrail.generate.baselines import Made, Request, Tools, make
+from vitrail.generate.baselines import OF_ITS_OWN, OF_NOTHING, Made, Request, Tools, make
 from vitrail.generate.plan import Plan
 
 PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
@@ -135,15 +135,17 @@ def _facts(order: Order, number: int, made: Made, row: int, labels: NDArray[np.i
     plan, target = order.plan, int(order.plan.target[number])
     levels: Tensor | None = made.r
     r = float(levels[row]) if levels is not None else order.r if order.method == "genie" else None
+    place = int((plan.own if order.method in OF_ITS_OWN else plan.source)[number])
+    source = None if order.method in OF_NOTHING else place
     weights = made.weights[row]
     mixed = {order.classes[c]: round(float(weights[c]), 6) for c in weights.nonzero()[:, 0].tolist()}
     return {
         "number": number,
         "method": order.method,
         "target": order.classes[target],
-        "source": int(plan.source[number]),
-        "source_class": order.classes[int(labels[plan.source[number]])],
-        "own": int(plan.own[number]),
+        "source": source,
+        "source_class": None if source is None else order.classes[int(labels[source])],
+        **({"with": int(plan.own[number])} if order.method in ("mixup", "cutmix") else {}),
         "r": r,
         "seed": int(plan.seeds[number]),
         "prompt": order.prompts[target] if order.prompts else None,

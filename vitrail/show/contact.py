@@ -21,7 +21,7 @@ PAIRS = 4  # in a row
 class Pair:
     """An image, what was made of it, and what is known of that."""
 
-    source: NDArray[np.uint8]
+    source: NDArray[np.uint8] | None  # none: made of noise alone
     made: NDArray[np.uint8]
     facts: dict[str, Any]
 
@@ -32,7 +32,8 @@ def contact_sheet(folder: Path, pairs: Sequence[Pair], *, title: str) -> Path:
     for pair in pairs:
         r = pair.facts.get("r")
         noise = "" if r is None else f", r {r:g}"
-        cells.append(Cell(enlarged(pair.source), shorten(str(pair.facts["source_class"]), 16)))
+        before = None if pair.source is None else enlarged(pair.source)
+        cells.append(None if before is None else Cell(before, shorten(str(pair.facts["source_class"]), 16)))
         cells.append(Cell(enlarged(pair.made), shorten(f"→ {pair.facts['target']}{noise}", 18)))
     width = 2 * PAIRS
     cells += [None] * (-len(cells) % width)
