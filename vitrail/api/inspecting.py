@@ -1,4 +1,4 @@
-"""`vitrail inspect`: models and images in, a page of where the models look and what they keep out."""
+"""`vitrail inspect`: models and images in, a page of where they look, what they keep and what they learned out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from vitrail.data.source import BadImage, DataSet
 from vitrail.engine.device import choose_device
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import environment, free_name
+from vitrail.measure.embeddings import Way, refuse_way
 from vitrail.measure.evidence import Evidence, gather_evidence
-from vitrail.measure.inspection import Inspection, Subject
+from vitrail.measure.inspection import Inspection, Picture, Subject, chosen_sections
+from vitrail.measure.learned import PARTS as LEARNED
+from vitrail.measure.learned import Learned, Learner
 from vitrail.measure.looker import Looker, batch_for, map_layers, policy_kind, stages
 from vitrail.measure.pair import Divergences, cka_table, transfer_account
 from vitrail.model.build import create_model
@@ -33,6 +36,8 @@ from vitrail.schema import build, near
 from vitrail.show.inspect_report import write_inspection
 
 MOST_JUDGED = 64  # images that are kept for judging maps, where nobody says how many
+OF_CLUSTER = 10  # images of a cluster that are shown
+LOOKS = {"maps": ("attention", "heads", "likeness"), "features": ("likeness",), "saliency": ("saliency",)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class Pictures:
     read: Any  # place -> RGB image; raises BadImage
     boxes: Any  # (place, model) -> where its object is, in sides of what the model sees; none where that is unknown
     strict: bool  # each was named by a person: one that cannot be read is an error
+    labels: NDArray[np.int64] | None = None  # [images]; none where nobody says
+    levels: NDArray[np.int64] | None = None  # [images, levels] of a taxonomy
+    classes: tuple[str, ...] = ()
+    level_names: tuple[str, ...] = ()
 
 
 def inspect_models(
@@ -56,6 +65,8 @@ def inspect_models(
     over: int = 256,
     layers: Sequence[int] = (),
     judge: int | None = None,
+    what: Sequence[str] = (),
+    projection: Way = "pca",
     out: str | Path | None = None,
     device: str = "auto",
     quiet: bool = True,
@@ -66,8 +77,9 @@ def inspect_models(
     folders), or a split of `data` (none: the first run's own data; split none: test, or val where there is no test),
     the same number of each class. The first `count` become pictures; figures are means `over` so many. `layers` are
     those shown in pictures (none: chosen evenly). Maps of evidence are judged on `judge` images (none: as many as take
-    about a minute). The first two models are compared with each other. Raises `ValueError` or `FileNotFoundError` in
-    one sentence.
+    about a minute). `what` names sections of the page (`measure.inspection.SECTIONS`; none: all that apply), and
+    nothing else is computed. `projection` makes the map of embeddings: pca, tsne or umap. The first two models are
+    compared with each other. Raises `ValueError` or `FileNotFoundError` in one sentence.
     """
     if not models:
         raise ValueError("name at least one run or model to inspect")
@@ -77,21 +89,27 @@ def inspect_models(
         raise ValueError(f"count and over are numbers of images and must be at least 1, not {count} and {over}")
     if images and data is not None:
         raise ValueError("--data and --images both say which images; use one of them")
+    asked = chosen_sections(what)
+    refuse_way(projection)
     place = choose_device(device)
-    names = _names(models)
-    loaded = [_load(model).to(place).eval() for model in models]
+    names = short_names(models)
+    loaded = [load_any(model).to(place).eval() for model in models]
     _refuse_layers(loaded, layers)
     found = _files(images) if images else _split(models, data, split, max(count, over))
-    lookers = [Looker(model, count) for model in loaded]
-    pair = Divergences(*loaded[:2]) if len(loaded) > 1 else None
+    parts = [part for part, sections in LOOKS.items() if set(sections) & _for(asked, len(loaded))]
+    lookers = [Looker(model, count, parts) for model in loaded]
+    learners = [Learner(model, set(LEARNED) & set(asked)) for model in loaded] if set(LEARNED) & set(asked) else []
+    pair = Divergences(*loaded[:2]) if len(loaded) > 1 and "likeness" in asked else None
     pixels: list[list[NDArray[np.uint8]]] = [[] for _ in loaded]
     boxes: list[list[NDArray[np.float32] | None]] = [[] for _ in loaded]
-    room_for = max(count, MOST_JUDGED if judge is None else judge)
+    room_for = max(count, (MOST_JUDGED if judge is None else judge) if "judged" in asked else 0)
     captions: list[str] = []
+    seen_places: list[int] = []
     step = min(batch_for(model) for model in loaded)
     with Progress("inspect", min(len(found.captions), max(count, over)), quiet=quiet) as bar:
         for batch in _batches(found, step, max(count, over), bar):
             inputs = [torch.stack([Preprocess(m.preprocess)(image) for _, _, image in batch]) for m in loaded]
+            seen_places += [place_ for place_, _, _ in batch]
             captions += [caption for _, caption, _ in batch[: max(0, count - len(captions))]]
             for kept, where, model, tensor in zip(pixels, boxes, loaded, inputs, strict=True):
                 room = max(0, room_for - len(kept))
@@ -100,44 +118,73 @@ def inspect_models(
             seen = [looker.add(tensor.to(place)) for looker, tensor in zip(lookers, inputs, strict=True)]
             if pair is not None:
                 pair.add(seen[0], seen[1])
+            for learner, tensor in zip(learners, inputs, strict=False):
+                learner.add(tensor.to(place))
             bar.advance(len(batch))
     evidence = [
-        gather_evidence(model, some, where, count, place, judge)
+        gather_evidence(model, some, where, count, place, judge if "judged" in asked else 0, "evidence" in asked)
+        if {"evidence", "judged"} & set(asked)
+        else None
         for model, some, where in zip(loaded, pixels, boxes, strict=True)
     ]
-    made = _inspection(loaded, names, models, lookers, pixels, captions, pair, found.source, layers, evidence)
+    labels, levels = (None if of is None else of[seen_places] for of in (found.labels, found.levels))
+    learned = [learner.result(len(captions), labels, levels, projection) for learner in learners]
+    subjects = _subjects(loaded, names, models, lookers, pixels, len(captions), evidence, learned)
+    made = Inspection(
+        subjects,
+        found.source,
+        tuple(captions),
+        tuple(layers),
+        what=asked,
+        classes=found.classes,
+        levels=found.level_names,
+        more=_others(found, seen_places, learned, Preprocess(loaded[0].preprocess)),
+        **_compared(loaded, names, models, subjects, pair),
+    )
     folder = free_name(Path("runs") / "inspect") if out is None else Path(out)
     write_inspection(folder, made, environment())
     return made, folder
 
 
-def _inspection(
+def _for(asked: Sequence[str], models: int) -> set[str]:
+    """Sections that there can be with so many models."""
+    return set(asked) - (set() if models > 1 else {"likeness"})
+
+
+def _subjects(
     loaded: Sequence[Classifier],
     names: Sequence[str],
     models: Sequence[str | Path | Classifier],
     lookers: Sequence[Looker],
     pixels: Sequence[Sequence[NDArray[np.uint8]]],
-    captions: Sequence[str],
-    pair: Divergences | None,
-    source: str,
-    layers: Sequence[int],
+    pictures: int,
     evidence: Sequence[Evidence | None],
-) -> Inspection:
-    subjects = tuple(
+    learned: Sequence[Learned],
+) -> tuple[Subject, ...]:
+    return tuple(
         Subject(
-            name=name,
-            path=name if isinstance(where, Classifier) else str(where),
+            name=names[i],
+            path=names[i] if isinstance(models[i], Classifier) else str(models[i]),
             kind=policy_kind(model),
             stages=stages(model),
             classes=model.classes,
-            looks=looker.result(),
-            pixels=shown[: len(captions)],
-            evidence=seen,
+            looks=lookers[i].result(),
+            pixels=pixels[i][:pictures],
+            evidence=evidence[i],
+            learned=learned[i] if learned else None,
         )
-        for name, where, model, looker, shown, seen in zip(
-            names, models, loaded, lookers, pixels, evidence, strict=True
-        )
+        for i, model in enumerate(loaded)
     )
+
+
+def _compared(
+    loaded: Sequence[Classifier],
+    names: Sequence[str],
+    models: Sequence[str | Path | Classifier],
+    subjects: Sequence[Subject],
+    pair: Divergences | None,
+) -> dict[str, Any]:
+    """What an `Inspection` says of the first two models together, and what a person should know."""
     options: dict[str, Any] = {}
     said = [f"{name} is untrained" for name, where in zip(names, models, strict=True) if _in_zoo(where)]
     if pair is not None:
@@ -158,7 +205,27 @@ def _inspection(
             options["transfer"] = account
         if len(subjects) > 2:
             said.append(f"{names[0]} and {names[1]} are compared with each other, the others only shown")
-    return Inspection(subjects, source, tuple(captions), tuple(layers), notes=tuple(said), **options)
+    return {"notes": tuple(said), **options}
+
+
+def _others(
+    found: Pictures, places: Sequence[int], learned: Sequence[Learned], preprocess: Preprocess
+) -> dict[int, Picture]:
+    """Images that neighbours and clusters show, read again, by their number among all: no more than those are kept."""
+    rows: set[int] = set()
+    for one in learned:
+        if one.neighbours is not None:
+            rows |= set(one.neighbours.rows.flatten().tolist())
+        if one.clusters is not None:
+            rows |= {int(row) for members in one.clusters.members for row in members[:OF_CLUSTER]}
+    made = {}
+    for row in sorted(rows):
+        try:
+            pixels = preprocess(found.read(places[row])).permute(1, 2, 0).numpy()
+        except BadImage:  # gone since it was read before
+            continue
+        made[row] = Picture(pixels, found.captions[places[row]])
+    return made
 
 
 def _batches(found: Pictures, size: int, most: int, bar: Progress) -> Iterator[list[tuple[int, str, Image.Image]]]:
@@ -213,7 +280,17 @@ def _split(
             return None
         return np.asarray(rows.boxes[chosen[i]] / seen.size, dtype=np.float32)
 
-    return Pictures(f"{split} of {opened.uri}", captions, lambda i: rows.read(chosen[i]), box, strict=False)
+    return Pictures(
+        f"{split} of {opened.uri}",
+        captions,
+        lambda i: rows.read(chosen[i]),
+        box,
+        strict=False,
+        labels=kinds[chosen],
+        levels=None if rows.levels is None else rows.levels[chosen],
+        classes=opened.classes,
+        level_names=tuple(level.name for level in opened.levels),
+    )
 
 
 def by_turns(labels: NDArray[np.int64], most: int) -> list[int]:
@@ -250,7 +327,8 @@ def _own_data(model: str | Path | Classifier) -> DataSet:
     raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
 
 
-def _load(model: str | Path | Classifier) -> Classifier:
+def load_any(model: str | Path | Classifier) -> Classifier:
+    """A run, a saved model, or an untrained one of the zoo or of timm."""
     if isinstance(model, Classifier):
         return model
     if _in_zoo(model):
@@ -265,7 +343,7 @@ def _in_zoo(model: str | Path | Classifier) -> bool:
     return not isinstance(model, Classifier) and named and not Path(model).exists()
 
 
-def _names(models: Sequence[str | Path | Classifier]) -> list[str]:
+def short_names(models: Sequence[str | Path | Classifier]) -> list[str]:
     """Short names that tell the models apart."""
     plain = [
         str(m.spec.get("name") or "model") if isinstance(m, Classifier) else Path(m).resolve().name for m in models

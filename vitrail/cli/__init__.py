@@ -42,7 +42,7 @@ EXAMPLES = """\
   vitrail inspect runs/ats runs/vit --images cat.jpg    attention maps, kept tokens, likeness
   vitrail app runs/demo                                 drop a picture on a local page
   vitrail attack runs/ats --size 8                      how much of an adaptive model's saving holds
-  vitrail augment photos/ more/ --method genie_ada --model runs/diffusion --judge runs/vit --up_to 100
+  vitrail augment photos/ more/ --method mixup --up_to 50      fill up rare classes
   vitrail bench deit_small --against timm               img/s, latency, memory beside timm's
   vitrail export runs/demo model.onnx                   checked at batch 1, 2 and 7
   vitrail check photos/

@@ -39,8 +39,12 @@ def app(
     from vitrail.api.app import Viewer
 
     viewer = Viewer(runs, device, limit)
-    print(f"{' and '.join(viewer.names)}: http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port} (Ctrl-C ends it)")
+    page = serve(viewer, host, port, browser=browser)
+    print(
+        f"{' and '.join(viewer.names)}: http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port} (Ctrl-C ends it)",
+        flush=True,
+    )
     if host not in ("127.0.0.1", "localhost", "::1"):
         print(f"other machines can use this page: it listens at {host}")
-    serve(viewer, host, port, browser=browser)
+    page.block_thread()
     return 0

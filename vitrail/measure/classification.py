@@ -72,6 +72,7 @@ STANDARD = {
             "macro_recall",
             "macro_f1",
             "balanced_accuracy",
+            "matthews",
         ]
     ),
     "map": frozenset(["map", "micro_f1", "macro_f1", "subset_accuracy", "loss"]),
@@ -108,6 +109,7 @@ class SingleLabelFigures(Figures):
             "macro_recall": float(np.nanmean(self.recall)),
             "macro_f1": float(np.nanmean(self.f1)),
             "balanced_accuracy": float(self.recall[has_images].mean()),
+            "matthews": matthews(self.confusion),
         }
 
     def confused_pairs(self, most: int = 10) -> list[tuple[int, int, int]]:
@@ -185,6 +187,20 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     half = Z95 / (1 + Z95**2 / count) * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def matthews(confusion: Counts) -> float:
+    """Matthews correlation of a confusion matrix [true, predicted]; its generalisation (R_k) for several classes.
+
+    0 where all labels, or all predictions, are of one class: nothing then tells them apart.
+
+    >>> matthews(np.array([[3, 1], [1, 3]]))
+    0.5
+    """
+    table = confusion.astype(np.float64)
+    truth, guess, total = table.sum(1), table.sum(0), table.sum()
+    spread = (total**2 - truth @ truth) * (total**2 - guess @ guess)
+    return float((np.trace(table) * total - truth @ guess) / math.sqrt(spread)) if spread > 0 else 0.0
 
 
 def average_precision(score: Floats, positive: NDArray[np.bool_]) -> float:

@@ -44,12 +44,13 @@ def gather_evidence(
     pictures: int,
     device: torch.device,
     judge: int | None = None,
-    advance: Any = None,
+    show: bool = True,
 ) -> Evidence | None:
     """Maps of the first `pictures` of `pixels` ([side, side, 3] each, as the model takes them), judged on `judge`.
 
     `judge` none: as many as take about a minute. `boxes` (left, top, right, bottom in sides) say where objects are,
-    where that is known. None for a model without any map (adaptive ones, which show what they keep).
+    where that is known. Without `show` maps are judged only. None for a model without any map (adaptive ones, which
+    show what they keep).
     """
     kinds = all_kinds(model)
     if not kinds:
@@ -58,7 +59,7 @@ def gather_evidence(
     by_class: list[Tensor] = []
     likeliest: list[Tensor] = []
     of_class = "head" if getattr(model.head, "per_class", False) else "grad_cam"
-    for images in _batches(pixels[:pictures], device):
+    for images in _batches(pixels[: pictures if show else 0], device):
         with evaluation_mode(model), torch.no_grad():
             top = model(images).topk(min(LIKELIEST, len(model.classes)), dim=1).indices
         for kind in kinds:
@@ -76,12 +77,12 @@ def gather_evidence(
     if count:
         several = zip(_batches(pixels[:count], device), _box_batches(boxes[:count]), strict=True)
         quality = judged_maps(model, several)
-    else:
+    elif judge is None:
         notes.append("maps were not judged: it would take long here; say on how many images with --judge")
     return Evidence(
-        maps={kind: torch.cat(parts) for kind, parts in found.items()},
+        maps={kind: torch.cat(parts) for kind, parts in found.items() if parts},
         kind=of_class,
-        likeliest=torch.cat(likeliest),
+        likeliest=torch.cat(likeliest) if likeliest else torch.zeros(0),
         by_class=torch.cat(by_class) if by_class else torch.zeros(0),
         quality=tuple(quality),
         notes=tuple(notes),

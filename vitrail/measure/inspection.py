@@ -12,7 +12,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.measure.evidence import Evidence
+from vitrail.measure.learned import Learned
 from vitrail.measure.looker import Looks
+from vitrail.schema import near
+
+SECTIONS = {  # name: what it shows, and who has it
+    "attention": "what the class token attends to, by layer",
+    "heads": "the same head by head",
+    "kept": "patches that adaptive models keep",
+    "saliency": "what SimA marks",
+    "evidence": "maps of evidence for the class",
+    "judged": "how good those maps are",
+    "likeness": "how alike two models are inside",
+    "learned": "gains and ratios of branches, tokens, matrices and heads",
+    "embedding": "energy and a map of the embeddings",
+    "neighbours": "the nearest other images",
+    "clusters": "images that lie together",
+}
+
+
+def chosen_sections(what: Sequence[str]) -> tuple[str, ...]:
+    """The sections that are asked for, in the order of the page (none: all). Raises `ValueError` for an unknown one."""
+    for name in what:
+        if name not in SECTIONS:
+            raise ValueError(f"--what: no section {name!r}{near(name, SECTIONS)}; there are {', '.join(SECTIONS)}")
+    return tuple(name for name in SECTIONS if name in what or not what)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image that was not chosen but is shown: as a neighbour, as one of a cluster."""
+
+    pixels: NDArray[np.uint8]  # [height, width, 3]
+    caption: str
 
 
 @dataclass(frozen=True)
@@ -27,6 +59,7 @@ class Subject:
     looks: Looks
     pixels: Sequence[NDArray[np.uint8]]  # the chosen images as the model takes them, [side, side, 3] each
     evidence: Evidence | None = None
+    learned: Learned | None = None
 
     def says(self, image: int) -> str:
         """Its prediction for one of the chosen images, in words."""
@@ -49,6 +82,10 @@ class Inspection:
     divergence_images: int = 0
     transfer: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    what: tuple[str, ...] = tuple(SECTIONS)  # sections that were asked for
+    classes: tuple[str, ...] = ()  # of the data; none where images have no labels
+    levels: tuple[str, ...] = ()  # names of the levels of their taxonomy, finest first
+    more: dict[int, Picture] = field(default_factory=dict)  # other images that are shown, by their place among all
 
     @property
     def cka_diagonal(self) -> list[float | None]:
@@ -56,12 +93,33 @@ class Inspection:
         found = [] if self.cka is None else self.cka.diagonal().tolist()
         return [v if math.isfinite(v) else None for v in found]
 
+    def lacking(self) -> list[str]:
+        """Sections that somebody asked for by name and that no model here has, in words."""
+        if set(self.what) == set(SECTIONS):
+            return []
+        many = self.subjects
+        there = {
+            "attention": any(s.looks.layers or s.looks.head_maps is not None for s in many),
+            "heads": any(s.looks.layers for s in many),
+            "kept": any(s.looks.kept is not None for s in many),
+            "saliency": any(s.looks.saliency is not None for s in many),
+            "evidence": any(s.evidence is not None and s.evidence.maps for s in many),
+            "judged": any(s.evidence is not None and s.evidence.quality for s in many),
+            "likeness": self.cka is not None or bool(self.divergence),
+        }
+        return [
+            f"{name}: there is nothing to show here ({SECTIONS[name]})"
+            for name in self.what
+            if not there.get(name, True)
+        ]
+
     def to_json(self) -> dict[str, Any]:
         made: dict[str, Any] = {
             "source": self.source,
             "models": [
                 {"name": s.name, "path": s.path, "adaptive": s.kind, **s.looks.to_json()}
                 | ({} if s.evidence is None else {"evidence": s.evidence.to_json()})
+                | ({} if s.learned is None else {"learned": s.learned.to_json()})
                 for s in self.subjects
             ],
         }
@@ -72,4 +130,4 @@ class Inspection:
             made["divergence"] |= self.divergence
         if self.transfer:
             made["transfer"] = self.transfer
-        return made | {"notes": list(self.notes)}
+        return made | {"notes": [*self.notes, *self.lacking()]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,28 +24,34 @@ from vitrail.model.tokens import Tokens
 from vitrail.model.trunk import Trunk
 
 MOST_NUMBERS = 2**26  # of the maps of one batch, all layers together: 256 MiB
+PARTS = ("maps", "features", "saliency")  # what can be asked for; tokens kept and probabilities cost nothing
 
 
 class Seen:
     """One batch on its way through a model, with everything that was asked for."""
 
-    def __init__(self, model: Classifier, images: Tensor) -> None:
+    def __init__(self, model: Classifier, images: Tensor, parts: Collection[str] = PARTS) -> None:
         self.model, self.trunk = model, cast("Trunk", model.trunk)
-        self.layers = map_layers(model)
+        self.layers = map_layers(model) if "maps" in parts else []
         want = {f"attention.{i}" for i in self.layers}
-        self.sima = sima_layer(model)
+        self.sima = sima_layer(model) if "saliency" in parts else None
         known = getattr(model.trunk, "intermediates", ())
-        want |= {name for name in known if name.startswith(("tokens.", "kept."))}
-        self.depth = sum(name.startswith("tokens.") for name in known)
+        want |= {name for name in known if name.startswith("kept.")}
+        features = [name for name in known if name.startswith("tokens.")] if "features" in parts else []
+        want |= set(features)
+        self.depth = len(features)
         if self.sima is not None:
-            want |= {f"q.{self.sima}", f"k.{self.sima}"}
+            want |= {f"{what}.{self.sima}" for what in ("q", "k", "tokens")}
+            if isinstance(model.policy, AvitPolicy):  # which tokens are left is told by its map
+                want.add(f"attention.{self.sima}")
         # An adaptive batch that is looked at in every block is padded, never packed, whatever its policy's form.
         with evaluation_mode(model), torch.inference_mode():
             out = model.outputs(images, want=want)
             self.probabilities = model.probabilities(model.fused(out.stack).float()).cpu()
-            head = out.maps
+            head = out.maps if "maps" in parts else None
         self.captured, self.trace = out.captured, out.trace
         self.grid = out.tokens.grid
+        self.device = images.device
         self.patches = self.grid[0] * self.grid[1]
         self.count = len(images)
         self.head = head if head is not None and head.shape[-1] == self.patches else None
@@ -53,8 +59,7 @@ class Seen:
     def kept(self, i: int) -> Tensor:
         """Which patches are left after block i (AdaViT: which it worked on), [batch, patches], bool."""
         if i < 0 or f"kept.{i}" not in self.captured:
-            device = next(iter(self.captured.values())).device
-            return torch.ones(self.count, self.patches, dtype=torch.bool, device=device)
+            return torch.ones(self.count, self.patches, dtype=torch.bool, device=self.device)
         return self.captured[f"kept.{i}"] > 0
 
     def prefix(self, i: int) -> int:
@@ -148,11 +153,11 @@ class Looks:
 
 
 class Looker:
-    """Gathers `Looks` of a model; the first `pictures` images are also kept as pictures."""
+    """Gathers `Looks` of a model; the first `pictures` images are also kept as pictures. `parts`: what is looked at."""
 
-    def __init__(self, model: Classifier, pictures: int = 8) -> None:
-        self.model, self.pictures = model, pictures
-        self.layers = {i: LayerGather(i) for i in map_layers(model)}
+    def __init__(self, model: Classifier, pictures: int = 8, parts: Collection[str] = PARTS) -> None:
+        self.model, self.pictures, self.parts = model, pictures, tuple(parts)
+        self.layers = {i: LayerGather(i) for i in (map_layers(model) if "maps" in parts else ())}
         self.signed: set[int] = set()
         self.images = 0
         self.shown: dict[str, list[Tensor]] = {}
@@ -166,7 +171,7 @@ class Looker:
 
     def add(self, images: Tensor) -> Seen:
         """Images as the model takes them, [batch, 3, height, width]; returns the batch, for whoever compares."""
-        seen = Seen(self.model, images)
+        seen = Seen(self.model, images, self.parts)
         self.grid, self.size = seen.grid, images.shape[-1]
         for i, gather in self.layers.items():
             maps = seen.maps(i)
@@ -239,7 +244,7 @@ class Looker:
         return float(torch.cat(self.macs).mean()), worst_case(self.model, self.size)
 
     def _notes(self) -> Iterator[str]:
-        without = layers_without_maps(self.model)
+        without = layers_without_maps(self.model) if "maps" in self.parts else ""
         if without:
             yield without
         if self.signed:
@@ -248,7 +253,7 @@ class Looker:
         if any(gather.row == "mean" for gather in self.layers.values()):
             some = "no class token" if not cast("Trunk", self.model.trunk).prefix else "its class token comes later"
             yield f"{some}: in its place stands the mean row, what patches look at on average"
-        if isinstance(self.model.trunk, Trunk) and self.model.trunk.config.parallel > 1:
+        if self.layers and isinstance(self.model.trunk, Trunk) and self.model.trunk.config.parallel > 1:
             yield "maps are those of the first of the parallel branches"
         if self._uncounted:
             yield f"multiply-accumulates are left out: {self._uncounted}"

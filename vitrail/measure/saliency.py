@@ -56,7 +56,7 @@ def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None
     if known[kind]:
         raise ValueError(f"no {kind} of this model: {known[kind]}")
     if kind == "sima":
-        seen = Seen(model, images)
+        seen = Seen(model, images, ("saliency",))
         found = seen.saliency()
         assert found is not None
         return found[1].float().unflatten(1, seen.grid)

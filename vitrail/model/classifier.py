@@ -119,7 +119,9 @@ class Classifier(nn.Module):
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
         self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
-        self.files: dict[str, str] = {}  # name -> text of what must lie beside the weights: the tokenizer of a text model
+        self.files: dict[
+            str, str
+        ] = {}  # name -> text of what must lie beside the weights: the tokenizer of a text model
 
     def _images(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:

@@ -72,6 +72,16 @@ class TimmTrunk(nn.Module):
             maps.append(x)
         return maps
 
+    def feature_maps(self, images: Tensor) -> list[Tensor]:
+        """Outputs of the stages, `[batch, channels, rows, columns]`, finest first; of every block where there is none.
+
+        Raises `ValueError` for a timm model that does not show them.
+        """
+        try:
+            return list(cast("Any", self.backbone).forward_intermediates(images, intermediates_only=True))
+        except (AttributeError, NotImplementedError):
+            raise ValueError(f"timm:{self.config.name} does not give its intermediate maps") from None
+
     def embed(self, images: Tensor) -> Tokens:
         """The final features; only a plain ViT is cut into stem and blocks here."""
         if self.gather is not None:

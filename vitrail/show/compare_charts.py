@@ -119,7 +119,9 @@ def curves_chart(
     x_low, x_high = spread([v for trio in lines.values() for v in trio[1].x] + [0.0])
     x, y = Scale(x_low, x_high, left, right), Scale(y_ticks[0], y_ticks[-1], bottom, 14)
     parts = [_grid(y(v), left, right, tell_axis(v)) for v in y_ticks]
-    parts += [_text(x(v), bottom + 16, f"{v:g}", "axis", "middle") for v in ticks(x_low, x_high, 6)]
+    whole = all(v == int(v) for trio in lines.values() for v in trio[1].x)  # there is no layer 0.5
+    shown = [v for v in ticks(x_low, x_high, 6) if not whole or v == int(v)]
+    parts += [_text(x(v), bottom + 16, f"{v:g}", "axis", "middle") for v in shown]
     parts.append(_text((left + right) / 2, height - 4, x_label, "axis", "middle"))
     for name, (low, mean, high) in lines.items():
         kind = f"v{chosen[name] % COLOURS}"

@@ -13,7 +13,9 @@ from markupsafe import Markup
 from vitrail.files import replacing, write_text
 from vitrail.measure.inspection import Inspection, Subject
 from vitrail.show.compare_charts import curves_chart
-from vitrail.show.looking import MOST_COLUMNS, all_sheets, evenly, sheet_picture
+from vitrail.show.learned import learned_sheets
+from vitrail.show.learned_report import embedding_charts, inner_charts, told
+from vitrail.show.looking import MOST_COLUMNS, Sheet, all_sheets, evenly, sheet_picture
 from vitrail.show.looking_charts import counts_chart, likeness_chart
 from vitrail.show.quantities import MISSING, amount, number, percent
 from vitrail.show.thumbnails import data_uri
@@ -25,7 +27,7 @@ def write_inspection(folder: str | Path, found: Inspection, environment: Mapping
     """Write `inspect.html` and one PNG a sheet into `folder`; returns what was written, the page first."""
     folder = Path(folder)
     written = [folder / "inspect.html"]
-    for sheets in all_sheets(found).values():
+    for sheets in sheets_of(found).values():
         for sheet in sheets:
             written.append(folder / f"{sheet.name}.png")
             with replacing(written[-1]) as temporary:
@@ -41,18 +43,23 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     pages.filters.update(picture=data_uri)
-    sheets = all_sheets(found)
+    sheets, attention = sheets_of(found), "attention" in found.what
+    adaptive = [s for s in found.subjects if s.looks.counts is not None] if "kept" in found.what else []
     sections: dict[str, Any] = {
         "attention": sheets["attention"],
         "evidence": sheets["evidence"],
         "judged": [(s.name, *judged(s)) for s in found.subjects if s.evidence is not None and s.evidence.quality],
         "kept": sheets["kept"],
-        "how many": [_how_many(subject) for subject in found.subjects if subject.looks.counts is not None],
-        "layers": _layers(found),
+        "how many": [_how_many(subject) for subject in adaptive],
+        "layers": _layers(found) if attention else [],
         "heads": sheets["heads"],
         "saliency": sheets["saliency"],
         "likeness": _likeness(found),
-        "figures": [(s.name, *figures(s, found.cka_diagonal)) for s in found.subjects if s.looks.layers],
+        "learned": {"charts": inner, "sheets": sheets["learned"]} if (inner := inner_charts(found)) else None,
+        "embedding": embedding_charts(found),
+        "neighbours": sheets["neighbours"],
+        "clusters": sheets["clusters"],
+        "figures": [(s.name, *figures(s, found.cka_diagonal)) for s in found.subjects if s.looks.layers and attention],
         "notes": notes(found),
         "conditions": [(str(k), str(v)) for k, v in environment.items()],
     }
@@ -66,9 +73,16 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
         images=found.subjects[0].looks.images,
         mean_row=any(layer.row == "mean" for s in found.subjects for layer in s.looks.layers),
         head_column=any(s.looks.head_maps is not None for s in found.subjects),
+        labelled=bool(found.classes),
         style=Markup("".join((here / name).read_text(encoding="utf-8") for name in STYLES)),
         created=str(environment.get("started", "")),
     )
+
+
+def sheets_of(found: Inspection) -> dict[str, list[Sheet]]:
+    """Every sheet of the sections that were asked for."""
+    made = all_sheets(found) | learned_sheets(found)
+    return {name: sheets if name in found.what else [] for name, sheets in made.items()}
 
 
 def verdict(found: Inspection) -> str:
@@ -77,7 +91,7 @@ def verdict(found: Inspection) -> str:
     several = len(found.subjects) > 1
     for subject in found.subjects:
         looks, who = subject.looks, subject.name if several else "All heads together"
-        if looks.layers:
+        if looks.layers and "attention" in found.what:
             first, last = looks.layers[0], looks.layers[-1]
             share = [percent(_mean(layer.entropy_share), 0) for layer in (first, last)]
             far = [number(_mean(layer.distance)) for layer in (first, last)]
@@ -85,7 +99,7 @@ def verdict(found: Inspection) -> str:
                 f"{who}: attention has {share[0]} of the greatest entropy in layer {first.layer} and {share[1]} in "
                 f"layer {last.layer}; there patches look {far[0]} and {far[1]} patches far."
             )
-        if looks.leaving and looks.counts is not None:
+        if looks.leaving and looks.counts is not None and "kept" in found.what:
             kept = float(looks.counts[:, -1].double().mean())
             patches = looks.grid[0] * looks.grid[1]
             spent = "" if looks.macs is None else f"; an image takes {amount(looks.macs)} MACs"
@@ -95,14 +109,15 @@ def verdict(found: Inspection) -> str:
     known = [v for v in found.cka_diagonal if v is not None]
     if known:
         said.append(f"Features of equal layers have a CKA of {min(known):.2f} to {max(known):.2f}.")
+    said += [f"{line if several else line[:1].upper() + line[1:]}." for line in told(found)]
     return " ".join(said) or "No layer has attention maps; what is known stands below."
 
 
 def notes(found: Inspection) -> list[str]:
     """What a person should know, each with the model it is about where there are several."""
     several = len(found.subjects) > 1
-    told = [(s, note) for s in found.subjects for note in (*s.looks.notes, *(s.evidence.notes if s.evidence else ()))]
-    own = [f"{s.name}: {note}" if several else note for s, note in told]
+    parts = [(s, part) for s in found.subjects for part in (s.looks, s.evidence, s.learned) if part is not None]
+    own = [f"{s.name}: {note}" if several else note for s, part in parts for note in part.notes]
     account = found.transfer
     if account:
         own.append(
@@ -111,7 +126,7 @@ def notes(found: Inspection) -> list[str]:
             f"inference costs {amount(account['macs_copy'])} MACs with copied attention (both models) and "
             f"{amount(account['macs_distilled'])} after distillation."
         )
-    return [*own, *found.notes]
+    return [*own, *found.notes, *found.lacking()]
 
 
 def figures(subject: Subject, cka: Sequence[float | None] = ()) -> tuple[list[str], list[list[str]]]:

@@ -14,8 +14,11 @@ from vitrail.show.quantities import shorten
 MOST_NUMBERS = 12  # layers up to which a cell carries its value
 
 
-def likeness_chart(table: NDArray[np.float64], first: str, second: str, *, title: str) -> Markup:
-    """CKA [layers, other layers] as shades: a row a layer of the first model, a column one of the second."""
+def likeness_chart(table: NDArray[np.float64], first: str, second: str, *, title: str, unit: str = "layer") -> Markup:
+    """Likeness [layers, other layers] as shades: a row a layer of the first model, a column one of the second.
+
+    `unit` is what a row is, where it is no layer.
+    """
     rows, columns = table.shape
     cell = min(64.0, 440 / max(rows, columns))
     left, top = 46.0, 40.0
@@ -36,7 +39,9 @@ def likeness_chart(table: NDArray[np.float64], first: str, second: str, *, title
         at = (left + cell * j, top + cell * i)
         out.append(
             Markup('<g><title>{}</title><rect class="right" {} fill-opacity="{:.2f}"/>').format(
-                f"layer {i} of {first}, layer {j} of {second}: {value:.3f}",
+                f"{unit} {i} of {first}, {unit} {j} of {second}: {value:.3f}"
+                if first != second
+                else f"{unit}s {i} and {j}: {value:.3f}",
                 _box(*at, cell - 1, cell - 1),
                 0.04 + 0.6 * max(value, 0.0) ** 1.5,
             )

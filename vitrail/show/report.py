@@ -107,6 +107,15 @@ class DataSummary:
 
 
 @dataclass(frozen=True)
+class Fragment:
+    """A section that was made elsewhere."""
+
+    name: str
+    heading: str
+    content: Markup
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a report can tell. Any part may be absent; its section is then left out and named at the end."""
 
@@ -123,6 +132,13 @@ class Report:
     attention: Sequence[AttentionPicture] = ()
     kept: KeptTokens | None = None
     """Of an adaptive model."""
+    things: str = "images"
+    """What is classified."""
+    tiles: Sequence[tuple[str, str, str]] = ()
+    """(name, value, remark) of figures that stand beside the usual ones at the top."""
+    fragments: Sequence[Fragment] = ()
+    unfit: Sequence[str] = ()
+    """Sections that a report of these things cannot have."""
     data: DataSummary | None = None
     config: str = ""
     """YAML."""
@@ -160,17 +176,18 @@ def render(report: Report) -> str:
         "attention pictures": report.attention,
         "what was kept": _kept(report.kept),
         "cost": _cost_rows(report.cost),
-        "data": report.data and _data(report.data),
+        "data": report.data and _data(report.data, report.things),
         "configuration": report.config,
         "environment": _flat(report.environment) + ([("command", report.command)] if report.command else []),
     }
+    sections |= {fragment.name: fragment.content for fragment in report.fragments}
     return environment.get_template("report.html.jinja").render(
         report=report,
         verdict=(report.verdict or verdict(report)).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(report),
         sections=sections,
         # Most models keep everything: not worth a word.
-        absent=[name for name, content in sections.items() if not content and name != "what was kept"],
+        absent=[n for n, content in sections.items() if not content and n not in ("what was kept", *report.unfit)],
         multilabel=isinstance(report.figures, MultiLabelFigures),
         style=Markup("".join((here / name).read_text(encoding="utf-8") for name in ("report.css", "sheet.css"))),
         missing=quantities.MISSING,
@@ -194,7 +211,7 @@ def verdict(report: Report) -> str:
     assert isinstance(figures, SingleLabelFigures)
     low, high = figures.top1_interval
     said = (
-        f"{percent(figures.top1)} of {figures.count:,} {report.split} images are classified correctly "
+        f"{percent(figures.top1)} of {figures.count:,} {report.split} {report.things} are classified correctly "
         f"(95 % confidence: {percent(low)} to {percent(high)})"
     )
     commonest = figures.support.max() / figures.count
@@ -217,6 +234,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         interval = f"95 %: {100 * low:.1f} to {100 * high:.1f}"
         tiles = [
             (f"{report.split} top-1", percent(figures.top1), interval),
+            *report.tiles,
             (f"{report.split} top-{min(5, len(figures.classes))}", percent(figures.top5), ""),
             ("loss", number(figures.loss), "cross-entropy"),
             ("calibration error", percent(figures.ece), "ECE, 15 bins"),
@@ -338,9 +356,10 @@ def _cost_rows(cost: Cost | None) -> list[tuple[str, str]]:
     return [(name, told) for name, told in known if told is not None] + list(cost.rows)
 
 
-def _data(data: DataSummary) -> dict[str, Any]:
+def _data(data: DataSummary, things: str) -> dict[str, Any]:
     images = {split: data.images.get(split, sum(counts)) for split, counts in data.counts.items()}
-    chart = bar_chart(data.classes, data.counts, title="Images of each class") if data.classes and data.counts else None
+    title = f"{things.capitalize()} of each class"
+    chart = bar_chart(data.classes, data.counts, title=title) if data.classes and data.counts else None
     return {"images": images, "chart": chart, "splits": list(data.counts), "skipped": data.skipped[:MOST_SKIPPED]}
 
 

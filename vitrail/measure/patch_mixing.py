@@ -1,0 +1,59 @@
+"""ResMLP's matrices over patches: rows as pictures, and how sparse they are beside the MLP's (§6.6, F4.2-4.3).
+
+A [patches, patches] of a block mixes patches, B and C are the two layers of its MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vitrail.model.classifier import Classifier
+from vitrail.model.mixers.patches import LinearPatchesMixer
+from vitrail.model.trunk import Trunk
+
+NEAR_ZERO = 0.05  # of the largest magnitude of a matrix
+CENTRAL = 6  # rows and columns of patches whose rows are shown
+
+
+def sparsity(weight: Tensor) -> float:
+    """Share of entries below 5 % of the largest magnitude."""
+    sizes = weight.detach().abs()
+    return float((sizes < NEAR_ZERO * sizes.max()).double().mean())
+
+
+def mixing_blocks(model: Classifier) -> list[Any]:
+    """Blocks that mix patches by one learned matrix; none where the model has no such."""
+    if not isinstance(model.trunk, Trunk):
+        return []
+    return [block for block in model.trunk.blocks if isinstance(getattr(block, "attn", None), LinearPatchesMixer)]
+
+
+def mixing_sparsity(model: Classifier) -> dict[str, list[float]]:
+    """By depth: of A, B and C."""
+    blocks = mixing_blocks(model)
+    if not blocks:
+        return {}
+    found = {"A": [sparsity(block.attn.tokens.weight) for block in blocks]}
+    if all(block.mlp is not None for block in blocks):
+        found |= {"B": [sparsity(block.mlp.fc1.weight) for block in blocks]}
+        found |= {"C": [sparsity(block.mlp.fc2.weight) for block in blocks]}
+    return found
+
+
+def central_rows(weight: Tensor, grid: tuple[int, int], most: int = CENTRAL) -> Tensor:
+    """The rows of A of the patches in the middle, each on the grid: [down, across, rows, columns].
+
+    `down` and `across` are at most `most`, and the middle of an odd rest lies towards the origin.
+    """
+    rows, columns = grid
+    whole = weight.detach().float().cpu().view(rows, columns, rows, columns)
+    down, across = min(most, rows), min(most, columns)
+    top, left = (rows - down) // 2, (columns - across) // 2
+    return whole[top : top + down, left : left + across]
+
+
+def mixing_rows(model: Classifier) -> list[Tensor]:
+    """`central_rows` of every block that has them."""
+    return [central_rows(block.attn.tokens.weight, block.attn.grid) for block in mixing_blocks(model)]
