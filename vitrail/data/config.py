@@ -108,6 +108,8 @@ class DataConfig:
     augmented there in batches; `auto`: device where they fit. A run stores what it chose."""
     workers: Whole | None = None
     """Processes that decode and augment (none: chosen from the machine)."""
+    pad: Literal["longest", "length"] = "longest"
+    """Texts: each batch is padded to its longest text, or all to the model's length (one shape, for compilation)."""
     sampling: Literal["shuffle", "balanced"] = "shuffle"
     """`balanced` draws every class equally often."""
     repeats: Count = 1

@@ -7,6 +7,8 @@
     torchvision:CIFAR10?root=data       a data set of torchvision
     embedded:fashion                    comes with the package
     synthetic:shapes?n=2000&size=64     made as it is read
+    glue/CoLA, text:reviews.csv         sentences with a class, see vitrail/data/texts.py
+    synthetic:grammar?n=2000            sentences, half of them broken
 
 A relative path that does not exist is also looked for in the folder that VITRAIL_DATA names.
 """
@@ -28,9 +30,9 @@ from vitrail.schema import near
 
 FORMS = (
     "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
-    "torchvision:NAME, embedded:fashion or synthetic:shapes"
+    "torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, text:TABLE or synthetic:grammar"
 )
-_SCHEMES = ("torchvision", "embedded", "synthetic")
+_SCHEMES = ("torchvision", "embedded", "synthetic", "text")
 _EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
 _TABLES = (".csv", ".tsv", ".parquet")
 
@@ -74,12 +76,17 @@ def open_source(uri: str) -> DataSet:
     if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9_+-]+", scheme) and not Path(uri).exists():
         if scheme not in _SCHEMES:
             raise ValueError(f"{uri}: unknown kind of data {scheme!r} (known: {FORMS}){near(scheme, _SCHEMES)}")
+        if scheme == "text":
+            return _texts(rest, uri)
         name, _, query = rest.partition("?")
         return _by_name(scheme, name, uri, _options(query, uri))
     path, options = _locate(uri)
     if path.is_dir():
         from vitrail.data.folder import open_folder
+        from vitrail.data.texts import is_text_folder
 
+        if is_text_folder(path):
+            return _texts(uri, uri)
         _refuse_unknown(options, (), uri)
         return open_packed(path, uri) if is_packed(path) else open_folder(path, uri)
     suffix = path.suffix.lower()
@@ -107,12 +114,25 @@ def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> Da
 
         _refuse_unknown(options, (), uri)
         return open_embedded(name, uri)
+    if name == "grammar":
+        from vitrail.data import grammar
+
+        _refuse_unknown(options, grammar.OPTIONS, uri)
+        return grammar.open_grammar(uri, options)
     from vitrail.data.shapes import OPTIONS, open_shapes
 
     if name != "shapes":
-        raise ValueError(f"{uri}: no synthetic data set {name!r}; there is synthetic:shapes")
+        raise ValueError(f"{uri}: no synthetic data set {name!r}; there are synthetic:shapes and synthetic:grammar")
     _refuse_unknown(options, OPTIONS, uri)
     return open_shapes(uri, options)
+
+
+def _texts(place: str, uri: str) -> DataSet:
+    from vitrail.data.texts import OPTIONS, open_texts
+
+    path, options = _locate(place)
+    _refuse_unknown(options, OPTIONS, uri)
+    return open_texts(path, uri, options)
 
 
 def _locate(uri: str) -> tuple[Path, dict[str, str]]:

@@ -39,12 +39,12 @@ from vitrail.schema import build, near, plain
 class Parts:
     """What a model is made of; `plain(parts)` is stored with its weights."""
 
-    trunk: AnyTrunkConfig
+    trunk: AnyTrunkConfig | TextBackbone
     head: HeadConfig
     name: str = ""
 
 
-Parts.__annotations__.update(trunk=AnyTrunkConfig, head=HeadConfig)
+Parts.__annotations__.update(trunk=AnyTrunkConfig | TextBackbone, head=HeadConfig)
 
 
 def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
@@ -73,7 +73,8 @@ def create_model(
     `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be
     overridden by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights`
     is `none`, `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
-    `device="meta"` builds without memory. `text:FOLDER` is a classifier of texts, see `model/text_build.py`. Raises `ValueError` for an unknown name or override, with near matches.
+    `device="meta"` builds without memory. `text:FOLDER` is a classifier of texts, see `model/text_build.py`. Raises
+    `ValueError` for an unknown name or override, with near matches.
 
     >>> create_model("deit_tiny", classes=10, depth=2).head.fc.out_features
     10

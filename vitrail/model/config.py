@@ -209,7 +209,8 @@ class TextBackbone:
     """transformers' configuration, so that nothing else is needed to build it again (empty: read from `name`)."""
 
 
-AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided | DenoiserConfig | TextBackbone
+AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided | DenoiserConfig
+"""Of images: what the zoo names."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class ModelConfig:
     """Which model, from which weights."""
 
     name: str = "deit_tiny"
-    """A name of `vitrail list models`, `timm:NAME`, or for texts `text:FOLDER` (of a transformers model, or its name)."""
+    """A name of `vitrail list models`, `timm:NAME`, or for texts `text:FOLDER` (or a name of transformers)."""
     weights: str = "none"
     """none, timm (published weights of that name), a run or model folder, or a weights file; text: hub (those that the
     folder or name comes with; hub:fetch asks the network for what is not there)."""

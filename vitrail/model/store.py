@@ -113,7 +113,9 @@ def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name in description.get("files", ()):
         if not (folder / Path(name).name).is_file():
-            raise FileNotFoundError(f"{folder} lacks {name}, which was saved with the model; copy the folder as a whole")
+            raise FileNotFoundError(
+                f"{folder} lacks {name}, which was saved with the model; copy the folder as a whole"
+            )
         found[str(name)] = (folder / Path(name).name).read_text(encoding="utf-8")
     return found
 
