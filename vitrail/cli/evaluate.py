@@ -161,13 +161,14 @@ def predict(
     head: Literal["class", "distillation", "both"] | None = None,
     base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
 ) -> int:
-    """What a trained model says of some images; folders are searched for images.
+    """What a trained model says of some images; folders are searched for images. A text model takes sentences.
 
     Example: vitrail predict runs/demo cat.jpg photos/ --json
+    Example: vitrail predict runs/cola "They drank the pub dry."
 
     Args:
         run: run folder or model folder
-        images: image files or folders
+        images: image files or folders; or sentences, a tab between the two of a pair
         top: how many classes to name
         device: auto, cpu, cuda
         json: print one JSON object a line
@@ -180,6 +181,8 @@ def predict(
 
     if not images:
         return fail("name at least one image or folder")
+    if not any(path.exists() for path in images) and _reads_texts(run):
+        return _predict_texts(run, [str(path) for path in images], top, device, json, base)
     paths = [found for path in images for found in (image_files(path) if path.is_dir() else [path])]
     if not paths:
         return fail(f"no images in {', '.join(map(str, images))}")
@@ -198,3 +201,28 @@ def predict(
             else:
                 print(f"{path}  " + "  ".join(f"{name} {p:.1%}" for name, p in said.top))
     return 1 if bad else 0
+
+
+def _reads_texts(run: Path) -> bool:
+    from vitrail.model.store import model_folder, read_description
+
+    try:
+        return bool(read_description(model_folder(run))["spec"]["trunk"]["kind"] == "text")
+    except FileNotFoundError:  # said, with what to do, when the model is loaded
+        return False
+
+
+def _predict_texts(run: Path, texts: list[str], top: int, device: str, json: bool, base: Path | None) -> int:
+    from vitrail import api
+    from vitrail.data.texts import Text
+    from vitrail.engine.device import choose_device
+    from vitrail.model.text_build import predict_texts
+
+    model = api.load(run, choose_device(device), base=base)
+    found = predict_texts(model, [Text(*text.split("\t", 1)) for text in texts], top=top)
+    for text, said in zip(texts, found, strict=True):
+        if json:
+            print_json({"text": text, **said.to_json()})
+        else:
+            print(f"{text}  " + "  ".join(f"{name} {p:.1%}" for name, p in said.top))
+    return 0

@@ -43,8 +43,11 @@ class Split:
         return len(self.index)
 
     def read(self, row: int) -> Image.Image:
-        """The image of a row, as RGB, upright. Raises `BadImage`."""
-        return self.reader(int(self.index[row]))
+        """The image of a row, as RGB, upright. Raises `BadImage`; `ValueError` where the data set is of texts."""
+        image = self.reader(int(self.index[row]))
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"{self.name} holds texts, and this is for images only")
+        return image
 
     def take(self, rows: NDArray[np.int64] | Sequence[int], name: str | None = None) -> Split:
         """The split made of these rows, in this order."""

@@ -30,6 +30,9 @@ DATA_FORMS = {
     "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
     "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",
     "synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0",
+    "glue/CoLA": "texts: a folder of GLUE (CoLA, RTE, QNLI, MNLI), or one with train.tsv of text and label",
+    "text:FILE.csv": "texts: columns text and label, perhaps text_pair and split; ?text=NAME names others",
+    "synthetic:grammar": "texts: sentences, half of them broken; ?n=2000&seed=0&errors=both",
 }
 
 

@@ -26,7 +26,7 @@ def headline(figures: Figures, title: str = "") -> Table:
         table.add_row("balanced accuracy", percent(scalars["balanced_accuracy"]))
         table.add_row("macro F1", percent(scalars["macro_f1"]))
         if len(figures.classes) == 2:
-            table.add_row("Matthews correlation", number(scalars["matthews"], 4))
+            table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
     else:
         table.add_row("mean average precision", percent(scalars["map"]))
