@@ -505,7 +505,6 @@ def test_the_command_leaves_a_patch_that_evaluate_lays_on_again(
     assert (again / "patch.safetensors").read_bytes() == (out / "patch.safetensors").read_bytes()
 
 
-
 def test_the_command_refuses_a_static_model_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = victim("none", vitrail.open_data(SHAPES).classes).save(tmp_path / "static")
     assert cli(["attack", str(folder), "--data", SHAPES]) == 2

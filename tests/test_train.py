@@ -327,7 +327,7 @@ def test_while_settings_are_chosen_test_stays_unseen(tmp_path: Path, photos: Pat
     run = vitrail.train(configure(flags), quiet=True)
     assert run.split == "val"
     assert "test" not in {line["split"] for line in lines(run.path)}
-    with pytest.raises(ValueError, match="data.judge is val"):
+    with pytest.raises(ValueError, match=r"data\.judge is val"):
         vitrail.train(configure(f"{flags} --data.val_fraction 0".replace("/a ", "/b ")), quiet=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail.api.feed import reads_texts
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.decode import decode
 from vitrail.data.folder import image_files
@@ -94,6 +95,9 @@ def inspect_models(
     place = choose_device(device)
     names = short_names(models)
     loaded = [load_any(model).to(place).eval() for model in models]
+    for name, model in zip(names, loaded, strict=True):
+        if reads_texts(model):
+            raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
     _refuse_layers(loaded, layers)
     found = _files(images) if images else _split(models, data, split, max(count, over))
     parts = [part for part, sections in LOOKS.items() if set(sections) & _for(asked, len(loaded))]

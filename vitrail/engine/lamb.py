@@ -56,7 +56,7 @@ class Lamb(torch.optim.Optimizer):
         else:
             keep = torch.ones((), device=params[0].device)
         (beta1, beta2), eps = group["betas"], group["eps"]
-        torch._foreach_add_(counts, [keep] * len(counts))  # one tensor in place of the list would be asked for its number
+        torch._foreach_add_(counts, [keep] * len(counts))  # a tensor alone would be asked for its number
         step = counts[0].clamp(min=1.0)  # all tensors of a group have taken the same steps
         difference = torch._foreach_sub(grads, first)
         torch._foreach_mul_(difference, keep * (1 - beta1))
@@ -73,10 +73,7 @@ class Lamb(torch.optim.Optimizer):
         if group["weight_decay"]:
             torch._foreach_add_(update, params, alpha=group["weight_decay"])
             weights, updates = torch._foreach_norm(params), torch._foreach_norm(update)
-            ratios = [
-                (w / u).masked_fill((w <= 0) | (u <= 0), 1.0)
-                for w, u in zip(weights, updates, strict=True)
-            ]
+            ratios = [(w / u).masked_fill((w <= 0) | (u <= 0), 1.0) for w, u in zip(weights, updates, strict=True)]
             torch._foreach_mul_(update, ratios)
         torch._foreach_mul_(update, group["lr"] * keep)
         torch._foreach_sub_(params, update)
