@@ -72,8 +72,9 @@ def inspect_models(
     device: str = "auto",
     quiet: bool = True,
 ) -> tuple[Inspection, Path]:
-    """Look into one or several models; writes `inspect.html` and PNGs into `out` (none: runs/inspect, numbered).
+    """Look into one or several models; writes `inspect.html` and PNGs into `out`.
 
+    Where it is not given, `out` is RUN/inspect for one run, which its report links to, else runs/inspect, numbered.
     `models` are run folders, model folders, names of the zoo (untrained) or classifiers. Images are `images` (files or
     folders), or a split of `data` (none: the first run's own data; split none: test, or val where there is no test),
     the same number of each class. The first `count` become pictures; figures are means `over` so many. `layers` are
@@ -145,7 +146,7 @@ def inspect_models(
         more=_others(found, seen_places, learned, Preprocess(loaded[0].preprocess)),
         **_compared(loaded, names, models, subjects, pair),
     )
-    folder = free_name(Path("runs") / "inspect") if out is None else Path(out)
+    folder = _own_folder(models) if out is None else Path(out)
     write_inspection(folder, made, environment())
     return made, folder
 
@@ -230,6 +231,14 @@ def _others(
             continue
         made[row] = Picture(pixels, found.captions[places[row]])
     return made
+
+
+def _own_folder(models: Sequence[str | Path | Classifier]) -> Path:
+    """Inside a run that is looked at alone, where its report links to; otherwise runs/inspect, numbered."""
+    first = models[0]
+    if len(models) == 1 and not isinstance(first, Classifier) and (Path(first) / "config.yaml").is_file():
+        return Path(first) / "inspect"
+    return free_name(Path("runs") / "inspect")
 
 
 def _batches(found: Pictures, size: int, most: int, bar: Progress) -> Iterator[list[tuple[int, str, Image.Image]]]:

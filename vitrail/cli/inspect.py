@@ -46,7 +46,7 @@ def inspect(
         what: sections of the page, and nothing else is computed (default: all that apply): attention, heads, kept,
             saliency, evidence, judged, likeness, learned, embedding, neighbours, clusters
         projection: how embeddings become a map
-        out: folder for inspect.html and the pictures (default: runs/inspect, numbered)
+        out: folder for inspect.html and the pictures (default: RUN/inspect of one run, or runs/inspect)
         device: auto, cpu, cuda
         json: print one JSON object
     """

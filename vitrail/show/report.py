@@ -145,6 +145,8 @@ class Report:
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     created: str = ""
+    inside: str = ""
+    """The command that makes the page of pictures which this one links to: inspect/inspect.html beside it."""
 
 
 def write_report(path: str | Path, report: Report) -> None:

@@ -30,6 +30,7 @@ from vitrail.show.quantities import memory
 from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, KeptTokens, Report, write_report
 
 KEPT_IMAGES = 64  # images whose tokens are counted
+SLOW_IMAGE = 3e10  # multiply-accumulates of an image, from which on a CPU is timed with one at a time
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def report_run(told: Told) -> None:
             errors=mistakes(data, split, told.predictions),
             attention=attention_pictures(model, data, split, device),
             kept=kept_tokens(model, data, split, device),
+            inside=f"vitrail inspect {told.folder.path}",
         ),
     )
 
@@ -112,7 +114,8 @@ def measured_cost(
     else:
         with suppress(ValueError):  # not known for every mixer of adaptive models
             macs = worst_case(model, size)
-    speed = throughput(model, size, 64, device, seconds=1.0, autocast=autocast)
+    many = 1 if device.type == "cpu" and macs is not None and macs > SLOW_IMAGE else 64
+    speed = throughput(model, size, many, device, seconds=1.0, autocast=autocast)
     return Cost(
         parameters=sum(p.numel() for p in model.parameters()),
         macs=macs,
@@ -124,9 +127,8 @@ def measured_cost(
             *([("Peak memory of the whole run", memory(speed["peak_memory"]))] if device.type == "cpu" else []),
         ],
         training_seconds=seconds,
-        conditions=f"batch 64, {size} px, {speed['precision']}, {speed['device']}, {torch.get_num_threads()} threads"
-        if device.type == "cpu"
-        else f"batch 64, {size} px, {speed['precision']}, {speed['device']}",
+        conditions=f"batch {many}, {size} px, {speed['precision']}, {speed['device']}"
+        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
     )
 
 
