@@ -142,6 +142,13 @@ def test_logistic_regression_is_scikit_learns(case: tuple[int, int, int, int, fl
         np.testing.assert_allclose(ours[i].numpy(), theirs.predict_proba(asked[i].numpy()), atol=1e-5)
 
 
+@pytest.mark.parametrize("classify", [logistic_regression, linear_svm])
+def test_classes_with_the_very_same_images_are_equally_likely(classify) -> None:
+    row = F.normalize(torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    scores = classify(row.expand(1, 6, 8), torch.tensor([[0, 1, 2] * 2]), 3).scores(row)
+    torch.testing.assert_close(scores, scores[..., :1].expand_as(scores))
+
+
 @pytest.mark.parametrize("strength", [0.1, 10.0])
 def test_the_strength_of_logistic_regression_is_scikit_learns_c(strength: float) -> None:
     known, label, asked = problems(1, 4, 6, 12, 1.0)

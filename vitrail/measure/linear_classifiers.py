@@ -123,7 +123,8 @@ def _minimise(design: Tensor, penalty: Tensor, classes: int, loss: Loss) -> Tens
     for _ in range(NEWTON_STEPS):
         gradient = penalty * weights + design.mT @ slope
         size = _norm(gradient)
-        start = size.clamp(min=1e-12) if start is None else start
+        if start is None:  # where classes cannot be told apart at all, the minimum is where it begins
+            start = torch.maximum(size, 1e-4 * _norm(design)).clamp(min=1e-12)
         if bool((size <= TOLERANCE * start).all()):
             return weights
 

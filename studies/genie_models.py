@@ -1,0 +1,262 @@
+"""Images and models of the study of GeNIe: everything lies on the device once, and every model is trained once.
+
+diffusion   class-conditional U-Net of all training images of all classes, with their labels
+oracle      judges what made images show: weights that were given, or a ResNet-56 with all training labels
+backbone    MoCo without labels on a ResNet-18; its frozen features serve few-shot classifiers and GeNIe-Ada
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import resnet18_32  # noqa: F401, registers timm:resnet18_32
+import torch
+from found import Found, KeptModels
+from selfsupervised_runs import compiled_networks
+from torch import Tensor
+
+from vitrail.api.training import build_model
+from vitrail.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, SupervisedConfig
+from vitrail.data.augment import Augment
+from vitrail.data.batch import Batch
+from vitrail.data.config import PreprocessConfig
+from vitrail.data.device_images import DeviceImages
+from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.open import open_data
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Split
+from vitrail.data.views import view_augments
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import TrainStep
+from vitrail.generate.own import OwnDiffuser
+from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.embedder import features
+from vitrail.learn.teacher import load_teacher
+from vitrail.measure.evaluate import evaluation_mode
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.config import Projected
+from vitrail.recipes import recipe, with_values
+
+SIDE = 32
+STEPS, GUIDANCE = 20, 2.0  # of a whole run of the sampler; every r of the study is a whole number of steps
+ROWS = 1024  # images of a batch of the sampler; the network sees twice as many rows
+EPOCHS = {"diffusion": 30.0, "oracle": 20.0, "backbone": 8.0}
+CROPS = AugmentConfig(crop="pad", padding=4)
+LABELS = RunConfig(
+    data=DataConfig(uri="", batch=256, augment=CROPS),
+    model=ModelConfig(name="cifar_resnet56"),
+    optim=OptimConfig(name="sgd", lr=0.1, warmup=1, weight_decay=5e-4, floor=0.0),
+    objective=SupervisedConfig(smoothing=0.1),
+)
+RESNET = {
+    "model.name": "timm:resnet18_32",
+    "model.image_size": SIDE,
+    "model.head": Projected(width=128, hidden=1024, norm=True),
+    "data.crop_ratio": 1.0,
+    "optim.weight_decay": 5e-4,
+}
+SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}
+SMOKE_MODELS: dict[str, dict[str, Any]] = {
+    "diffusion": {"model.trunk": {"width": 8, "multipliers": (1, 2), "depth": 1, "heads": 2}},
+    "oracle": {"model.name": "cifar_resnet20"},
+    "backbone": {
+        "model.trunk": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
+        "objective.bank": 64,
+    },
+}
+SMOKE_STEPS = 4
+
+
+class Held(NamedTuple):
+    """A split on the device."""
+
+    pixels: Tensor  # [images, 3, 32, 32] bytes
+    labels: Tensor  # [images]
+
+
+class ReadyImages(DeviceImages):
+    """Images that are on the device already, and may be of no file: those that a model made."""
+
+    def __init__(self, split: Split, pixels: Tensor, config: RunConfig, preprocess: Preprocess) -> None:
+        super().__init__(split, config.data.augment, preprocess, device=pixels.device)
+        self._pixels = pixels
+
+
+class Runs:
+    """Data on the device, training runs on them, and what models say of images there."""
+
+    def __init__(self, uri: str, *, limit: int | None = None, most: int | None = None) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.data = open_data(uri, limit=limit)
+        self.most = most  # images of val and of test (none: all)
+        self.fast = self.device.type == "cuda"
+        self.autocast = torch.bfloat16 if self.fast else None
+        self._held: dict[str, Held] = {}
+        torch.set_float32_matmul_precision("high")
+        if self.fast:
+            torch.backends.cudnn.benchmark = True
+            torch._dynamo.config.recompile_limit = 64  # all networks are one piece of code to it
+
+    @property
+    def classes(self) -> int:
+        return len(self.data.classes)
+
+    def __getitem__(self, name: str) -> Held:
+        """A split, at 32 pixels; it stays on the device."""
+        if name not in self._held:
+            split = self.data[name]
+            if name != "train" and self.most is not None:
+                split = split.take(range(min(self.most, len(split))))
+            ready = Preprocess(PreprocessConfig(size=SIDE, crop_ratio=1.0))
+            pixels = DeviceImages(split, None, ready, device=self.device).pixels
+            self._held[name] = Held(pixels, torch.from_numpy(split.labels).to(self.device))
+        return self._held[name]
+
+    def trained(
+        self,
+        config: RunConfig,
+        seed: int,
+        *,
+        split: Split | None = None,
+        pixels: Tensor | None = None,
+        compiled: bool = False,
+    ) -> Classifier:
+        """What `config` describes, of the training images or of others with a split of their own.
+
+        Compilation takes half a minute, so only the two longest runs have it; on CUDA every step is one graph.
+        """
+        torch.manual_seed(seed)
+        split = self.data["train"] if split is None else split
+        pixels = self["train"].pixels if pixels is None else pixels
+        model = build_model(config.model, config, self.data).to(memory_format=torch.channels_last)
+        schedule = make_schedule(config.optim, config.data.batch, len(split))
+        facts = TrainingFacts(split.labels, split.index, schedule.steps, config.data.augment, generated=split.generated)
+        objective = build_objective(config.objective, model, facts)
+        of_trunks = compiled and config.objective.kind != "diffusion"
+        step = TrainStep(
+            objective,
+            config.optim,
+            schedule,
+            device=self.device,
+            autocast=self.autocast,
+            compile=compiled and self.fast and not of_trunks,
+            graph=self.fast,
+            ema=config.engine.ema,
+        )
+        own = model.preprocess
+        preprocess = Preprocess(own)
+        loader = DeviceLoader(
+            split,
+            Order(len(split), config.data.batch, seed, config.data.sampling, split.labels),
+            Augment(config.data.augment, own),
+            preprocess,
+            classes=self.classes,
+            multilabel=False,
+            seed=seed,
+            device=self.device,
+            workers=0,
+            start=0,
+            stop=schedule.steps,
+            views=view_augments(objective.views, config.data.augment, config.data.weak, own),
+            images=ReadyImages(split, pixels, config, preprocess),
+        )
+        with compiled_networks(objective, True) if of_trunks and self.fast else nullcontext():
+            for batch in loader:
+                step.feed(batch)
+        made = cast("Classifier", step.model)
+        del step, loader, objective
+        gc.collect()  # the step's graph holds all of its memory, and dozens of runs follow one another
+        return made
+
+    def logits(self, model: Classifier, images: Tensor) -> Tensor:
+        """[images, classes], of bytes."""
+        return self._said(model, images, model)
+
+    def embedded(self, model: Classifier, images: Tensor) -> Tensor:
+        """What the trunk says, before a projector: [images, width]."""
+        return self._said(model, images, lambda some: features(model, some))
+
+    @torch.no_grad()
+    def _said(self, model: Classifier, images: Tensor, say: Callable[[Tensor], Tensor]) -> Tensor:
+        with evaluation_mode(model), torch.autocast(self.device.type, self.autocast, enabled=self.fast):
+            found = [say(some.to(self.device)).float() for some in images.split(1000)]
+        return torch.cat(found)
+
+    def batches(self, name: str) -> list[Batch]:
+        """A split as evaluators read it."""
+        held = self[name]
+        rows = torch.arange(len(held.labels), device=self.device).split(500)
+        return [Batch((held.pixels[i],), held.labels[i], held.labels[i], i) for i in rows]
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        """What some work gives, and its seconds."""
+        self.wait()
+        began = time.perf_counter()
+        made = work()
+        self.wait()
+        return made, time.perf_counter() - began
+
+    def wait(self) -> None:
+        if self.fast:
+            torch.cuda.synchronize()
+
+
+class Models(KeptModels):
+    """Those of this study."""
+
+    def __init__(
+        self, runs: Runs, folder: Path, found: Found, *, factor: float, weights: Path | None, smoke: bool
+    ) -> None:
+        super().__init__(folder, found, runs.device)
+        self.runs, self.factor, self.weights, self.smoke = runs, factor, weights, smoke
+
+    def config(self, name: str) -> RunConfig:
+        base = {"diffusion": recipe("small-diffusion"), "oracle": LABELS}.get(name)
+        config = with_values(recipe("small-moco"), RESNET) if base is None else base
+        config = with_values(config, {"optim.epochs": self.factor * EPOCHS[name]})
+        return with_values(config, {**SMOKE, **SMOKE_MODELS[name]}) if self.smoke else config
+
+    def training(self, name: str, seed: int) -> Callable[[], Classifier]:
+        return lambda: self.runs.trained(self.config(name), seed, compiled=name != "oracle")
+
+    @cached_property
+    def oracle(self) -> Classifier:
+        if self.weights is None:
+            return self("oracle", 0)
+        alike = create_model("cifar_resnet20", classes=self.runs.data.classes)
+        return load_teacher(str(self.weights), alike).to(self.device).eval()
+
+    @property
+    def backbone(self) -> Classifier:
+        return self("backbone", 0)
+
+    @cached_property
+    def diffuser(self) -> OwnDiffuser:
+        """The sampler. All its batches have one shape on CUDA, where the network is compiled."""
+        model = self("diffusion", 0)
+        if self.runs.fast:
+            model.to(memory_format=torch.channels_last)
+            model.trunk.compile(dynamic=False)
+        made = OwnDiffuser(
+            model,
+            steps=SMOKE_STEPS if self.smoke else STEPS,
+            guidance=GUIDANCE,
+            batch=ROWS,
+            exact=self.runs.fast,
+            autocast=self.runs.autocast,
+        )
+        if self.runs.fast:
+            made.txt2img(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))  # compiles it
+        return made
+
+    def embed(self, images: Tensor) -> Tensor:
+        """By the backbone."""
+        return self.runs.embedded(self.backbone, images)

@@ -1,0 +1,247 @@
+"""The study of GeNIe makes every row once, goes on where it was, and compares what can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+STUDIES = Path(__file__).parents[1] / "studies"
+OF_STUDY = (
+    "genie_fewshot",
+    "genie_models",
+    "genie_tables",
+    "genie_tail",
+    "found",
+    "found_tables",
+    "selfsupervised_runs",
+)
+WAYS = [
+    "labelled images alone",
+    "weak",
+    "strong",
+    "mixup",
+    "cutmix",
+    "txt2img",
+    "img2img_low",
+    "img2img_high",
+    *(f"genie 0.{n}" for n in (5, 6, 7, 8, 9)),
+    "genie_ada",
+    "txt2img, equal compute",
+]
+MADE = ["img2img_high", "txt2img", "genie 0.8", "genie_ada"]
+# Rows of a smoke run by table and subject, in order.
+ROWS: dict[str, dict[str, list[str]]] = {
+    "diffusion": {"small-diffusion": ["all classes"]},
+    "classifiers": {"oracle": ["trained here"], "backbone": ["MoCo, no labels"]},
+    "oracle": {
+        "genie": [f"r 0.{n}" for n in range(3, 10)],
+        "genie_ada": ["r of 0.5 to 0.9"],
+        "txt2img": ["r 1"],
+    },
+    "round trip": {"genie and back": [f"first r 0.{n}" for n in (3, 5, 7, 9)]},
+    "fewshot": {"1-shot": WAYS, "2-shot": WAYS},
+    "hardness": {"2-shot": ["img2img_high", *(f"genie 0.{n}" for n in (5, 6, 7, 8, 9)), "genie_ada", "txt2img"]},
+    "pictures": {"png": ["samples", "sweep", "trajectory", "density"]},
+    "tail": {
+        "logits as learned": ["none", "balanced sampling", "mixup in training", *MADE],
+        "logits adjusted": ["none", "mixup in training", *MADE],
+    },
+}
+
+
+def call(*words: str) -> str:
+    command = [sys.executable, str(STUDIES / "genie.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the smoke run wrote."""
+    out = tmp_path_factory.mktemp("study")
+    call("--smoke", "--out", str(out))
+    return out
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_row_is_there_once(folder: Path) -> None:
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows(folder):
+        assert "failed" not in row
+        if row["table"] in ROWS:
+            found.setdefault(row["table"], {}).setdefault(row["subject"], []).append(row["what"])
+    assert found == ROWS
+
+
+@pytest.mark.slow
+def test_what_is_reported_is_of_test_images(folder: Path) -> None:
+    splits = {row["table"]: row["split"] for row in rows(folder) if "split" in row}
+    assert splits.pop("diffusion") == "val"
+    assert set(splits.values()) == {"test"}
+
+
+@pytest.mark.slow
+def test_all_ways_add_equally_many_images_but_the_two_that_say_so(folder: Path) -> None:
+    for shot in (1, 2):
+        found = {
+            row["what"]: row["extra"] for row in rows(folder) if row["subject"] == f"{shot}-shot" and "extra" in row
+        }
+        assert found.pop("labelled images alone") == 0
+        assert found.pop("txt2img, equal compute") == 3 * 4 * shot  # four steps: 24 evaluations of Ada, 8 of an image
+        assert set(found.values()) == {4 * shot}
+
+
+@pytest.mark.slow
+def test_images_are_made_for_the_rarest_third_alone_and_equally_many_by_all(folder: Path) -> None:
+    made = {row["what"]: row["made"] for row in rows(folder) if row["table"] == "tail"}
+    assert made == {**dict.fromkeys(("none", "balanced sampling", "mixup in training"), 0), **dict.fromkeys(MADE, 12)}
+
+
+@pytest.mark.slow
+def test_a_second_call_makes_nothing_again(folder: Path) -> None:
+    before = (folder / "found.jsonl").read_bytes()
+    call("--smoke", "--out", str(folder))
+    assert (folder / "found.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_tables_have_every_row(folder: Path) -> None:
+    text = call("--table", str(folder))
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| | |")]
+    shown = [row for row in rows(folder) if row["table"] not in ("about", "pictures")]
+    assert len(lines) == len(shown)
+    assert text.count("### ") == len({row["table"] for row in shown})
+
+
+@pytest.mark.slow
+def test_pictures_can_be_looked_at(folder: Path) -> None:
+    for name in ("samples", "sweep", "trajectory", "density"):
+        with Image.open(folder / "pictures" / f"{name}.png") as picture:
+            assert min(picture.convert("RGB").size) > 100
+
+
+# What the parts are made of
+
+
+@pytest.fixture
+def of_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The study's own modules can be imported, and are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name in OF_STUDY:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def few(of_study: None, tmp_path: Path) -> Any:
+    """Episodes of random images, with features that are their mean colours at 16 places."""
+    from found import Found
+    from genie_fewshot import FewShots
+    from genie_models import Held, Models, Runs
+
+    runs = Runs("synthetic:shapes?n=120&size=32")
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (60, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    runs._held["test"] = Held(pixels, torch.arange(60) % 6)
+    models = Models(runs, tmp_path, Found(tmp_path), factor=1.0, weights=None, smoke=True)
+    models.embed = lambda images: torch.nn.functional.adaptive_avg_pool2d(images.float(), 4).flatten(1)  # type: ignore
+    return FewShots(models, episodes=3)
+
+
+def test_images_are_made_from_other_classes_of_the_episode_and_of_labelled_images(few: Any) -> None:
+    request, labels, shot = few.request(), few.runs["test"].labels, max(few.shots)
+    assert (labels[request.source] != request.target).all()
+    assert (labels[request.own] == request.target).all()
+    rows = len(request) // 3
+    for episode in range(3):
+        labelled = set(few.episodes.support[episode].flatten().tolist())
+        some = slice(episode * rows, (episode + 1) * rows)
+        assert set(request.source[some].tolist()) == labelled
+        assert set(request.own[some].tolist()) == labelled
+        counts = torch.bincount(request.target[some])
+        assert counts[few.episodes.classes[episode]].tolist() == [4 * shot] * 5
+
+
+def test_mixed_images_are_mostly_of_the_class_they_are_labelled_with(few: Any) -> None:
+    request, made = few.request(), few.images("mixup").float()
+    own, other = (request.images[rows].float() for rows in (request.own, request.source))
+    nearer = (made - own).abs().flatten(1).mean(1) <= (made - other).abs().flatten(1).mean(1) + 0.5  # rounding of bytes
+    assert nearer.all()
+
+
+def test_the_adaptive_choice_is_that_of_the_package(few: Any) -> None:
+    from vitrail.generate.genie import CANDIDATES, genie_ada, prototypes_of
+
+    class Blend:
+        """Moves an image towards another by r, all at once between two candidates that depend on it."""
+
+        def __call__(self, images: torch.Tensor, target: torch.Tensor, r: float, seeds: torch.Tensor) -> torch.Tensor:
+            share = torch.where(torch.tensor(r) > 0.45 + 0.1 * (1 + seeds % 4), 0.8, 0.1 * r)[:, None, None, None]
+            towards = few.runs["test"].pixels[target].float()
+            return (images.float() * (1 - share) + towards * share).round().to(torch.uint8)
+
+    request, diffuser, shot = few.request(), Blend(), max(few.shots)
+    images = request.images[request.source]
+    for name, r in zip((f"genie {r:g}" for r in CANDIDATES), CANDIDATES, strict=True):
+        made = diffuser(images, request.target, r, request.seeds)
+        few._features[name] = few.models.embed(made).view(*few.sources.shape, 1, -1)
+    _, r = few.adapted(shot)
+    rows = len(request) // 3
+    for episode in range(3):
+        some = slice(episode * rows, (episode + 1) * rows)
+        support = few.episodes.support[episode]
+        named = few.runs["test"].labels[support.flatten()]
+        # Classes that the episode does not have get some prototype: nothing is made for them.
+        aims = torch.zeros(6, 48)
+        aims[few.episodes.classes[episode]] = prototypes_of(
+            few.models.embed,
+            request.images[support.flatten()],
+            torch.arange(5).repeat_interleave(shot),
+            5,
+        )
+        assert set(named.tolist()) == set(few.episodes.classes[episode].tolist())
+        found = genie_ada(
+            diffuser,  # type: ignore[arg-type]
+            images[some],
+            request.target[some],
+            request.seeds[some],
+            embed=few.models.embed,
+            prototypes=aims,
+        )
+        assert torch.equal(found.r, r[episode].flatten())
+        assert len(found.r.unique()) > 1
+
+
+def test_made_images_join_the_real_ones_with_the_class_they_were_made_for(of_study: None) -> None:
+    from genie_tail import joined
+
+    from vitrail.data.open import open_data
+    from vitrail.generate.baselines import Made
+
+    split = open_data("synthetic:shapes?n=60&size=32")["train"]
+    pixels = torch.zeros(len(split), 3, 32, 32, dtype=torch.uint8)
+    made = Made(torch.full((2, 3, 32, 32), 9, dtype=torch.uint8), torch.tensor([2, 0]), torch.zeros(2, 3), 8)
+    whole, images = joined(split, pixels, made)
+    assert whole.labels.tolist() == [*split.labels.tolist(), 2, 0]
+    assert len(np.unique(whole.index)) == len(whole) == len(images) == len(whole.keys) == len(split) + 2
+    assert whole.generated is not None
+    assert whole.generated.nonzero()[0].tolist() == [len(split), len(split) + 1]
+    assert (images[-2:] == 9).all()
