@@ -72,6 +72,7 @@ class Pictures:
                 split="test",
                 count=count,
                 over=12 if self.models.smoke else IMAGES,
+                what=("attention", "likeness") if len(names) > 1 else ("attention",),
                 out=folder,
                 device=self.models.device.type,
             )

@@ -110,6 +110,16 @@ def test_gradient_attention_of_one_layer_is_map_times_slope() -> None:
     torch.testing.assert_close(found.flatten(1), expected)
 
 
+def test_maps_that_were_copied_from_a_teacher_have_no_slope() -> None:
+    """A student of attention copy is given its maps: what is left is what its own layers say, here nothing."""
+    model, images = vit(), pictures()
+    with torch.no_grad():
+        given = model.outputs(images, {f"attention.{i}" for i in range(3)}).captured
+    outputs = model.outputs
+    model.outputs = lambda images, want=(): outputs(images, want, given)  # type: ignore[method-assign, assignment]
+    assert explain(model, images, "gradient_attention").abs().max() == 0
+
+
 def test_a_map_for_each_class_is_that_of_the_class_asked_for() -> None:
     model = vit(head=AttentionPool(queries="per_class"))
     images = pictures()

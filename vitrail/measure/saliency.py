@@ -79,6 +79,13 @@ def _score(model: Classifier, out: Outputs, classes: Tensor | None) -> Tensor:
     return logits.gather(1, chosen[:, None]).sum()
 
 
+def _slopes(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of the score by each of the values; none where it does not depend on one, or that was given."""
+    own = [value for value in values if value.requires_grad]
+    found = iter(torch.autograd.grad(score, own, allow_unused=True) if own else ())
+    return [next(found) if value.requires_grad else None for value in values]
+
+
 def _attention(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
     last = map_layers(model)[-1]
     with torch.no_grad():
@@ -114,7 +121,7 @@ def _gradient_attention(model: Classifier, images: Tensor, classes: Tensor | Non
     names = [f"attention.{i}" for i in map_layers(model)]
     out = model.outputs(images, set(names))
     maps = [out.captured[name] for name in names]
-    slopes: Sequence[Tensor | None] = torch.autograd.grad(_score(model, out, classes), maps, allow_unused=True)
+    slopes = _slopes(_score(model, out, classes), maps)
     through: Tensor | None = None
     for weights, slope in zip(maps, slopes, strict=True):
         through = _grown(through, weights)
@@ -122,7 +129,8 @@ def _gradient_attention(model: Classifier, images: Tensor, classes: Tensor | Non
             through = through + (weights * slope).detach().float().clamp(min=0).mean(1) @ through
     assert through is not None
     tokens = torch.eye(through.shape[-1], device=through.device)
-    return _read(model, out, through - tokens)  # what a patch has of itself says nothing
+    gathered = (through - tokens).expand(len(images), -1, -1)  # what a patch has of itself says nothing
+    return _read(model, out, gathered)
 
 
 def _grown(through: Tensor | None, like: Tensor) -> Tensor:
@@ -170,7 +178,7 @@ def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None) -> Tens
     names = sorted(known, key=lambda name: int(name.partition(".")[2]))[-2:]
     out = model.outputs(images, set(names))
     candidates = [out.captured[name] for name in names] or [out.tokens.sequence]
-    slopes: Sequence[Tensor | None] = torch.autograd.grad(_score(model, out, classes), candidates, allow_unused=True)
+    slopes = _slopes(_score(model, out, classes), candidates)
     patches = out.tokens.grid[0] * out.tokens.grid[1]
     found: Tensor | None = None
     for values, slope in zip(candidates, slopes, strict=True):
