@@ -138,7 +138,7 @@ def test_logistic_regression_is_scikit_learns(case: tuple[int, int, int, int, fl
     ours = logistic_regression(known, label, case[1]).scores(asked).softmax(-1)
     for i in range(len(known)):
         theirs = LogisticRegression(C=1.0, tol=1e-9, max_iter=10_000).fit(known[i].numpy(), label[i].numpy())
-        # Both are converged to about 1e-7; the brief bound for a probability is 1e-3.
+        # Both are converged to about 1e-7.
         np.testing.assert_allclose(ours[i].numpy(), theirs.predict_proba(asked[i].numpy()), atol=1e-5)
 
 
