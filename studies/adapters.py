@@ -36,13 +36,10 @@ is lower and its time shorter with NOLA than with PRANC; with few shots adapters
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +47,7 @@ import torch
 import torch.nn.functional as F
 from adapter_runs import FEW_WAYS, ROUNDED, WAYS, Runs
 from adapter_tables import tables
-from found import Found, OutOfTime
+from found import Found, hardware, study_parser, to_the_end
 from torch import Tensor, nn
 
 from vitrail.data.open import open_data
@@ -161,17 +158,10 @@ class Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "adapters", PARTS)
     parser.add_argument("data", nargs="*", help="what the base learns, and what it is adapted to")
     parser.add_argument("--other", help="other images that it is adapted to (none: left out)")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samplings", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("runs/studies/adapters"))
-    parser.add_argument("--models", type=Path, help="where base and adapters are kept (none: with the rows)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
-    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -188,15 +178,10 @@ def main() -> None:
         parts.remove("other")
     found = Found(options.out, options.minutes)
     runs = Runs(source, target, other, options.models or options.out, found, options.smoke)
-    place = torch.cuda.get_device_name() if runs.target.fast else "cpu"
-    about = f"base of {source}, {place}, torch {torch.__version__}"
+    about = f"base of {source}, {hardware(runs.target.fast)}"
     found.row("about", target, about, 0, lambda: {"smoke": options.smoke})
-    try:
+    with to_the_end(found, options.minutes):
         Study(runs, found).run(parts, options.seeds, options.samplings)
-    except OutOfTime:
-        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
-    if found.failed:
-        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 if __name__ == "__main__":

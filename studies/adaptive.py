@@ -19,10 +19,7 @@ A defence lowers its success, but not to nothing.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +30,7 @@ import torch
 from adaptive_models import Models
 from adaptive_tables import tables
 from device_runs import DeviceRuns
-from found import Found, OutOfTime
+from found import Found, hardware, study_parser, to_the_end
 
 from vitrail.learn.attack import Attack
 from vitrail.learn.config import AttackConfig
@@ -295,15 +292,8 @@ def _success(macs: float, clean: dict[str, Any]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "adaptive", PARTS)
     parser.add_argument("data", nargs="?")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/studies/adaptive"))
-    parser.add_argument("--models", type=Path, help="where models and patches are kept (none: with the rows)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
-    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -313,16 +303,11 @@ def main() -> None:
     data, few = options.data or "embedded:fashion", options.smoke
     found = Found(options.out, options.minutes)
     runs = DeviceRuns(data, limit=200 if few else None, most=60 if few else None, batch=20 if few else 1000)
-    place = torch.cuda.get_device_name() if runs.fast else "cpu"
-    found.row("about", data, f"{place}, torch {torch.__version__}", 0, lambda: {"smoke": few})
+    found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few})
     if runs.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
-    try:
+    with to_the_end(found, options.minutes):
         Study(Models(runs, options.models or options.out, found, few)).run(options.part, options.seeds)
-    except OutOfTime:
-        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
-    if found.failed:
-        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ more than two seeds of fine-tuning; on boxes distillation lies between scratch a
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,7 +31,7 @@ import torch
 from attention_models import FAMILIES, ON_BOXES, STILL, Data, Models
 from attention_pictures import Pictures
 from attention_tables import tables
-from found import Found, OutOfTime
+from found import Found, hardware, study_parser, to_the_end
 
 from vitrail.learn.attention_plan import load_source
 from vitrail.learn.boxes import Boxes, BoxTransfer, detector
@@ -182,17 +180,10 @@ class Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "attention-transfer", PARTS)
     parser.add_argument("data", nargs="?")
     parser.add_argument("--other", help="other images, of another autoencoder (none: what needs it is left out)")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--fraction", type=float, default=0.1, help="of the training images, with labels")
-    parser.add_argument("--out", type=Path, default=Path("runs/studies/attention-transfer"))
-    parser.add_argument("--models", type=Path, help="where models are kept (none: with the rows)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
-    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -206,17 +197,12 @@ def main() -> None:
         print("no --other images: teachers from other data are left out", file=sys.stderr)
     found = Found(options.out, options.minutes)
     data = Data(uri, other, options.fraction, options.smoke)
-    place = torch.cuda.get_device_name() if data.few.fast else "cpu"
     count = len(data.few.data["train"])
-    found.row("about", uri, f"{count} labels, {place}, torch {torch.__version__}", 0, lambda: {"smoke": options.smoke})
+    found.row("about", uri, f"{count} labels, {hardware(data.few.fast)}", 0, lambda: {"smoke": options.smoke})
     if data.few.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
-    try:
+    with to_the_end(found, options.minutes):
         Study(Models(data, options.models or options.out, found), options.seeds).run(options.part, options.out)
-    except OutOfTime:
-        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
-    if found.failed:
-        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ was written; a row that failed is said, does not end the study, and is tried aga
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,24 @@ import torch
 from vitrail.api.evaluation import load
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import DESCRIPTION
+
+
+def study_parser(about: str, name: str, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser with what all studies of this kind take; rows land in runs/studies/NAME unless said otherwise."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", default=list(parts), choices=parts)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/studies") / name)
+    parser.add_argument("--models", type=Path, help="where models are kept (none: with the rows)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
+    parser.add_argument("--smoke", action="store_true")
+    return parser
+
+
+def hardware(fast: bool) -> str:
+    """What a study runs on, in words."""
+    return f"{torch.cuda.get_device_name() if fast else 'cpu'}, torch {torch.__version__}"
 
 
 class OutOfTime(Exception):
@@ -83,6 +104,17 @@ class Found:
     def _append(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+@contextmanager
+def to_the_end(found: Found, minutes: float) -> Iterator[None]:
+    """Around all the work of a study: a time that is over is said, rows that failed make the exit code 1."""
+    try:
+        yield
+    except OutOfTime:
+        print(f"{minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
+    if found.failed:
+        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

@@ -37,9 +37,6 @@ proportion to r; the way back ends further from the original the larger the firs
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,7 +44,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from found import Found, OutOfTime
+from found import Found, hardware, study_parser, to_the_end
 from genie_fewshot import FewShots
 from genie_models import Held, Models, Runs
 from genie_pictures import SWEEP, Pictures
@@ -212,18 +209,11 @@ class Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "genie", PARTS)
     parser.add_argument("data", nargs="?")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--oracle", type=Path, help="weights of a CIFAR ResNet that judges (none: one is trained)")
     parser.add_argument("--episodes", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3, help="of the long tail")
     parser.add_argument("--factor", type=float, default=1.0, help="times the epochs of the three models")
-    parser.add_argument("--out", type=Path, default=Path("runs/studies/genie"))
-    parser.add_argument("--models", type=Path, help="where models are kept (none: with the rows)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
-    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -235,20 +225,13 @@ def main() -> None:
         episodes, seeds = 2, 1
     found = Found(options.out, options.minutes)
     runs = Runs(uri, limit=200, most=120) if options.smoke else Runs(uri)
-    place = torch.cuda.get_device_name() if runs.fast else "cpu"
-    about = (
-        f"{len(runs.data['train'])} training images, {place}, torch {torch.__version__}, epochs x {options.factor:g}"
-    )
+    about = f"{len(runs.data['train'])} training images, {hardware(runs.fast)}, epochs x {options.factor:g}"
     models = Models(
         runs, options.models or options.out, found, factor=options.factor, weights=options.oracle, smoke=options.smoke
     )
-    try:
+    with to_the_end(found, options.minutes):
         found.row("about", uri, about, 0, lambda: {"smoke": options.smoke})
         Study(models).run(options.part, options.out, episodes, seeds)
-    except OutOfTime:
-        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
-    if found.failed:
-        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 if __name__ == "__main__":

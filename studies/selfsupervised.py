@@ -35,17 +35,13 @@ scratch without labels; ISD gains more over MoCo on rare classes than on all.
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import resnet18_32  # noqa: F401, registers timm:resnet18_32
-import torch
-from found import Found, OutOfTime
+from found import Found, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
 
@@ -281,16 +277,9 @@ class Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "selfsupervised", PARTS)
     parser.add_argument("data", nargs="*", help="images with fine and coarse labels, and others for the part cifar10")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/studies/selfsupervised"))
-    parser.add_argument("--models", type=Path, help="where teachers are kept (none: with the rows)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
     parser.add_argument("--factor", type=float, default=1.0, help="times all epochs")
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print what was found there, and do nothing else")
-    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -304,16 +293,11 @@ def main() -> None:
     found = Found(options.out, options.minutes)
     probe = ProbeSettings(learning_rates=(0.1,), weight_decays=(1e-4,), epochs=2) if few else PROBE
     runs = Runs(limit=200 if few else None, most=60 if few else None, probe=probe)
-    place = torch.cuda.get_device_name() if runs.fast else "cpu"
-    about = f"{place}, torch {torch.__version__}"
+    about = f"{hardware(runs.fast)}"
     found.row("about", " and ".join(data), about, 0, lambda: {"smoke": few})
-    try:
+    with to_the_end(found, options.minutes):
         study = Study(runs, found, data, options.models or options.out, options.factor, few)
         study.run(options.part, options.seeds)
-    except OutOfTime:
-        print(f"{options.minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
-    if found.failed:
-        sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 
 
 if __name__ == "__main__":

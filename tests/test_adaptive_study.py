@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import study_calls
+from study_calls import STUDIES, rows
 
-STUDIES = Path(__file__).parents[1] / "studies"
 SHARES = [f"share {share:g}" for share in (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
 PATCHES = ["random", "tap", "ntap", "slowformer"]
 VARIED = ["preserve", "destroy", "size 4", "size 12", "size 16", "eps 8", "eps 16", "eps 32"]
@@ -28,12 +28,7 @@ ABLATIONS = {
 }
 
 
-def call(*words: str) -> str:
-    command = [sys.executable, str(STUDIES / "adaptive.py"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+call = partial(study_calls.call, STUDIES / "adaptive.py")
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("study")
     call("--smoke", "--seeds", "1", "--out", str(out))
     return out
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
 
 
 def names(folder: Path, table: str, subject: str) -> list[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+import study_calls
 from PIL import Image
+from study_calls import STUDIES, found_in, rows
 
-STUDIES = Path(__file__).parents[1] / "studies"
 OF_STUDY = ("attention_models", "attention_tables", "device_runs", "found", "found_tables")
 # Rows of one seed of a smoke run (4 layers, 3 heads) by table and subject, in order.
 ROWS: dict[str, dict[str, list[str]]] = {
@@ -59,12 +58,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
 }
 
 
-def call(*words: str) -> str:
-    command = [sys.executable, str(STUDIES / "attention_transfer.py"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+call = partial(study_calls.call, STUDIES / "attention_transfer.py")
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_every_row_is_there_once(folder: Path) -> None:
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in rows(folder):
-        assert "failed" not in row
-        if row["table"] in ROWS:
-            found.setdefault(row["table"], {}).setdefault(row["subject"], []).append(row["what"])
-    assert found == ROWS
+    assert found_in(folder, ROWS) == ROWS
 
 
 @pytest.mark.slow

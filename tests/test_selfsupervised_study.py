@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from study_calls import STUDIES, call, rows
 
-STUDIES = Path(__file__).parents[1] / "studies"
 BENCHMARKS = STUDIES.parent / "benchmarks"
 METHODS = ["byol-asym, s/s", "moco, s/s", "isd, w/s", "msf, w/s", "cmsf, w/s"]
 WANTED = {  # (table, subject) -> rows
@@ -40,15 +36,6 @@ WANTED = {  # (table, subject) -> rows
 }
 
 
-def call(script: Path, *words: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 study = partial(call, STUDIES / "selfsupervised.py")
 
 
@@ -58,10 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("study")
     study("--smoke", "--seeds", "1", "--out", str(out))
     return out
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
