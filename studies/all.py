@@ -1,11 +1,12 @@
-"""Every study of training and heads, several side by side on one accelerator.
+"""Studies side by side on one accelerator: what one leaves idle, another uses.
 
     python studies/all.py [NAME ...] --data FOLDER [--side 3] [--jobs 3] [--minutes 9] [--smoke]
 
 FOLDER holds cifar100.npz and cifar10.npz (distillation: cifar10_resnet56.safetensors, too); runs and reports land in
-FOLDER/runs/studies, what each study printed in FOLDER/runs/logs. Studies come in the order of the list below, longest
-first, so that the last minutes are not one study's alone. After `--minutes` everything is stopped, and the same command
-goes on: finished runs are never repeated. Times of studies made side by side mean nothing and are not measured.
+FOLDER/runs/studies, what each study printed in FOLDER/runs/logs. Without names: those of training and heads, longest
+first, so that the last minutes are not one study's alone; `PROGRAMS` are those that are a script. After `--minutes`
+everything is stopped, and the same command goes on: finished runs are never repeated. Times of studies made side by
+side mean nothing; benchmarks/ is where times are measured.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+LAST_ROW = 0.4  # minutes in which a script may end what it is at
 CHAINED = {  # name: arguments of studies/chained.py
     "resolution": ("resolution", "cifar100.npz"),
     "attention": ("attention", "cifar100.npz", "cifar10.npz"),
     "teachers": ("teachers", "cifar10.npz"),
+}
+UNLABELLED = ("selfsupervised.py", "cifar100.npz", "cifar10.npz", "--part")
+PROGRAMS = {  # name: script and arguments; each has a folder of rows by its name
+    "adaptive": ("adaptive.py", "cifar100.npz"),
+    "attention-transfer": ("attention_transfer.py", "cifar100.npz", "--other", "cifar10.npz"),
+    "adapters": ("adapters.py", "cifar100.npz", "cifar10.npz"),
+    "genie": ("genie.py", "cifar10.npz"),
+    "selfsupervised-main": (*UNLABELLED, "main"),
+    "selfsupervised-small": (*UNLABELLED, "students", "vit", "attention"),
+    "selfsupervised-labels": (*UNLABELLED, "noise", "coarse", "tail", "cifar10"),
 }
 STUDIES = (
     *("small-deit", "layerscale", "recipe-ablation", "heads-vit", "second-order", "cait-heads", "grafit"),
@@ -32,8 +44,13 @@ STUDIES = (
 )
 
 
-def command(name: str, jobs: int, smoke: bool) -> list[str]:
+def command(name: str, jobs: int, smoke: bool, minutes: float) -> list[str]:
+    """What makes a study, and ends by itself in so many minutes where it can."""
     extra = ["--smoke"] if smoke else []
+    if name in PROGRAMS:
+        script, *words = PROGRAMS[name]
+        until = [] if minutes == float("inf") else ["--minutes", f"{minutes:.2f}"]
+        return [sys.executable, str(HERE / script), *words, "--out", f"runs/studies/{name}", *until, *extra]
     if name in CHAINED:
         return [sys.executable, str(HERE / "chained.py"), *CHAINED[name], "--jobs", str(jobs), *extra]
     words = [sys.executable, "-m", "vitrail", "compare", str(HERE / f"{name}.yaml"), "--jobs", str(jobs)]
@@ -62,7 +79,7 @@ class Pool:
         began = time.monotonic()
         with (self.folder / "runs" / "logs" / f"{name}.txt").open("w") as log:
             process = subprocess.Popen(
-                command(name, self.jobs, self.smoke),
+                command(name, self.jobs, self.smoke, (self.until - time.monotonic()) / 60 - LAST_ROW),
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -88,7 +105,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="stop everything then")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    known = {*CHAINED, *(path.stem for path in HERE.glob("*.yaml"))}
+    known = {*CHAINED, *PROGRAMS, *(path.stem for path in HERE.glob("*.yaml"))}
     for name in options.names:
         if name not in known:
             parser.error(f"no study {name!r}; there are {', '.join(sorted(known))}")

@@ -20,10 +20,11 @@ from typing import Any
 from rich.console import Console
 
 from vitrail.api.comparing import compare_study
-from vitrail.api.studies import STUDIES, Study, run_hash
+from vitrail.api.studies import STUDIES, Study, run_folder
 from vitrail.config import RunConfig, dump
 from vitrail.engine.run import RunFolder
 from vitrail.files import write_text
+from vitrail.model.heads.config import Mean
 from vitrail.recipes import recipe, with_values
 from vitrail.show.compare_table import comparison_tables
 
@@ -35,6 +36,10 @@ SMOKE = {
     "optim.steps": 3,
     "model.trunk": {"depth": 1, "width": 48, "heads": 3},
     "engine.device": "cpu",
+}
+SHORT: dict[str, Any] = {  # a small ViT in few epochs, with many steps of each
+    **{"data.batch": 250, "model.trunk": {"depth": 6}, "optim.name": "muon", "optim.lr": 1e-3, "optim.momentum": 0.95},
+    **{"optim.weight_decay": 0.1, "optim.epochs": 16.0, "optim.warmup": 2.0},
 }
 
 
@@ -48,7 +53,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any], smoke: bool) -> RunCo
 
 def made(config: RunConfig) -> Path:
     """The run of a configuration, trained now if it is not there."""
-    path = STUDIES / f"run-{run_hash(config)}"
+    path = run_folder(config, STUDIES)
     if not RunFolder(path).finished:
         text = STUDIES / "configs" / f"{path.name}.yaml"
         write_text(text, dump(config))
@@ -64,13 +69,13 @@ def resolution(data: str, smoke: bool) -> list[Study]:
 
     Expected (T6.6): at least as good, at lower cost.
     """
-    base = changed(recipe("small-deit3"), {"data.uri": data, "optim.epochs": 20.0}, smoke)
+    base = changed(recipe("small-deit3"), {"data.uri": data, **SHORT}, smoke)
     studies = []
     for seed in range(1 if smoke else 3):
         low = made(with_values(base, {"model.image_size": 24, "seed": seed}))
         tune = {
             "model": {"weights": str(low)},
-            "optim": {"epochs": 5.0, "lr": 3e-4, "warmup": 1.0, "weight_decay": 0.02},
+            "optim": {"epochs": 4.0, "lr": 3e-4, "warmup": 1.0},
         }
         studies.append(
             Study(f"resolution-seed{seed}", base, {"at-32": {}, "24-then-32": tune}, seeds=(seed,), budget="none")
@@ -83,10 +88,13 @@ def attention(source: str, target: str, smoke: bool) -> list[Study]:
 
     Expected (section 6.3.5.1): attention alone about as good as all.
     """
-    base = made(changed(recipe("small-deit"), {"data.uri": source, "optim.epochs": 30.0}, smoke))
+    base = made(changed(recipe("small-deit"), {"data.uri": source, **SHORT}, smoke))
     tuned = changed(
         recipe("small-transfer"),
-        {"data.uri": target, "data.fraction": 1.0 if smoke else 0.1, "model.weights": str(base), "optim.epochs": 40.0},
+        {
+            **{"data.uri": target, "data.fraction": 1.0 if smoke else 0.1, "optim.epochs": 40.0},
+            **{"model.weights": str(base), "model.trunk": SHORT["model.trunk"], "model.head": Mean()},
+        },
         smoke,
     )
     ways: dict[str, dict[str, Any]] = {"full": {}, "attention": {"optim": {"tune": "attention"}}}
@@ -99,11 +107,12 @@ def teachers(data: str, smoke: bool) -> list[Study]:
 
     Expected (T3.2): the convolutional teacher is the better one of two that are about as accurate.
     """
-    convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, "optim.epochs": 30.0}, smoke))
-    transformer = made(
-        changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 30.0, "model.name": "vit_small_32"}, smoke)
-    )
-    base = changed(recipe("small-deit"), {"data.uri": data, "optim.epochs": 20.0}, smoke)
+    plain = {"data.augment.mixup": 0.0, "data.augment.cutmix": 0.0}  # teachers of few epochs
+    sgd = {"data.batch": 250, "optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 5e-4, "optim.epochs": 16.0}
+    sgd |= {"objective.loss": "cross_entropy", "data.augment.rand_ops": 0}
+    convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, **plain, **sgd}, smoke))
+    transformer = made(changed(recipe("small-deit"), {"data.uri": data, **plain, **SHORT}, smoke))
+    base = changed(recipe("small-deit"), {"data.uri": data, **SHORT}, smoke)
 
     def of(teacher: Path) -> dict[str, Any]:
         return {"objective": {"kind": "distillation", "teacher": str(teacher), "labels": {"smoothing": 0.1}}}
@@ -126,7 +135,7 @@ def main() -> None:
     else:
         studies = (resolution if options.what == "resolution" else teachers)(options.data[0], options.smoke)
     for study in studies:
-        found, folder = compare_study(study, jobs=options.jobs, seconds=0.0 if options.smoke else 1.0)
+        found, folder = compare_study(study, jobs=options.jobs, seconds=0.0)
         Console().print(comparison_tables(found))
         print(f"report: {folder / 'report.html'}", flush=True)
 

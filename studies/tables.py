@@ -34,6 +34,9 @@ def markdown(made: Mapping[str, Any], also: Sequence[str] = ()) -> str:
     lines = ["| " + " | ".join([*heads, "parameters", "MACs"]) + " |", "|---" * (len(heads) + 2) + "|"]
     for row in made["rows"]:
         top = row["top1"]
+        if top is None:  # every run failed
+            lines.append(f"| {row['variant']} | failed |" + " |" * len(heads))
+            continue
         said = f"{100 * top['mean']:.2f}" + (f" ± {100 * top['std']:.2f}" if top["count"] > 1 else "")
         more = [f"{row['means'][name]:.4g}" if name in row["means"] else "" for name in also]
         cells = [row["variant"], said, points(row["against"]), *more]
@@ -41,7 +44,7 @@ def markdown(made: Mapping[str, Any], also: Sequence[str] = ()) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     first = made["rows"][0]
     where = made["environment"]
-    seeds = sorted({row["top1"]["count"] for row in made["rows"]})
+    seeds = sorted({row["top1"]["count"] for row in made["rows"] if row["top1"]})
     told = f"{' or '.join(map(str, seeds))} seed{'s' if seeds != [1] else ''}, {first['length']}"
     lines += ["", f"{told}; {where.get('accelerator') or 'CPU'}, PyTorch {where['torch'].partition('+')[0]}"]
     return "\n".join(lines)

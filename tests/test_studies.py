@@ -137,3 +137,16 @@ def test_features_that_keep_images_apart_can_be_cut_anywhere() -> None:
     same, halves = features.separability(torch.ones(40, 8), coarse, cuts=2)
     assert same == pytest.approx([1 / 8, 1 / 8])
     assert halves == pytest.approx([1 / 2, 1 / 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "sets"), [("resolution", 1), ("teachers", 1), ("attention", 2)])
+def test_a_study_in_which_runs_stand_on_others_comes_to_its_report(what: str, sets: int, tmp_path: Path) -> None:
+    data = ["synthetic:shapes?n=90&size=32"] * sets
+    command = [sys.executable, str(STUDIES / "chained.py"), what, *data, "--smoke", "--jobs", "1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    report = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("report: ")][-1]
+    assert (tmp_path / report).with_name("table.json").is_file()
