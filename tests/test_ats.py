@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -308,18 +309,41 @@ def test_fixed_room_changes_nothing_where_it_suffices_and_says_where_not() -> No
         expected = model(images)
         room = calibrate(model, [images], batch=32)
         assert len(room) == 3
-        out = model.outputs(images)
+        assert isinstance(model.policy, AtsPolicy)
+        with model.policy.with_room(fixed=True):
+            out = model.outputs(images)
         assert out.trace is not None
         assert out.trace.overflow is not None
         assert not out.trace.overflow
         torch.testing.assert_close(model.fused(out.stack), expected, rtol=1e-5, atol=1e-5)
-        assert isinstance(model.policy, AtsPolicy)
         model.policy.capacity = tuple(r / 2 for r in room)
-        trace = model.outputs(images).trace
+        with model.policy.with_room(fixed=True):
+            trace = model.outputs(images).trace
         assert trace is not None
         assert bool(trace.overflow)
+        # The model itself makes room as it is needed, whatever was calibrated.
+        torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
         # An optimised model computes such a batch again with room enough.
-        torch.testing.assert_close(model.optimize("float32")(images), expected, rtol=1e-4, atol=1e-4)
+        with pytest.warns(UserWarning, match="computed again"):
+            torch.testing.assert_close(model.optimize("float32")(images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_batches_computed_again_for_lack_of_room_are_told_once_and_counted() -> None:
+    images = pictures(32)
+    model = ats(form="packed")
+    room = calibrate(model, [images], batch=32)
+    assert isinstance(model.policy, AtsPolicy)
+    enough = model.optimize("float32")
+    model.policy.capacity = tuple(r / 2 for r in room)
+    ready = model.optimize("float32")
+    with pytest.warns(UserWarning, match=r"batch of 32 images \(number 1\)") as told:
+        torch.stack([ready(images) for _ in range(3)])
+    assert len(told) == 1
+    assert (ready.batches, ready.recomputed) == (3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enough(images)
+    assert (enough.batches, enough.recomputed) == (1, 0)
 
 
 def test_drop_path_is_one_draw_an_image_in_a_packed_batch() -> None:

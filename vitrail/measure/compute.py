@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.measure.evaluate import evaluation_mode
-from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.macs import macs_of_mean, trace_macs
 from vitrail.model.adaptive.trace import BlockUse, Trace
 from vitrail.model.classifier import Classifier
@@ -49,16 +47,14 @@ def spent(
 ) -> Spent:
     """Compute and accuracy of an adaptive model, in evaluation mode, over every image of `loader`.
 
-    `change` is laid on the model's input. Counts stay on the device until the last batch; a fixed room for packed
-    batches is lifted, since changed images may need more. Raises `ValueError` for a model that spends the same on every
-    image, for an empty loader, and where logits are no numbers.
+    `change` is laid on the model's input. Counts stay on the device until the last batch. Raises `ValueError` for a
+    model that spends the same on every image, for an empty loader, and where logits are no numbers.
     """
     refuse_static(model)
     used: list[Tensor] = []  # [5, blocks, batch] each
     right: list[Tensor] = []  # [2, batch] each: right, finite
     size = 0
-    policy = model.policy
-    with evaluation_mode(model), policy.without_limits() if isinstance(policy, AtsPolicy) else nullcontext():
+    with evaluation_mode(model):
         for batch in loader:
             images = batch.images if device is None else batch.images.to(device, non_blocking=True)
             with torch.inference_mode(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):

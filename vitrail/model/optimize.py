@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal, cast
 
@@ -25,6 +26,9 @@ class Optimized(nn.Module):
     """`optimized(images)` gives the logits of the model it was made from, in float32; for inference only.
 
     images [batch, 3, height, width], bytes or normalised floats -> [batch, classes]
+
+    Where packed tokens need more room than `calibrate` fixed, the batch is computed again with room enough: the first
+    such batch is a warning, `recomputed` counts all of them, of `batches`.
     """
 
     def __init__(self, model: Classifier, precision: str, compiled: bool, graph: bool) -> None:
@@ -33,6 +37,7 @@ class Optimized(nn.Module):
         self.precision, self.compiled = precision, compiled
         self.classes, self.preprocess = model.classes, model.preprocess
         self.graph = graph
+        self.batches = self.recomputed = 0
         self._graphs: dict[tuple[torch.Size, torch.dtype], _Replay] = {}
         self._run: Callable[[Tensor], tuple[Tensor, Tensor | None]] = self._logits
         if compiled:
@@ -55,10 +60,22 @@ class Optimized(nn.Module):
                 if key not in self._graphs:
                     self._graphs[key] = _Replay(self._run, images)
                 logits, overflow = self._graphs[key](images)
+            self.batches += 1
             if overflow is not None and overflow:  # waits for the device, once and after all work
-                with cast("AtsPolicy", self.model.policy).without_limits():
+                self._tell(len(images))
+                with cast("AtsPolicy", self.model.policy).with_room(fixed=False):
                     logits, _ = self._logits(images)
             return logits
+
+    def _tell(self, images: int) -> None:
+        self.recomputed += 1
+        if self.recomputed == 1:
+            warnings.warn(
+                f"a batch of {images} images (number {self.batches}) kept more tokens than there is room for and was "
+                "computed again, in more than twice the time; `recomputed` counts such batches: calibrate on images "
+                "like these, for this batch size, or with a larger margin",
+                stacklevel=3,
+            )
 
 
 class LinearGelu(nn.Module):
@@ -130,6 +147,8 @@ def optimize(
             if isinstance(module, Mlp) and isinstance(module.act, Gelu):
                 module.fc1 = LinearGelu(module.fc1)  # type: ignore[assignment]
                 module.act = nn.Identity()
+    if isinstance(made.policy, AtsPolicy):
+        made.policy.fixed = True  # `Optimized` looks at what did not fit
     usual = on_cuda and (made.policy is None or made.policy.static)
     return Optimized(made, chosen, usual if compile is None else compile, usual if graph is None else graph)
 

@@ -66,6 +66,7 @@ class AtsPolicy(AdaptivePolicy):
                 raise ValueError(f"adaptive.{name}: {len(getattr(config, name))} values for {len(self.at)} layers")
         self.set_cap(config.cap)
         self.capacity = config.capacity
+        self.fixed = False  # whether `capacity` is all the room there is: who sets it looks at `trace.overflow`
 
     def set_cap(self, cap: Sequence[float]) -> None:
         """Sampling points from now on, for all layers or one a layer, as `Ats.cap` says."""
@@ -81,13 +82,13 @@ class AtsPolicy(AdaptivePolicy):
         return bool(self.capacity) or self.config.form == "padded"
 
     @contextmanager
-    def without_limits(self) -> Iterator[None]:
-        """Room as it is needed, which the host must ask for."""
-        capacity, self.capacity = self.capacity, ()
+    def with_room(self, *, fixed: bool) -> Iterator[None]:
+        """Room as `capacity` says, or as it is needed, which the host must ask for."""
+        before, self.fixed = self.fixed, fixed
         try:
             yield
         finally:
-            self.capacity = capacity
+            self.fixed = before
 
     def begin(self, tokens: Tokens) -> Passage:
         return _Sampling(self)
@@ -146,7 +147,7 @@ class _Sampling(Passage):
         _, keep = ragged_sample(qkv, offsets, points, prefix, most=tokens.most, value_norm=self.config.value_norm)
         most = prefix + self.policy.room(i, tokens.most - prefix)
         batch, j = len(offsets) - 1, self.policy.at.index(i)
-        if self.policy.capacity:
+        if self.policy.fixed and self.policy.capacity:
             capacity = min(math.ceil(self.policy.capacity[j] * batch), most * batch)
         else:
             capacity = int(keep.sum())

@@ -56,14 +56,15 @@ def mean_gmacs(model: Classifier, images: Iterable[Tensor]) -> float:
 
 @torch.no_grad()
 def calibrate(model: Classifier, images: Iterable[Tensor], batch: int, margin: float = 4.0) -> tuple[float, ...]:
-    """Fix the room that packed batches of this size get after each sampling layer, so that nothing waits for the host.
+    """Fix the room that packed batches of this size get after each sampling layer in what `model.optimize()` gives, so
+    that nothing waits for the host; the model itself keeps making room as it is needed.
 
     Rows an image: the mean over `images` plus `margin` standard errors of a batch's mean. A batch that needs more all
-    the same is noticed (`trace.overflow`). Returns the rows, one a layer.
+    the same is noticed (`trace.overflow`), computed again, told the first time and counted (`recomputed`). Returns the
+    rows, one a layer.
     """
     policy = _policy(model)
-    with policy.without_limits():
-        leaving = [torch.stack([b.leaving for b in trace.blocks]) for trace in _traces(model, images)]
+    leaving = [torch.stack([b.leaving for b in trace.blocks]) for trace in _traces(model, images)]
     counts = torch.cat(leaving, 1)[list(policy.at)].double()  # [layers, images]
     rows = counts.mean(1) + margin * counts.std(1) / batch**0.5
     policy.capacity = tuple(round(float(r), 3) for r in rows)

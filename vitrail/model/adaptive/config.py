@@ -39,8 +39,8 @@ class Ats:
     """How a batch with different counts is held: rows of one table, or padded and masked. `auto`: packed for inference
     on CUDA, padded elsewhere."""
     capacity: tuple[Positive, ...] = ()
-    """Packed: rows an image for which room is made after each sampling block, on average over a batch; calibration
-    finds them. None: the host asks the device after every block how much room is needed."""
+    """Packed, in an optimised model: rows an image for which room is made after each sampling block, on average over a
+    batch; calibration finds them. None: the host asks the device after every block how much room is needed."""
 
 
 @dataclass(frozen=True)
