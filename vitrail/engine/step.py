@@ -125,9 +125,13 @@ def _why_no_graph(objective: Objective, optim: OptimConfig, device: torch.device
         return "several pieces a step"
     if optim.weight_decay_end is not None:
         return "weight decay changes, and fused optimisers take it from the host"
-    if not objective.capturable:
-        return f"{type(objective).__name__} decides on the host"
-    return ""
+    return decides_on_the_host(objective)
+
+
+def decides_on_the_host(objective: Objective) -> str:
+    """Why a step of this objective cannot be replayed, in words; empty where it can."""
+    parts = [type(part).__name__ for part in objective.modules() if not getattr(part, "capturable", True)]
+    return f"{parts[0]} decides on the host" if parts else ""
 
 
 class _Graph:

@@ -198,6 +198,8 @@ class CrossCovariancePooling(nn.Module):
 class PowerNorm(nn.Module):
     """Exact singular-value power normalisation of every matrix."""
 
+    capturable = False  # the decomposition waits for the device
+
     def __init__(self, alpha: float) -> None:
         super().__init__()
         self.alpha = alpha

@@ -1,0 +1,68 @@
+"""A step that is captured as a CUDA graph asks the host for nothing: tried on the meta device, which has no numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recipes import TEXTS, reduced, teacher  # noqa: F401, a fixture
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitrail.api.training import _Trainer, read_data
+from vitrail.engine.distributed import Group
+from vitrail.engine.run import RunFolder
+from vitrail.engine.step import decides_on_the_host
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.supervised import Supervised
+from vitrail.model.build import create_model
+from vitrail.recipes import RECIPES
+
+aten = torch.ops.aten
+WAIT = {  # what waits for the device, or cannot be recorded, on CUDA
+    *(aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount),
+    *(aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten.linalg_lstsq, aten.repeat_interleave),
+}
+
+
+class Watch(TorchDispatchMode):
+    """Notes what would wait for the device, and every copy of memory of the host to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in WAIT:
+            self.seen.append(str(func))
+        if func.overloadpacket in (aten._to_copy, aten.copy_):
+            source = args[1] if func.overloadpacket is aten.copy_ else args[0]
+            if source.device.type != out.device.type:
+                self.seen.append(f"{func} from {source.device} to {out.device} of {tuple(source.shape)}")
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in TEXTS])
+def test_a_captured_step_asks_the_host_for_nothing(name: str, teacher: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = reduced(name, teacher, tmp_path / "run")
+    group = Group()
+    data, bad = read_data(config, group, True)
+    trainer = _Trainer(config, data, bad, group, True, RunFolder(tmp_path / "run"))
+    objective = trainer.objective.train()
+    if decides_on_the_host(objective):
+        pytest.skip("said to decide on the host")
+    batch = next(iter(trainer.feed.batches(0, 1))).changed(lambda t: t.to("meta"))
+    objective.to("meta")
+    with Watch() as watch:
+        losses = objective(batch)
+        losses["loss"].backward()
+    assert watch.seen == []
+
+
+def test_a_decomposition_keeps_a_step_from_being_captured() -> None:
+    head = {"kind": "second_order", "normalization": "svpn"}
+    model = create_model("vit_tiny_32", classes=list("ab"), depth=1, width=48, heads=3, head=head)
+    assert decides_on_the_host(Supervised(model, SupervisedConfig())) == "PowerNorm decides on the host"
