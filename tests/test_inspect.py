@@ -7,6 +7,7 @@ import math
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import vitrail
 from vitrail.api.inspecting import by_turns, inspect_models
 from vitrail.cli import run
 from vitrail.config import from_mapping
+from vitrail.learn.patch import UniversalPatch, save_patch
 from vitrail.measure.inspection import Subject
 from vitrail.measure.likeness import attention_divergence, cka
 from vitrail.measure.looker import Looker, Seen, stages
@@ -33,8 +35,10 @@ from vitrail.measure.looking import (
     spread_out,
 )
 from vitrail.measure.pair import Divergence, cka_table, transfer_account
+from vitrail.measure.selection import other_selection
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.store import load_model
 from vitrail.recipes import recipe
 from vitrail.show.looking import FADED, GROUND, dimmed, enlarged, evenly, kept_sheet, sheet_picture
 
@@ -388,6 +392,41 @@ def test_the_strip_shows_what_the_model_kept_and_counts_it() -> None:
     assert sheet_picture(sheet).width > 3 * cells[0].picture.shape[1]
 
 
+def test_the_other_rule_keeps_what_a_model_made_with_it_keeps_and_leaves_no_trace() -> None:
+    made, images = model(adaptive={**ATS, "cap": [0.8]}), some_images(4)
+    looker = Looker(made, 4)
+    looker.add(images)
+    looks = looker.result()
+    pixels = [image.permute(1, 2, 0).numpy() for image in images]
+    found = other_selection(made, pixels, looks.counts)
+    assert found is not None
+    assert (found.own, found.other) == ("inverse transform", "top-K")
+    most = [round(float(looks.counts[:, i].double().mean())) for i in range(2)]
+    by_rank = model(adaptive={**ATS, "cap": most, "sampling": "top"})
+    by_rank.load_state_dict(made.state_dict())
+    for image in range(4):
+        alone = Seen(by_rank, images[image : image + 1])
+        for stage in range(2):
+            assert torch.equal(found.looks.kept[image, stage], alone.kept(stage)[0])
+            assert int(found.looks.kept[image, stage].sum()) == most[stage]
+    again = Looker(made, 4)
+    again.add(images)
+    assert torch.equal(again.result().kept, looks.kept)
+
+
+def test_a_model_that_takes_the_top_is_shown_with_inverse_sampling_and_others_with_nothing() -> None:
+    made, images = model(adaptive={**ATS, "sampling": "top"}), some_images(2)
+    pixels = [image.permute(1, 2, 0).numpy() for image in images]
+    found = other_selection(made, pixels, torch.ones(2, 2))
+    usual = model(adaptive=ATS)
+    usual.load_state_dict(made.state_dict())
+    assert found is not None
+    assert found.other == "inverse transform"
+    assert torch.equal(found.looks.kept[:, 0], Seen(usual, images).kept(0))
+    assert other_selection(model(), pixels, torch.ones(2, 2)) is None
+    assert other_selection(model(adaptive=AVIT), pixels, torch.ones(2, 2)) is None
+
+
 def test_small_images_grow_by_whole_factors_and_large_ones_shrink() -> None:
     small = np.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=np.uint8)
     grown = enlarged(small, 112)
@@ -484,6 +523,19 @@ def test_the_command_writes_a_page_pictures_and_json(
     ]
 
 
+def test_charts_are_files_that_stand_alone(trained: Path, tmp_path: Path) -> None:
+    _, folder = inspect_models([trained], count=1, over=6, judge=0, out=tmp_path, device="cpu")
+    names = {path.stem for path in folder.glob("*.svg")}
+    assert {"mean-attention-distance-patches", "patches-kept-after-block-1", "map-of-the-images"} <= names
+    page = (folder / "inspect.html").read_text(encoding="utf-8")
+    assert len(names) == page.count('<svg class="chart"')
+    for name in names:
+        tree = ElementTree.parse(folder / f"{name}.svg").getroot()
+        assert tree.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme" not in "".join(tree.itertext())
+        assert float(tree.attrib["width"]) > 100
+
+
 def test_the_command_prints_a_row_a_layer(
     saved: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -508,6 +560,16 @@ def test_equal_models_are_alike_and_do_not_diverge(saved: Path, photos: Path, tm
     assert found.cka_diagonal == pytest.approx([1, 1])
     assert found.divergence["direct"] == pytest.approx([0, 0], abs=1e-12)
     assert found.transfer["maps"] == 2 * 2 * 17 * 17
+
+
+def test_a_name_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", "timm:vit_tiny_patch16_224", "--count", "1", "--over", "2", "--what", "evidence", "attention"]
+    assert run([*words, "--out", str(tmp_path), "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["source"] == "test of embedded:fashion"
+    assert told["models"][0]["evidence"]["kinds"] == ["attention", "rollout", "gradient_attention", "grad_cam"]
+    assert len(told["models"][0]["layers"]) == 12
+    assert told["notes"] == ["timm:vit_tiny_patch16_224 is untrained"]
 
 
 def test_a_model_without_attention_gets_grad_cam_and_a_sentence(photos: Path, tmp_path: Path) -> None:
@@ -556,3 +618,63 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
         assert len(told) == 1
         assert said in told[0]
     assert not (tmp_path / "out").exists()
+
+
+# Under a patch
+
+
+@pytest.fixture(scope="module")
+def patch(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patch of seven pixels, drawn and not learned."""
+    folder = tmp_path_factory.mktemp("patch")
+    change = UniversalPatch(7, "14,0", 28, seed=3, preprocess=load_model(trained).preprocess)
+    save_patch(folder, change, {"seed": 3, "victim": {}})
+    return folder
+
+
+def test_the_strip_shows_every_image_with_the_patch_below_it(trained: Path, patch: Path, tmp_path: Path) -> None:
+    found, folder = inspect_models(
+        [trained], attack=patch, what=["kept"], count=3, over=6, out=tmp_path / "out", device="cpu"
+    )
+    subject = found.subjects[0]
+    drawn = np.asarray(Image.open(patch / "patch.png"))
+    victim = load_model(trained)
+    assert subject.attacked is not None
+    for image in range(3):
+        by_hand = subject.pixels[image].copy()
+        by_hand[14:21, :7] = drawn
+        assert (subject.attacked_pixels[image] == by_hand).all()
+        alone = Seen(victim, torch.from_numpy(by_hand).permute(2, 0, 1)[None])
+        for stage in range(2):
+            assert torch.equal(subject.attacked.kept[image, stage], alone.kept(stage)[0])
+    sheet = kept_sheet(subject, found.captions)
+    assert sheet is not None
+    assert [name.startswith("attacked, says ") for name, _ in sheet.rows] == [False, True] * 3
+    page = (folder / "inspect.html").read_text(encoding="utf-8")
+    assert "Under the patch" in page
+    assert (folder / "selection-0.png").is_file()
+
+
+def test_a_patch_is_refused_where_nothing_could_show_it(
+    trained: Path, saved: Path, patch: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        ([str(saved), "--attack", str(patch), "--images", str(photos)], "spends the same on every image"),
+        ([str(trained), "--attack", str(patch), "--what", "attention"], "add kept to --what"),
+        ([str(trained), "--attack", str(tmp_path)], "no patch in"),
+    ):
+        assert run(["inspect", *words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 2
+        told = capsys.readouterr().err.strip().splitlines()
+        assert len(told) == 1
+        assert said in told[0]
+
+
+def test_the_command_tells_what_the_patch_costs(trained: Path, patch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", str(trained), "--attack", str(patch), "--what", "kept", "--count", "2", "--over", "4"]
+    assert run([*words, "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["models"][0]
+    assert told["attacked"]["images"] == told["images"] == 4
+    assert told["attacked"]["tokens"][0] == 17
+    assert told["attacked"]["macs_whole"] == told["macs_whole"]
+    assert run([*words, "--device", "cpu"]) == 0
+    assert "\nunder the patch: " in capsys.readouterr().out

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,11 @@ from vitrail.measure.branches import BranchRatios, layer_scales
 from vitrail.measure.embeddings import components_for, image_clusters, neighbours_of, pca_energy, pca_plane, plane
 from vitrail.measure.inspection import SECTIONS, chosen_sections
 from vitrail.measure.learned import Learned, Learner, relative_spectrum
-from vitrail.measure.patch_mixing import central_rows, mixing_sparsity, sparsity
+from vitrail.measure.patch_mixing import central_rows, mixing_rows, mixing_sparsity, sparsity
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Gramian, SecondOrder
+from vitrail.model.timm import load_weights
 from vitrail.show.learned import FRAME, RELATED, framed, mosaic, shared_level
 from vitrail.show.learned_charts import plane_chart
 
@@ -187,6 +191,15 @@ def test_sparsity_of_resmlp_is_that_of_its_three_matrices() -> None:
     assert mixing_sparsity(create_model("vit_tiny", **SMALL)) == {}
 
 
+def test_timms_resmlp_has_the_rows_and_the_sparsity_of_ours() -> None:
+    theirs = create_model("timm:resmlp_12_224", classes=3, image_size=64)
+    ours = create_model("resmlp_s12", classes=3, image_size=64)
+    load_weights(ours, theirs.trunk.backbone.state_dict())
+    assert mixing_sparsity(theirs) == mixing_sparsity(ours)
+    for one, other in zip(mixing_rows(theirs), mixing_rows(ours), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_central_rows_are_those_of_the_patches_in_the_middle() -> None:
     weight = torch.randn(40, 40)  # a grid of 5 x 8
     found = central_rows(weight, (5, 8), most=4)
@@ -279,6 +292,29 @@ def test_tsne_keeps_two_far_groups_apart() -> None:
     assert found.shape == (24, 2)
     nearest = torch.cdist(found, found).fill_diagonal_(math.inf).argmin(1)
     assert (nearest // 12).tolist() == [0] * 12 + [1] * 12
+
+
+def test_umap_is_asked_for_cosines_of_unit_vectors_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Umap:
+        def __init__(self, **options: Any) -> None:
+            asked.update(options)
+
+        def fit_transform(self, rows: np.ndarray) -> np.ndarray:
+            asked["rows"] = rows
+            return rows[:, :2]
+
+    module = types.ModuleType("umap")
+    module.__spec__ = ModuleSpec("umap", None)
+    monkeypatch.setattr(module, "UMAP", Umap, raising=False)
+    monkeypatch.setitem(sys.modules, "umap", module)
+    rows = torch.randn(8, 5)
+    found = plane(rows, "umap", seed=7)
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(asked.pop("rows"), unit.numpy(), rtol=1e-5)
+    assert asked == {"metric": "cosine", "random_state": 7, "n_neighbors": 7, "n_jobs": 1}
+    torch.testing.assert_close(found, unit[:, :2].double(), rtol=1e-5, atol=1e-7)
 
 
 def test_a_projection_that_is_not_there_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +12,11 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from vitrail.measure.map_quality import area, blurred, centred, curve, inside, judged_maps, pointing
-from vitrail.measure.saliency import KINDS, all_kinds, explain, kinds_of, rollout
+from vitrail.measure.saliency import KINDS, all_kinds, explain, kinds_of, rollout, voices
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.config import AttentionPool
+from vitrail.model.heads.config import AttentionPool, SecondOrder
 
 SMALL = {"image_size": 32, "patch": 8, "width": 32, "depth": 3, "heads": 2}
 
@@ -257,3 +260,24 @@ def test_judging_streams_and_names_every_kind_and_two_controls() -> None:
             assert apart["inside"] == pytest.approx(one["inside"], abs=1e-5)
     with pytest.raises(ValueError, match="nothing to judge"):
         judged_maps(model, iter([]))
+
+
+# Parts of a head
+
+
+@pytest.mark.parametrize("fusion", ["sum", "late"])
+def test_each_voice_has_the_map_and_the_answer_of_a_model_with_that_part_alone(fusion: str) -> None:
+    head = SecondOrder(heads=2, rows=4, columns=4, fusion=fusion)
+    both, images = vit(head=head), pictures()
+    chosen = both(images).argmax(1)
+    found = {voice.name: voice for voice in voices(both, images, chosen)}
+    assert list(found) == ["class token", "words", "both"]
+    torch.testing.assert_close(found["both"].maps, explain(both, images, "grad_cam", chosen))
+    for name, alone in (("class token", "class_only"), ("words", "words_only")):
+        with warnings.catch_warnings(action="ignore"):  # settings that a part does not use
+            part = vit(head=replace(head, fusion=alone))
+        part.load_state_dict(both.state_dict(), strict=False)
+        torch.testing.assert_close(found[name].maps, explain(part, images, "grad_cam", chosen))
+        torch.testing.assert_close(found[name].probabilities, part(images).softmax(1).detach())
+    assert not both.head.fc._forward_hooks
+    assert voices(vit(), images, chosen) == []

@@ -130,6 +130,21 @@ def test_any_timm_model_keeps_its_own_classifier(name: str) -> None:
     } - {f"trunk.backbone.{n}" for n, _ in theirs.named_parameters() if n.startswith("head.norm")}
 
 
+@pytest.mark.parametrize("name", ["resmlp_12_224", "levit_128s", "pvt_v2_b0", "twins_svt_small", "efficientformer_l1"])
+def test_features_reach_their_own_classifier_in_the_form_that_it_takes(name: str) -> None:
+    """Families whose features are no maps though they have no `patch_embed`, or maps though they have one."""
+    ours = create_model(f"timm:{name}", classes=5).eval()
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), ours.trunk.backbone(images))
+
+
+def test_a_model_of_several_feature_maps_is_refused_in_one_sentence() -> None:
+    model = create_model("timm:coat_tiny", classes=5).eval()
+    with pytest.raises(ValueError, match="several feature maps side by side and cannot be a trunk"):
+        model(torch.zeros(1, 3, 224, 224))
+
+
 def test_a_timm_model_takes_a_head_of_ours() -> None:
     model = create_model("timm:resnet18", classes=5, head="mean").eval()
     images = torch.randn(1, 3, 64, 64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.api.feed import reads_texts
+from vitrail.api.patched import Patched, patched
+from vitrail.api.teaching import AnchorGather
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.decode import decode
 from vitrail.data.folder import image_files
@@ -29,6 +31,7 @@ from vitrail.measure.learned import PARTS as LEARNED
 from vitrail.measure.learned import Learned, Learner
 from vitrail.measure.looker import Looker, batch_for, map_layers, policy_kind, stages
 from vitrail.measure.pair import Divergences, cka_table, transfer_account
+from vitrail.measure.selection import other_selection
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import load_model
@@ -37,6 +40,7 @@ from vitrail.schema import build, near
 from vitrail.show.inspect_report import write_inspection
 
 MOST_JUDGED = 64  # images that are kept for judging maps, where nobody says how many
+FOR_NAMES = "embedded:fashion"  # what untrained models are shown where nobody says
 OF_CLUSTER = 10  # images of a cluster that are shown
 LOOKS = {"maps": ("attention", "heads", "likeness"), "features": ("likeness",), "saliency": ("saliency",)}
 
@@ -68,6 +72,7 @@ def inspect_models(
     judge: int | None = None,
     what: Sequence[str] = (),
     projection: Way = "pca",
+    attack: str | Path | None = None,
     out: str | Path | None = None,
     device: str = "auto",
     quiet: bool = True,
@@ -76,12 +81,14 @@ def inspect_models(
 
     Where it is not given, `out` is RUN/inspect for one run, which its report links to, else runs/inspect, numbered.
     `models` are run folders, model folders, names of the zoo (untrained) or classifiers. Images are `images` (files or
-    folders), or a split of `data` (none: the first run's own data; split none: test, or val where there is no test),
-    the same number of each class. The first `count` become pictures; figures are means `over` so many. `layers` are
-    those shown in pictures (none: chosen evenly). Maps of evidence are judged on `judge` images (none: as many as take
-    about a minute). `what` names sections of the page (`measure.inspection.SECTIONS`; none: all that apply), and
-    nothing else is computed. `projection` makes the map of embeddings: pca, tsne or umap. The first two models are
-    compared with each other. Raises `ValueError` or `FileNotFoundError` in one sentence.
+    folders), or a split of `data` (none: the first run's own data, or clothes where the first is but a name; split
+    none: test, or val where there is no test), the same number of each class. The first `count` become pictures;
+    figures are means `over` so many. `layers` are those shown in pictures (none: chosen evenly). Maps of evidence are
+    judged on `judge` images (none: as many as take about a minute). `what` names sections of the page
+    (`measure.inspection.SECTIONS`; none: all that apply), and nothing else is computed. `projection` makes the map of
+    embeddings: pca, tsne or umap. `attack` is a folder with a patch (`vitrail attack`), under which adaptive models are
+    looked at once more. The first two models are compared with each other. Raises `ValueError` or `FileNotFoundError`
+    in one sentence.
     """
     if not models:
         raise ValueError("name at least one run or model to inspect")
@@ -92,6 +99,8 @@ def inspect_models(
     if images and data is not None:
         raise ValueError("--data and --images both say which images; use one of them")
     asked = chosen_sections(what)
+    if attack is not None and "kept" not in asked:
+        raise ValueError("--attack changes what is kept, and that section was not asked for; add kept to --what")
     refuse_way(projection)
     place = choose_device(device)
     names = short_names(models)
@@ -100,10 +109,16 @@ def inspect_models(
         if reads_texts(model):
             raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
     _refuse_layers(loaded, layers)
+    attacked = [None] * len(loaded) if attack is None else patched(loaded, Path(attack), count)
     found = _files(images) if images else _split(models, data, split, max(count, over))
     parts = [part for part, sections in LOOKS.items() if set(sections) & _for(asked, len(loaded))]
     lookers = [Looker(model, count, parts) for model in loaded]
     learners = [Learner(model, set(LEARNED) & set(asked)) for model in loaded] if set(LEARNED) & set(asked) else []
+    teachers = [
+        AnchorGather(_run_of(where), model, place)
+        for where, model in zip(models, loaded, strict=True)
+        if "anchors" in asked
+    ]
     pair = Divergences(*loaded[:2]) if len(loaded) > 1 and "likeness" in asked else None
     pixels: list[list[NDArray[np.uint8]]] = [[] for _ in loaded]
     boxes: list[list[NDArray[np.float32] | None]] = [[] for _ in loaded]
@@ -123,8 +138,10 @@ def inspect_models(
             seen = [looker.add(tensor.to(place)) for looker, tensor in zip(lookers, inputs, strict=True)]
             if pair is not None:
                 pair.add(seen[0], seen[1])
-            for learner, tensor in zip(learners, inputs, strict=False):
-                learner.add(tensor.to(place))
+            for gathers in (learners, teachers, attacked):
+                for gather, tensor in zip(gathers, inputs, strict=False):
+                    if gather is not None:
+                        gather.add(tensor.to(place))
             bar.advance(len(batch))
     evidence = [
         gather_evidence(model, some, where, count, place, judge if "judged" in asked else 0, "evidence" in asked)
@@ -135,6 +152,12 @@ def inspect_models(
     labels, levels = (None if of is None else of[seen_places] for of in (found.labels, found.levels))
     learned = [learner.result(len(captions), labels, levels, projection) for learner in learners]
     subjects = _subjects(loaded, names, models, lookers, pixels, len(captions), evidence, learned)
+    if teachers:
+        ranked = [teacher.result(len(captions), labels, levels) for teacher in teachers]
+        subjects = tuple(replace(one, anchors=some) for one, some in zip(subjects, ranked, strict=True))
+    if "kept" in asked:
+        several = zip(subjects, loaded, attacked, strict=True)
+        subjects = tuple(_with_what_else_it_keeps(one, model, under) for one, model, under in several)
     made = Inspection(
         subjects,
         found.source,
@@ -143,8 +166,8 @@ def inspect_models(
         what=asked,
         classes=found.classes,
         levels=found.level_names,
-        more=_others(found, seen_places, learned, Preprocess(loaded[0].preprocess)),
-        **_compared(loaded, names, models, subjects, pair),
+        more=_others(found, seen_places, subjects, Preprocess(loaded[0].preprocess)),
+        **_compared(loaded, names, models, subjects, pair, _without_teacher(teachers, names, what)),
     )
     folder = _own_folder(models) if out is None else Path(out)
     write_inspection(folder, made, environment())
@@ -188,10 +211,12 @@ def _compared(
     models: Sequence[str | Path | Classifier],
     subjects: Sequence[Subject],
     pair: Divergences | None,
+    said_before: Sequence[str],
 ) -> dict[str, Any]:
     """What an `Inspection` says of the first two models together, and what a person should know."""
     options: dict[str, Any] = {}
     said = [f"{name} is untrained" for name, where in zip(names, models, strict=True) if _in_zoo(where)]
+    said += said_before
     if pair is not None:
         first, second = (s.looks.features for s in subjects[:2])
         if first and second:
@@ -213,15 +238,37 @@ def _compared(
     return {"notes": tuple(said), **options}
 
 
+def _with_what_else_it_keeps(subject: Subject, model: Classifier, under: Patched | None) -> Subject:
+    """What is kept by another rule of drawing, and under a patch."""
+    counts = subject.looks.counts
+    if counts is None:
+        return subject
+    beside = other_selection(model, subject.pixels, counts)
+    if under is None:
+        return replace(subject, selection=beside)
+    return replace(subject, selection=beside, attacked=under.looker.result(), attacked_pixels=under.pixels)
+
+
+def _without_teacher(teachers: Sequence[AnchorGather], names: Sequence[str], what: Sequence[str]) -> list[str]:
+    """Why there are no anchors, of those that were asked for them; of others where their teacher is lost."""
+    several = len(names) > 1
+    return [
+        f"{name}: {one.reason}" if several else one.reason
+        for name, one in zip(names, teachers, strict=False)
+        if one.reason and (one.taught or "anchors" in what)
+    ]
+
+
 def _others(
-    found: Pictures, places: Sequence[int], learned: Sequence[Learned], preprocess: Preprocess
+    found: Pictures, places: Sequence[int], subjects: Sequence[Subject], preprocess: Preprocess
 ) -> dict[int, Picture]:
-    """Images that neighbours and clusters show, read again, by their number among all: no more than those are kept."""
+    """Images that neighbours, anchors and clusters show, read again, by their number among all: only those are kept."""
     rows: set[int] = set()
-    for one in learned:
-        if one.neighbours is not None:
-            rows |= set(one.neighbours.rows.flatten().tolist())
-        if one.clusters is not None:
+    for subject in subjects:
+        one = subject.learned
+        for ranked in (subject.anchors, None if one is None else one.neighbours):
+            rows |= set() if ranked is None else set(ranked.rows.flatten().tolist())
+        if one is not None and one.clusters is not None:
             rows |= {int(row) for members in one.clusters.members for row in members[:OF_CLUSTER]}
     made = {}
     for row in sorted(rows):
@@ -324,20 +371,29 @@ def _kinds(labels: NDArray[np.int64]) -> NDArray[np.int64]:
     return labels.argmax(1) if labels.ndim == 2 else labels
 
 
-def _own_data(model: str | Path | Classifier) -> DataSet:
-    """The data that a run was trained on, divided as it was then."""
-    folders = [] if isinstance(model, Classifier) else [Path(model), Path(model).parent]
-    for folder in folders:
+def _run_of(model: str | Path | Classifier) -> tuple[Path, RunConfig] | None:
+    """The run that a model is of, and its configuration; nothing of a model that stands alone."""
+    for folder in [] if isinstance(model, Classifier) else [Path(model), Path(model).parent]:
         if (folder / "config.yaml").is_file():
-            data = build(RunConfig, {**load_yaml(folder), "out": None}).data
-            return open_data(
-                data.uri,
-                val_fraction=data.val_fraction,
-                test_fraction=data.test_fraction,
-                split_seed=data.split_seed,
-                level=data.level,
-            )
-    raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
+            return folder, build(RunConfig, {**load_yaml(folder), "out": None})
+    return None
+
+
+def _own_data(model: str | Path | Classifier) -> DataSet:
+    """The data that a run was trained on, divided as it was then; something to look at where a model is but a name."""
+    run = _run_of(model)
+    if run is None and _in_zoo(model):
+        return open_data(FOR_NAMES)
+    if run is None:
+        raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
+    data = run[1].data
+    return open_data(
+        data.uri,
+        val_fraction=data.val_fraction,
+        test_fraction=data.test_fraction,
+        split_seed=data.split_seed,
+        level=data.level,
+    )
 
 
 def load_any(model: str | Path | Classifier) -> Classifier:

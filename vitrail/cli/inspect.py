@@ -22,6 +22,7 @@ def inspect(
     judge: int | None = None,
     what: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = (),
     projection: Literal["pca", "tsne", "umap"] = "pca",
+    attack: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     out: Path | None = None,
     device: str = "auto",
     json: bool = False,
@@ -29,14 +30,14 @@ def inspect(
     """Where one or several models look, which tokens they keep, what they learned: a page, pictures, and a table.
 
     Attention of the class token by layer and head, evidence for a class by several maps and how good they are, patches
-    that adaptive models keep and what they spend, gains and branches by depth, embeddings, neighbours and clusters; of
-    two models also how alike their layers are. Example: vitrail inspect runs/demo, or
-    vitrail inspect runs/ats runs/demo --layers 0 2, or
+    that adaptive models keep and what they spend, gains and branches by depth, embeddings, neighbours, clusters, and
+    what a run's teacher holds for near; of two models also how alike their layers are. Example: vitrail inspect
+    runs/demo, or vitrail inspect runs/ats runs/demo --layers 0 2, or vitrail inspect runs/ats --attack runs/attack, or
     vitrail inspect runs/demo --images cat.jpg photos/ --what evidence
 
     Args:
         models: run folders, model folders, or names of models (untrained, for comparison)
-        data: images by URI (default: those of the first run)
+        data: images by URI (default: those of the first run; of a name alone embedded:fashion)
         images: image files or folders in place of data
         split: train, val or test of the data (default: test, or val where there is none)
         count: images that become pictures
@@ -44,8 +45,9 @@ def inspect(
         layers: layers that pictures show, counted from 0 (default: evenly chosen)
         judge: images on which maps of evidence are judged (default: as many as take about a minute; 0: none)
         what: sections of the page, and nothing else is computed (default: all that apply): attention, heads, kept,
-            saliency, evidence, judged, likeness, learned, embedding, neighbours, clusters
+            saliency, evidence, judged, likeness, learned, embedding, neighbours, anchors, clusters
         projection: how embeddings become a map
+        attack: what `vitrail attack` left: what adaptive models keep under its patch, too
         out: folder for inspect.html and the pictures (default: RUN/inspect of one run, or runs/inspect)
         device: auto, cpu, cuda
         json: print one JSON object
@@ -66,6 +68,7 @@ def inspect(
         judge=judge,
         what=what,
         projection=projection,
+        attack=attack,
         out=out,
         device=device,
         quiet=json,

@@ -71,12 +71,15 @@ def plane(embedding: Tensor, way: Way = "pca", seed: int = 0) -> Tensor:
     if way == "tsne":
         from sklearn.manifold import TSNE
 
-        near_by = min(30.0, (len(rows) - 1) / 3)
-        made = TSNE(2, perplexity=near_by, metric="cosine", init="random", random_state=seed).fit_transform(rows)
+        made = TSNE(
+            2, perplexity=min(30.0, (len(rows) - 1) / 3), metric="cosine", init="random", random_state=seed
+        ).fit_transform(rows)
     else:
         from umap import UMAP
 
-        made = UMAP(metric="cosine", random_state=seed, n_neighbors=min(15, len(rows) - 1)).fit_transform(rows)
+        near_by = min(15, len(rows) - 1)
+        # A seed and several threads exclude each other.
+        made = UMAP(metric="cosine", random_state=seed, n_neighbors=near_by, n_jobs=1).fit_transform(rows)
     return torch.from_numpy(np.asarray(made, dtype=np.float64))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.measure.evaluate import evaluation_mode
 from vitrail.measure.map_quality import CONTROLS, STEPS, judged_maps
-from vitrail.measure.saliency import all_kinds, explain, kinds_of
+from vitrail.measure.saliency import Voice, all_kinds, explain, kinds_of, voices
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 
@@ -32,6 +32,7 @@ class Evidence:
     by_class: Tensor  # [pictures, classes, rows, columns]
     quality: tuple[dict[str, Any], ...]  # a row a kind, controls last; none where nothing was judged
     notes: tuple[str, ...]
+    voices: tuple[Voice, ...] = ()  # class token, words and both, of a head that adds the two; all pictures
 
     def to_json(self) -> dict[str, Any]:
         return {"kinds": list(self.maps), "quality": list(self.quality), "notes": list(self.notes)}
@@ -58,6 +59,7 @@ def gather_evidence(
     found: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     by_class: list[Tensor] = []
     likeliest: list[Tensor] = []
+    parts_of_head: list[list[Voice]] = []
     of_class = "head" if getattr(model.head, "per_class", False) else "grad_cam"
     for images in _batches(pixels[: pictures if show else 0], device):
         with evaluation_mode(model), torch.no_grad():
@@ -71,7 +73,14 @@ def gather_evidence(
         )
         by_class += [torch.stack(each, 1)] if each else []
         likeliest.append(top.cpu())
+        parts_of_head.append(voices(model, images, top[:, 0]))
     notes = [f"no {kind}: {why}" for kind, why in kinds_of(model).items() if why and kind in ("rollout", "grad_cam")]
+    maps = {kind: torch.cat(parts) for kind, parts in found.items() if parts}
+    empty = [kind for kind, values in maps.items() if not values.any()]
+    if empty:
+        notes.append(
+            f"{', '.join(empty)}: empty, as no patch changes the class that it says (a new classifier of zeros?)"
+        )
     count = _how_many(model, len(kinds), device, len(pixels)) if judge is None else min(judge, len(pixels))
     quality: list[dict[str, Any]] = []
     if count:
@@ -80,13 +89,20 @@ def gather_evidence(
     elif judge is None:
         notes.append("maps were not judged: it would take long here; say on how many images with --judge")
     return Evidence(
-        maps={kind: torch.cat(parts) for kind, parts in found.items() if parts},
+        maps=maps,
         kind=of_class,
         likeliest=torch.cat(likeliest) if likeliest else torch.zeros(0),
         by_class=torch.cat(by_class) if by_class else torch.zeros(0),
         quality=tuple(quality),
         notes=tuple(notes),
+        voices=tuple(_joined(some) for some in zip(*parts_of_head, strict=True)),
     )
+
+
+def _joined(parts: Sequence[Voice]) -> Voice:
+    """One voice over all batches."""
+    maps, shares = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in ("maps", "probabilities"))
+    return Voice(parts[0].name, maps, shares)
 
 
 def _how_many(model: Classifier, kinds: int, device: torch.device, most: int) -> int:

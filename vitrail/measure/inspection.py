@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.measure.anchors import Anchors
 from vitrail.measure.evidence import Evidence
 from vitrail.measure.learned import Learned
 from vitrail.measure.looker import Looks
+from vitrail.measure.selection import Selection
 from vitrail.schema import near
 
 SECTIONS = {  # name: what it shows, and who has it
@@ -27,6 +29,7 @@ SECTIONS = {  # name: what it shows, and who has it
     "learned": "gains and ratios of branches, tokens, matrices and heads",
     "embedding": "energy and a map of the embeddings",
     "neighbours": "the nearest other images",
+    "anchors": "images ranked by the teacher of a run, and its student's probabilities beside",
     "clusters": "images that lie together",
 }
 
@@ -60,12 +63,17 @@ class Subject:
     pixels: Sequence[NDArray[np.uint8]]  # the chosen images as the model takes them, [side, side, 3] each
     evidence: Evidence | None = None
     learned: Learned | None = None
+    anchors: Anchors | None = None
+    selection: Selection | None = None  # by another rule of drawing tokens
+    attacked: Looks | None = None  # the same images under a patch
+    attacked_pixels: Sequence[NDArray[np.uint8]] = ()
 
-    def says(self, image: int) -> str:
-        """Its prediction for one of the chosen images, in words."""
-        row = self.looks.probabilities[image]
+    def says(self, image: int, looks: Looks | None = None) -> str:
+        """Its prediction for one of the chosen images, in words; `looks`: another look at it than the first."""
+        row = (looks or self.looks).probabilities[image]
         best = int(row.argmax())
-        return f"{self.classes[best]} {float(row[best]):.0%}"
+        share = float(row[best])
+        return f"{self.classes[best]} {share:.0%}" if share >= 0.005 else f"{self.classes[best]} <1%"
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,8 @@ class Inspection:
                 {"name": s.name, "path": s.path, "adaptive": s.kind, **s.looks.to_json()}
                 | ({} if s.evidence is None else {"evidence": s.evidence.to_json()})
                 | ({} if s.learned is None else {"learned": s.learned.to_json()})
+                | ({} if s.anchors is None else {"anchors": s.anchors.to_json()})
+                | ({} if s.attacked is None else {"attacked": s.attacked.to_json()})
                 for s in self.subjects
             ],
         }

@@ -269,6 +269,12 @@ def layers_without_maps(model: Classifier) -> str:
     """Who has no maps, in words; nothing where all layers have."""
     if not isinstance(model.trunk, Trunk) and not map_layers(model):
         kind = model.spec.get("trunk", {}).get("kind", type(model.trunk).__name__)
+        if kind == "timm":
+            name = model.spec["trunk"].get("name", "")
+            return (
+                f"timm:{name} shows no attention maps and no tokens of inner layers: of timm's models plain ViTs are "
+                "read block by block, and those that the zoo has by its own names"
+            )
         return f"the trunk ({kind}) gives no attention maps and no tokens of inner layers"
     if map_layers(model):
         return ""

@@ -5,9 +5,9 @@ A [patches, patches] of a block mixes patches, B and C are the two layers of its
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.model.classifier import Classifier
 from vitrail.model.mixers.patches import LinearPatchesMixer
@@ -23,11 +23,22 @@ def sparsity(weight: Tensor) -> float:
     return float((sizes < NEAR_ZERO * sizes.max()).double().mean())
 
 
-def mixing_blocks(model: Classifier) -> list[Any]:
-    """Blocks that mix patches by one learned matrix; none where the model has no such."""
-    if not isinstance(model.trunk, Trunk):
-        return []
-    return [block for block in model.trunk.blocks if isinstance(getattr(block, "attn", None), LinearPatchesMixer)]
+class Mixing(NamedTuple):
+    """The matrices of one block."""
+
+    a: Tensor  # [patches, patches], row before column
+    grid: tuple[int, int]
+    mlp: Any  # with fc1 and fc2; none where the block has no MLP
+
+
+def mixing_blocks(model: Classifier) -> list[Mixing]:
+    """Blocks that mix patches by one learned matrix, ours and timm's ResMLP; none where the model has no such."""
+    if isinstance(model.trunk, Trunk):
+        ours = [b for b in model.trunk.blocks if isinstance(getattr(b, "attn", None), LinearPatchesMixer)]
+        return [Mixing(b.attn.tokens.weight, b.attn.grid, b.mlp) for b in ours]  # type: ignore[union-attr, arg-type]
+    backbone: Any = getattr(model.trunk, "backbone", None)
+    theirs = [b for b in getattr(backbone, "blocks", ()) if isinstance(getattr(b, "linear_tokens", None), nn.Linear)]
+    return [Mixing(b.linear_tokens.weight, tuple(backbone.stem.grid_size), b.mlp_channels) for b in theirs]
 
 
 def mixing_sparsity(model: Classifier) -> dict[str, list[float]]:
@@ -35,7 +46,7 @@ def mixing_sparsity(model: Classifier) -> dict[str, list[float]]:
     blocks = mixing_blocks(model)
     if not blocks:
         return {}
-    found = {"A": [sparsity(block.attn.tokens.weight) for block in blocks]}
+    found = {"A": [sparsity(block.a) for block in blocks]}
     if all(block.mlp is not None for block in blocks):
         found |= {"B": [sparsity(block.mlp.fc1.weight) for block in blocks]}
         found |= {"C": [sparsity(block.mlp.fc2.weight) for block in blocks]}
@@ -56,4 +67,4 @@ def central_rows(weight: Tensor, grid: tuple[int, int], most: int = CENTRAL) -> 
 
 def mixing_rows(model: Classifier) -> list[Tensor]:
     """`central_rows` of every block that has them."""
-    return [central_rows(block.attn.tokens.weight, block.attn.grid) for block in mixing_blocks(model)]
+    return [central_rows(block.a, block.grid) for block in mixing_blocks(model)]

@@ -15,14 +15,16 @@ reads the class token alone. Without a class token, rows are weighed by the head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.measure.evaluate import evaluation_mode
 from vitrail.measure.looker import Seen, map_layers, sima_layer
 from vitrail.model.classifier import Classifier, Outputs
 from vitrail.model.heads.head import Head
+from vitrail.model.heads.second_order import SecondOrderHead
 
 KINDS = ("attention", "rollout", "head", "gradient_attention", "grad_cam", "sima")
 
@@ -77,6 +79,9 @@ def _score(model: Classifier, out: Outputs, classes: Tensor | None) -> Tensor:
     logits = model.fused(out.stack)
     chosen = logits.argmax(1) if classes is None else classes.to(logits.device)
     return logits.gather(1, chosen[:, None]).sum()
+
+
+Score = Callable[[Classifier, Outputs, Tensor | None], Tensor]
 
 
 def _slopes(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
@@ -173,12 +178,12 @@ def _head(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
         return maps.mean(1).unflatten(1, out.tokens.grid)
 
 
-def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
+def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None, score: Score = _score) -> Tensor:
     known = [name for name in getattr(model.trunk, "intermediates", ()) if name.startswith("tokens.")]
     names = sorted(known, key=lambda name: int(name.partition(".")[2]))[-2:]
     out = model.outputs(images, set(names))
     candidates = [out.captured[name] for name in names] or [out.tokens.sequence]
-    slopes = _slopes(_score(model, out, classes), candidates)
+    slopes = _slopes(score(model, out, classes), candidates)
     patches = out.tokens.grid[0] * out.tokens.grid[1]
     found: Tensor | None = None
     for values, slope in zip(candidates, slopes, strict=True):
@@ -194,3 +199,43 @@ def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None) -> Tens
 def all_kinds(model: Classifier) -> list[str]:
     """The kinds of map that a model has."""
     return [kind for kind, why in kinds_of(model).items() if not why]
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What one part of a head says on its own, and where its evidence is."""
+
+    name: str
+    maps: Tensor  # Grad-CAM for the class that the whole model says, [batch, rows, columns], float32
+    probabilities: Tensor  # [batch, classes], of this part alone
+
+
+def voices(model: Classifier, images: Tensor, classes: Tensor) -> list[Voice]:
+    """Class token, words, and both (heads §2.11), where a head adds logits of the two; else nothing.
+
+    `classes` [batch] are those that maps are of.
+    """
+    head = model.head
+    if not isinstance(head, SecondOrderHead) or head.fc is None or head.fc_words is None or model.policy is not None:
+        return []
+    said: dict[str, Tensor] = {}
+    made = []
+    for name, layer in (("class token", head.fc), ("words", head.fc_words), ("both", None)):
+
+        def keep(module: nn.Module, given: tuple[Tensor, ...], out: Tensor, name: str = name) -> None:
+            said[name] = out
+
+        def score(model: Classifier, out: Outputs, chosen: Tensor | None, name: str = name) -> Tensor:
+            said.setdefault(name, model.fused(out.stack))
+            assert chosen is not None
+            return said[name].gather(1, chosen.to(said[name].device)[:, None]).sum()
+
+        hook = layer.register_forward_hook(keep) if layer is not None else None
+        try:
+            with evaluation_mode(model), torch.enable_grad():
+                maps = _grad_cam(model, model._images(images).detach().requires_grad_(), classes, score)
+        finally:
+            if hook is not None:
+                hook.remove()
+        made.append(Voice(name, maps.detach().float(), model.probabilities(said[name].detach().float())))
+    return made

@@ -90,14 +90,24 @@ class TimmTrunk(nn.Module):
             return Tokens(gathered.flatten(2).transpose(1, 2), 0, (side, side))
         begin = cast("Any", self.backbone).forward_features
         features = timm_vit.begin(self.backbone, images) if self.plain else begin(images)
+        if not isinstance(features, Tensor):
+            raise ValueError(f"timm:{self.config.name} gives several feature maps side by side and cannot be a trunk")
         if features.ndim == 4:
-            if features.shape[1] != self.width and features.shape[-1] == self.width:
+            last = features.shape[1] != self.width and features.shape[-1] == self.width
+            self._note_form("rows" if last else "maps")
+            if last:
                 features = features.permute(0, 3, 1, 2)  # Swin and its kin keep channels last
             grid = (int(features.shape[2]), int(features.shape[3]))
             return Tokens(features.flatten(2).transpose(1, 2), 0, grid)
+        self._note_form("tokens")
         count = int(features.shape[1]) - self.prefix
         side = round(count**0.5)
         return Tokens(features, self.prefix, (side, side) if side * side == count else (1, count))
+
+    def _note_form(self, form: str) -> None:
+        """What the backbone gives, for its own classifier, where that is not what its parts promise."""
+        if form != _form(self.backbone):
+            cast("Any", self.backbone).form_of_features = form
 
     def encode(
         self,
@@ -127,20 +137,27 @@ class OwnHead(Head):
         self.features = int(cast("Any", backbone).num_features)
 
     def _features(self, tokens: Tokens) -> Tensor:
-        backbone = cast("Any", self._backbone[0])
-        whole = tokens.prefix + tokens.grid[0] * tokens.grid[1] == tokens.sequence.shape[1]
-        if hasattr(backbone, "patch_embed") and whole:
-            wanted = tokens.sequence
-            if getattr(backbone, "output_fmt", "NLC") == "NHWC":
-                wanted = wanted.reshape(len(wanted), *tokens.grid, -1)
-            return wanted
-        return tokens.sequence.transpose(1, 2).reshape(len(tokens.sequence), -1, *tokens.grid)
+        form, x = _form(self._backbone[0]), tokens.sequence
+        if form == "tokens":
+            return x
+        if form == "rows":
+            return x.reshape(len(x), *tokens.grid, -1)
+        return x.transpose(1, 2).reshape(len(x), -1, *tokens.grid)
 
     def embed(self, tokens: Tokens) -> Tensor:
         return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens), pre_logits=True))
 
     def forward(self, tokens: Tokens) -> Tensor:
         return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens)))[:, None]
+
+
+def _form(backbone: nn.Module) -> str:
+    """How a backbone hands its features on: tokens [batch, tokens, width], rows [batch, rows, columns, width] or maps
+    [batch, width, rows, columns]; by what its parts promise, until it was seen to do otherwise."""
+    promised = "maps"
+    if hasattr(backbone, "patch_embed"):
+        promised = "rows" if getattr(backbone, "output_fmt", "NLC") == "NHWC" else "tokens"
+    return str(getattr(backbone, "form_of_features", promised))
 
 
 def build_backbone(

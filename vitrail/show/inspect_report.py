@@ -1,4 +1,4 @@
-"""An inspection as one self-contained HTML page, and its sheets as PNG files beside it."""
+"""An inspection as one self-contained HTML page, and its sheets as PNG and its charts as SVG files beside it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from markupsafe import Markup
 
 from vitrail.files import replacing, write_text
 from vitrail.measure.inspection import Inspection, Subject
+from vitrail.measure.looker import Looks
+from vitrail.show.chart_file import named, standalone
 from vitrail.show.compare_charts import curves_chart
 from vitrail.show.learned import learned_sheets
 from vitrail.show.learned_report import embedding_charts, inner_charts, told
-from vitrail.show.looking import MOST_COLUMNS, Sheet, all_sheets, evenly, sheet_picture
+from vitrail.show.looking import MOST_COLUMNS, Sheet, all_sheets, evenly, map_name, sheet_picture
 from vitrail.show.looking_charts import counts_chart, likeness_chart
 from vitrail.show.quantities import MISSING, amount, number, percent
 from vitrail.show.thumbnails import data_uri
@@ -24,7 +26,7 @@ STYLES = ("report.css", "compare.css", "sheet.css")
 
 
 def write_inspection(folder: str | Path, found: Inspection, environment: Mapping[str, Any]) -> list[Path]:
-    """Write `inspect.html` and one PNG a sheet into `folder`; returns what was written, the page first."""
+    """Write `inspect.html`, a PNG a sheet and an SVG a chart into `folder`; returns what was written, page first."""
     folder = Path(folder)
     written = [folder / "inspect.html"]
     for sheets in sheets_of(found).values():
@@ -32,8 +34,29 @@ def write_inspection(folder: str | Path, found: Inspection, environment: Mapping
             written.append(folder / f"{sheet.name}.png")
             with replacing(written[-1]) as temporary:
                 sheet_picture(sheet).save(temporary, "png", optimize=True)
+    for name, chart in charts_of(found).items():
+        written.append(folder / f"{name}.svg")
+        write_text(written[-1], standalone(chart, STYLES))
     write_text(written[0], render_inspection(found, environment))
     return written
+
+
+def charts_of(found: Inspection) -> dict[str, Markup]:
+    """Every chart of the sections that were asked for, by the name of its file."""
+    likeness = _likeness(found) or {}
+    several = len(found.subjects) > 1
+    kept = [_how_many(s) for s in found.subjects if s.looks.counts is not None and "kept" in found.what]
+    charts = [
+        *(_layers(found) if "attention" in found.what else []),
+        *(
+            (f"{name} patches kept {told}" if several else f"patches kept {told}", c)
+            for name, _, o in kept
+            for told, c in o
+        ),
+        *((name, likeness[name]) for name in ("cka", "divergence") if likeness.get(name)),
+        *((heading, chart) for heading, chart, _ in (*inner_charts(found), *embedding_charts(found))),
+    ]
+    return named(charts)
 
 
 def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
@@ -58,6 +81,7 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
         "learned": {"charts": inner, "sheets": sheets["learned"]} if (inner := inner_charts(found)) else None,
         "embedding": embedding_charts(found),
         "neighbours": sheets["neighbours"],
+        "anchors": list(zip(sheets["anchors"], anchor_tables(found), strict=True)),
         "clusters": sheets["clusters"],
         "figures": [(s.name, *figures(s, found.cka_diagonal)) for s in found.subjects if s.looks.layers and attention],
         "notes": notes(found),
@@ -105,12 +129,19 @@ def verdict(found: Inspection) -> str:
             spent = "" if looks.macs is None else f"; an image takes {amount(looks.macs)} MACs"
             whole = "" if not looks.macs_whole else f" of {amount(looks.macs_whole)}"
             where = "works on" if subject.kind == "adavit" else "is left with"
-            said.append(f"In the end it {where} {kept:.1f} of {patches} patches on average{spent}{whole}.")
+            it = subject.name if several else "it"
+            said.append(f"In the end {it} {where} {kept:.1f} of {patches} patches on average{spent}{whole}.")
+            if subject.attacked is not None and subject.attacked.counts is not None:
+                kept = float(subject.attacked.counts[:, -1].double().mean())
+                spent = "" if subject.attacked.macs is None else f" and {amount(subject.attacked.macs)} MACs"
+                said.append(f"Under the patch it is {kept:.1f} patches{spent}.")
     known = [v for v in found.cka_diagonal if v is not None]
     if known:
         said.append(f"Features of equal layers have a CKA of {min(known):.2f} to {max(known):.2f}.")
     said += [f"{line if several else line[:1].upper() + line[1:]}." for line in told(found)]
-    return " ".join(said) or "No layer has attention maps; what is known stands below."
+    if said or "attention" not in found.what:
+        return " ".join(said) or "What was asked for stands below."
+    return "No layer has attention maps; what is known stands below."
 
 
 def notes(found: Inspection) -> list[str]:
@@ -155,8 +186,29 @@ def judged(subject: Subject) -> tuple[list[str], list[list[str]]]:
     assert subject.evidence is not None
     rows = subject.evidence.quality
     names = [name for name in ("pointing", "inside", "deletion", "insertion") if name in rows[0]]
-    told = [[row["kind"].replace("_", " "), *(percent(row[name]) for name in names)] for row in rows]
+    told = [[map_name(row["kind"]), *(percent(row[name]) for name in names)] for row in rows]
     return ["map", *names], told
+
+
+def anchor_tables(found: Inspection) -> list[tuple[str, list[str], list[list[str]]]]:
+    """What stands below the anchors of each model that has some: a line, names of columns, a row an image."""
+    made = []
+    for ranked in (s.anchors for s in found.subjects if s.anchors is not None):
+        first = ranked.rows.shape[1]
+        columns = ["image", "likeliest, T", "S", f"first {first}, T", "S", "divergence"]
+        rows = []
+        for image, caption in enumerate(found.captions[: len(ranked.rows)]):
+            by = (ranked.teacher[image], ranked.student[image])
+            told = [percent(float(p)) for p in (*(b[0] for b in by), *(b.sum() for b in by))]
+            rows.append([caption, *told, _fixed(float(ranked.divergences[image]))])
+        heat = (
+            f"temperature {ranked.temperature:g}"
+            if ranked.temperature == ranked.teacher_temperature
+            else f"temperatures {ranked.teacher_temperature:g} and {ranked.temperature:g}"
+        )
+        own = "This is what the run learned." if ranked.learned else "The run learned from it otherwise."
+        made.append((f"Teacher: {ranked.who}; {heat}. {own}", columns, rows))
+    return made
 
 
 def _tiles(found: Inspection) -> Iterator[tuple[str, str, str]]:
@@ -185,12 +237,18 @@ def _how_many(subject: Subject) -> tuple[str, str, list[tuple[str, Markup]]]:
         counts = looks.counts[:, stage].numpy()
         heading = f"{word} block {stage}"
         charts.append((heading, counts_chart(counts, patches, title=f"Patches kept {heading}")))
+    said = _tokens_told(looks)
+    if subject.attacked is not None:
+        said += f" Under the patch: {_tokens_told(subject.attacked)}"
+    return subject.name, said, charts
+
+
+def _tokens_told(looks: Looks) -> str:
     said = f"Tokens that enter each block, mean: {', '.join(f'{n:.1f}' for n in looks.entering)}."
     if looks.macs is not None and looks.macs_whole:
-        said += (
-            f" {amount(looks.macs)} MACs an image, {percent(looks.macs / looks.macs_whole, 0)} of the whole model's."
-        )
-    return subject.name, said, charts
+        share = percent(looks.macs / looks.macs_whole, 0)
+        said += f" {amount(looks.macs)} MACs an image, {share} of the whole model's."
+    return said
 
 
 def _layers(found: Inspection) -> list[tuple[str, Markup]]:
@@ -207,6 +265,10 @@ def _layers(found: Inspection) -> list[tuple[str, Markup]]:
             chart = curves_chart(curves, title=heading, x_label="layer", tell=tell, tell_axis=axis, colours=colours)
             made.append((heading, chart))
     tokens = {s.name: [dict(enumerate(s.looks.entering))] for s in found.subjects if s.looks.entering}
+    for subject in found.subjects:
+        if subject.attacked is not None:
+            colours[f"{subject.name}, attacked"] = len(colours)
+            tokens[f"{subject.name}, attacked"] = [dict(enumerate(subject.attacked.entering))]
     if tokens:
         chart = curves_chart(tokens, title="Tokens that enter each block", x_label="block", colours=colours)  # type: ignore[arg-type]
         made.append(("Tokens that enter each block, mean", chart))

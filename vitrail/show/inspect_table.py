@@ -21,7 +21,11 @@ def inspection_tables(found: Inspection) -> Group:
         if subject.looks.macs is not None and subject.looks.macs_whole:
             share = percent(subject.looks.macs / subject.looks.macs_whole)
             said = f"{subject.name}: {amount(subject.looks.macs)} MACs an image, {share} of the whole model's"
-            parts += [Text(said), Text()]
+            parts.append(Text(said))
+            if subject.attacked is not None and subject.attacked.macs is not None:
+                share = percent(subject.attacked.macs / subject.looks.macs_whole)
+                parts.append(Text(f"under the patch: {amount(subject.attacked.macs)}, {share}"))
+            parts.append(Text())
         if subject.evidence is not None and subject.evidence.quality:
             columns, rows = judged(subject)
             images = subject.evidence.quality[0]["images"]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.measure.anchors import Anchors
 from vitrail.measure.inspection import Inspection, Subject
 from vitrail.measure.learned import Learned
 from vitrail.show.looking import MOST_COLUMNS, Cell, Sheet, enlarged, evenly
@@ -78,7 +79,29 @@ def neighbour_sheet(found: Inspection, subject: Subject, number: int = 0) -> She
     return Sheet(f"neighbours-{number}", f"Nearest images of {subject.name}", columns, rows)
 
 
-def shared_level(learned: Learned, one: int, other: int) -> int | None:
+def anchor_sheet(found: Inspection, subject: Subject, number: int = 0) -> Sheet | None:
+    """The chosen images, and beside each those that the teacher holds for the likeliest, with both probabilities."""
+    ranked = subject.anchors
+    if ranked is None:
+        return None
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, near in enumerate(ranked.rows.tolist()[:MOST_NEIGHBOURS]):
+        cells: list[Cell | None] = [Cell(enlarged(subject.pixels[image]), shorten(found.captions[image], 18))]
+        for place, row in enumerate(near):
+            shares = (float(p[image, place]) for p in (ranked.teacher, ranked.student))
+            said = " ".join(f"{who}\N{NO-BREAK SPACE}{share:.0%}" for who, share in zip("TS", shares, strict=True))
+            cells.append(_neighbour(found, ranked, image, row, said))
+        rows.append(("", cells))
+    columns = ["image", *(_ordinal(i) for i in range(ranked.rows.shape[1]))]
+    return Sheet(
+        f"anchors-{number}",
+        f"Anchors by the teacher of {subject.name}; T: its probability, S: the student's",
+        columns,
+        rows,
+    )
+
+
+def shared_level(learned: Learned | Anchors, one: int, other: int) -> int | None:
     """The finest level of the taxonomy at which two images have the same class; none where they have none in common.
 
     Without a taxonomy the only level is 0.
@@ -113,25 +136,30 @@ def learned_sheets(found: Inspection) -> dict[str, list[Sheet]]:
     """Every sheet that there is something for, by section."""
     mixing = mixing_sheet(found)
     near = [neighbour_sheet(found, s, i) for i, s in enumerate(found.subjects)]
+    anchors = [anchor_sheet(found, s, i) for i, s in enumerate(found.subjects)]
     clusters = [cluster_sheet(found, s, i) for i, s in enumerate(found.subjects)]
     return {
         "learned": [mixing] if mixing is not None else [],
         "neighbours": [sheet for sheet in near if sheet is not None],
+        "anchors": [sheet for sheet in anchors if sheet is not None],
         "clusters": [sheet for sheet in clusters if sheet is not None],
     }
 
 
-def _neighbour(found: Inspection, learned: Learned, image: int, row: int) -> Cell | None:
+def _neighbour(
+    found: Inspection, learned: Learned | Anchors, image: int, row: int, said: str | None = None
+) -> Cell | None:
+    """One of the nearest, with its class or what is `said` of it below."""
     picture = found.more.get(row)
     if picture is None:
         return None
-    pixels = enlarged(picture.pixels)
+    pixels, told = enlarged(picture.pixels), shorten(picture.caption, 16) if said is None else said
     if learned.labels is None:
-        return Cell(pixels, shorten(picture.caption, 18))
+        return Cell(pixels, told)
     level = shared_level(learned, image, row)
     colour = OTHER if level is None else SAME if level == 0 else RELATED
     mark = "✗" if level is None else "✓" if level == 0 else "~"
-    return Cell(framed(pixels, colour), f"{mark} {shorten(picture.caption, 16)}")
+    return Cell(framed(pixels, colour), f"{mark} {told}")
 
 
 def _learned(subject: Subject) -> Learned:

@@ -135,6 +135,12 @@ def told(found: Inspection) -> list[str]:
     said = []
     for subject in found.subjects:
         learned, who = subject.learned, f"{subject.name}: " if len(found.subjects) > 1 else ""
+        if subject.anchors is not None:
+            one = subject.anchors
+            said.append(
+                f"{who}its teacher and it name the same likeliest anchor for {percent(one.same_first)} of images; "
+                f"they diverge by {one.divergence:.2f} nats"
+            )
         if learned is None:
             continue
         if learned.energy:

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from vitrail.measure.inspection import Inspection, Subject
+from vitrail.measure.looker import Looks
 from vitrail.show.attention import overlay
 from vitrail.show.quantities import shorten
 
@@ -127,23 +128,58 @@ def head_sheets(found: Inspection) -> list[Sheet]:
 
 
 def kept_sheet(subject: Subject, captions: Sequence[str], number: int = 0, most: int = MOST_COLUMNS) -> Sheet | None:
-    """The image, then what is left of it after each stage (AdaViT: what each block worked on), with counts."""
-    looks = subject.looks
-    if looks.kept is None:
+    """The image, then what is left of it after each stage (AdaViT: what each block worked on), with counts.
+
+    Where the model was also looked at under an attack, that stands below each image.
+    """
+    if subject.looks.kept is None:
         return None
     stages = evenly(subject.stages, most)
     rows: list[tuple[str, Sequence[Cell | None]]] = []
     for image, caption in enumerate(captions):
+        cells = _kept_cells(subject.looks, subject.pixels[image], image, stages)
+        rows.append(
+            (f"says {subject.says(image)}", [Cell(enlarged(subject.pixels[image]), shorten(caption, 18)), *cells])
+        )
+        if subject.attacked is not None:
+            pixels = subject.attacked_pixels[image]
+            cells = _kept_cells(subject.attacked, pixels, image, stages)
+            said = f"attacked, says {subject.says(image, subject.attacked)}"
+            rows.append((said, [Cell(enlarged(pixels), "patched"), *cells]))
+    return Sheet(f"kept-{number}", f"What {subject.name} keeps", _stage_columns(subject, stages), rows)
+
+
+def selection_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
+    """What is kept by the model's own rule of drawing tokens, and below it by another."""
+    beside = subject.selection
+    if beside is None:
+        return None
+    stages = evenly(subject.stages, MOST_COLUMNS)
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
         pixels = subject.pixels[image]
-        cells: list[Cell | None] = [Cell(enlarged(pixels), shorten(caption, 18))]
-        for stage in stages:
-            kept = looks.kept[image, stage]
-            grid = kept.reshape(looks.grid).numpy().astype(bool)
-            cells.append(Cell(enlarged(dimmed(pixels, grid)), f"{int(kept.sum())} of {kept.numel()}"))
-        rows.append((f"says {subject.says(image)}", cells))
+        first: Cell | None = Cell(enlarged(pixels), shorten(caption, 18))
+        for rule, looks in ((beside.own, subject.looks), (beside.other, beside.looks)):
+            cells = _kept_cells(looks, pixels, image, stages)
+            rows.append((f"{rule}, says {subject.says(image, looks)}", [first, *cells]))
+            first = None
+    title = f"{beside.own[:1].upper()}{beside.own[1:]} beside {beside.other}, {subject.name}"
+    return Sheet(f"selection-{number}", title, _stage_columns(subject, stages), rows)
+
+
+def _kept_cells(looks: Looks, pixels: NDArray[np.uint8], image: int, stages: Sequence[int]) -> list[Cell]:
+    assert looks.kept is not None
+    made = []
+    for stage in stages:
+        kept = looks.kept[image, stage]
+        grid = kept.reshape(looks.grid).numpy().astype(bool)
+        made.append(Cell(enlarged(dimmed(pixels, grid)), f"{int(kept.sum())} of {kept.numel()}"))
+    return made
+
+
+def _stage_columns(subject: Subject, stages: Sequence[int]) -> list[str]:
     word = "in" if subject.kind == "adavit" else "after"
-    columns = ["image", *(f"{word} block {i}" for i in stages)]
-    return Sheet(f"kept-{number}", f"What {subject.name} keeps", columns, rows)
+    return ["image", *(f"{word} block {i}" for i in stages)]
 
 
 def saliency_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
@@ -159,6 +195,11 @@ def saliency_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -
     return Sheet(f"saliency-{number}", f"Saliency of {subject.name}", ["image", "length of q̂", "length of k̂"], rows)
 
 
+def map_name(kind: str) -> str:
+    """A kind of map as a person writes it."""
+    return {"grad_cam": "Grad-CAM", "sima": "SimA"}.get(kind, kind.replace("_", " "))
+
+
 def evidence_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
     """Every kind of map that the model has, for the class that it says."""
     found = subject.evidence
@@ -169,7 +210,7 @@ def evidence_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -
         pixels = enlarged(subject.pixels[image])
         over = [Cell(overlay(pixels, maps[image])) for maps in found.maps.values()]
         rows.append((f"says {subject.says(image)}", [Cell(pixels, shorten(caption, 18)), *over]))
-    columns = ["image", *(kind.replace("_", " ") for kind in found.maps)]
+    columns = ["image", *map(map_name, found.maps)]
     return Sheet(f"evidence-{number}", f"Evidence for what {subject.name} says", columns, rows)
 
 
@@ -188,17 +229,38 @@ def classes_sheet(subject: Subject, captions: Sequence[str], number: int = 0) ->
             cells.append(Cell(overlay(pixels, found.by_class[image, place]), told))
         rows.append(("", cells))
     ranks = ("likeliest", "second", "third")[: found.likeliest.shape[1]]
-    title = f"Evidence for the likeliest classes, {found.kind.replace('_', ' ')}, {subject.name}"
+    title = f"Evidence for the likeliest classes, {map_name(found.kind)}, {subject.name}"
     return Sheet(f"classes-{number}", title, ["image", *ranks], rows)
+
+
+def voices_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
+    """Grad-CAM through the class token, through the words and through both, with what each says by itself."""
+    found = subject.evidence
+    if found is None or not found.voices:
+        return None
+    rows: list[tuple[str, Sequence[Cell | None]]] = []
+    for image, caption in enumerate(captions):
+        pixels = enlarged(subject.pixels[image])
+        cells: list[Cell | None] = [Cell(pixels, shorten(caption, 18))]
+        for voice in found.voices:
+            share, kind = (float(v) for v in voice.probabilities[image].max(0))
+            name = subject.classes[int(kind)]
+            mark = ("✓ " if name == caption else "✗ ") if caption in subject.classes else ""
+            cells.append(Cell(overlay(pixels, voice.maps[image]), f"{mark}{shorten(name, 12)} {share:.0%}"))
+        rows.append(("", cells))
+    title = f"Class token, words and both, {subject.name}"
+    return Sheet(f"voices-{number}", title, ["image", *(voice.name for voice in found.voices)], rows)
 
 
 def all_sheets(found: Inspection) -> dict[str, list[Sheet]]:
     """Every sheet that the models have something for, by section."""
     first = attention_sheet(found)
-    kept = [kept_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
+    kept = [make(s, found.captions, i) for i, s in enumerate(found.subjects) for make in (kept_sheet, selection_sheet)]
     salient = [saliency_sheet(s, found.captions, i) for i, s in enumerate(found.subjects)]
     evidence = [
-        make(s, found.captions, i) for i, s in enumerate(found.subjects) for make in (evidence_sheet, classes_sheet)
+        make(s, found.captions, i)
+        for i, s in enumerate(found.subjects)
+        for make in (evidence_sheet, classes_sheet, voices_sheet)
     ]
     return {
         "attention": [first] if first is not None else [],
