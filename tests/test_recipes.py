@@ -15,6 +15,8 @@ from vitrail.model.build import create_model
 from vitrail.recipes import FAMILIES, RECIPES, about, recipe, stated, with_values
 from vitrail.schema import plain
 
+TEXTS = (*FAMILIES["text"], *FAMILIES["language"])
+"""Recipes of texts: test_texts.py and test_language_model.py."""
 SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
 
 
@@ -133,7 +135,7 @@ def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in FAMILIES["text"]])  # those: test_texts.py
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in TEXTS])
 def test_a_recipe_trains_for_two_steps(name: str, teacher: Path, tmp_path: Path) -> None:
     run = vitrail.train(reduced(name, teacher, tmp_path / "run"), quiet=True)
     assert 0 <= run.figures.scalars()["top1"] <= 1

@@ -167,7 +167,7 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config)
+    problems += _adapter(config) + _writing(config)
     if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
         problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
     if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
@@ -200,6 +200,18 @@ def _adapter(config: RunConfig) -> list[str]:
     if getattr(adapter, "head_coefficients", None) is not None and adapter.train_head:
         problems.append("model.adapter.head_coefficients: train_head trains the classifier as a whole; set one of them")
     return problems
+
+
+def _writing(config: RunConfig) -> list[str]:
+    """What a language model must have, and nothing else may."""
+    writes = config.model.head is not None and config.model.head.kind == "next_token"
+    if writes != (config.objective.kind == "language_model"):
+        return ["objective: language_model and --model.head next_token belong together; set both or neither"]
+    odd = set(config.evaluators) & ({"classification"} if writes else {"perplexity", "bleu"})
+    if odd:
+        does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
+        return [f"evaluators: {', '.join(sorted(odd))} does not judge a model that {does}; use {better}"]
+    return []
 
 
 def _sizes(config: RunConfig) -> list[str]:

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from vitrail.api.feed import judged_batches, reads_texts, refuse_other_kind
+from vitrail.api.feed import judged_batches, reads_texts, refuse_other_kind, refuse_other_task
+from vitrail.api.figures import figures_of
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.levels import choose_level
 from vitrail.data.open import open_data
 from vitrail.data.source import DataSet
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.measure.classification import Figures, classification
-from vitrail.measure.evaluate import Predictions, predict_all
+from vitrail.measure.classification import Figures
+from vitrail.measure.evaluate import Predictions
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
+from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.store import load_model
 from vitrail.schema import ConfigError, check, near
 
@@ -66,6 +68,7 @@ def evaluate(
     _refuse_impossible(model, preprocess)
     opened = data if isinstance(data, DataSet) else open_data(data)
     refuse_other_kind(reads_texts(model), opened)
+    refuse_other_task(writes_texts(model), opened)
     opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
@@ -78,10 +81,12 @@ def evaluate(
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
         autocast = choose_precision(precision, place)
-        predictions = predict_all(model, loader, device=place, autocast=autocast, progress=bar.advance)
+        figures, predictions = figures_of(
+            model, loader, model.classes, device=place, autocast=autocast, progress=bar.advance
+        )
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
-    return classification(predictions.logits, predictions.target, model.classes), predictions, split
+    return figures, predictions, split
 
 
 @dataclass(frozen=True)

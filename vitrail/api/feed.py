@@ -14,11 +14,13 @@ import torch
 
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.completions import holds_completions
 from vitrail.data.order import Order
 from vitrail.data.source import DataSet, Split
 from vitrail.data.texts import holds_texts
 from vitrail.engine.distributed import Group
 from vitrail.model.classifier import Classifier
+from vitrail.model.heads.next_token import writes_texts
 
 if TYPE_CHECKING:
     from vitrail.show.run_report import Told
@@ -43,6 +45,7 @@ class Feed(Protocol):
 
     config: RunConfig  # with what was left to choose filled in, once `prepare` was called
     compiles: bool  # whether steps are compiled and captured as a graph where nothing is said
+    notes: tuple[str, ...]  # what a person should hear of the examples before the run
 
     def prepare(self, views: ViewSpec, order: Order) -> None:
         """Make ready what `batches` needs. Raises `ValueError` for settings that do not fit."""
@@ -66,6 +69,7 @@ class Feed(Protocol):
 def make_feed(config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: Group) -> Feed:
     """The feed for this kind of data. Raises `ValueError` where the model is for the other kind."""
     refuse_other_kind(reads_texts(model), data)
+    refuse_other_task(writes_texts(model), data)
     if holds_texts(data):
         from vitrail.api.text_feed import TextFeed
 
@@ -86,6 +90,17 @@ def refuse_other_kind(texts: bool, data: DataSet) -> None:
         raise ValueError(f"{data.uri} holds texts, the model reads images; use --model.name text:FOLDER or text:bert")
     if texts and not holds_texts(data):
         raise ValueError(f"{data.uri} holds images, the model reads texts; name texts with --data, or another model")
+
+
+def refuse_other_task(writes: bool, data: DataSet) -> None:
+    """Raises `ValueError` for a language model (`writes`) with classes, and for a classifier with completions."""
+    if writes and not holds_completions(data):
+        raise ValueError(f"{data.uri} has classes, and the model writes; name prompts and completions with --data")
+    if holds_completions(data) and not writes:
+        raise ValueError(
+            f"{data.uri} holds prompts and completions, the model classifies; use --model.head next_token with "
+            "--objective language_model (vitrail train small-gpt2), or name texts with classes"
+        )
 
 
 def judged_batches(

@@ -27,6 +27,7 @@ class ImageFeed:
     """`Feed` of images; `config.data.loader` is stored as chosen, so that the run repeats and resumes as it was."""
 
     compiles = True
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: Group) -> None:
         self.config, self.data, self.model, self.device, self.group = config, data, model, device, group

@@ -10,6 +10,7 @@ import torch
 
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.completion_tokens import encode_completions
 from vitrail.data.order import Order
 from vitrail.data.source import DataSet, Split
 from vitrail.data.text_loader import TextEvalLoader, TextTrainLoader
@@ -17,7 +18,9 @@ from vitrail.data.texts import texts_of
 from vitrail.data.tokenise import TOKENIZER, Encoded
 from vitrail.engine.distributed import Group
 from vitrail.model.classifier import Classifier
+from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.text_trunk import TextTrunk
+from vitrail.show.language_report import report_language
 from vitrail.show.run_report import Told
 from vitrail.show.text_report import report_texts
 
@@ -26,7 +29,8 @@ JUDGED_AT_ONCE = 64
 
 def encode_split(model: Classifier, split: Split) -> Encoded:
     """The texts of a split as a text model reads them."""
-    return cast("TextTrunk", model.trunk).tokeniser(model.files[TOKENIZER])(texts_of(split))
+    tokeniser, texts = cast("TextTrunk", model.trunk).tokeniser(model.files[TOKENIZER]), texts_of(split)
+    return encode_completions(tokeniser, texts) if writes_texts(model) else tokeniser(texts)
 
 
 class TextFeed:
@@ -40,6 +44,9 @@ class TextFeed:
         self.tokenizer = hashlib.sha256(model.files[TOKENIZER].encode()).hexdigest()[:16]
         self.texts = {name: encode_split(model, split) for name, split in data.splits.items()}
         self.length = self.trunk.config.length if config.data.pad == "length" else None
+        cut = {name: f"{texts.cut:,} of {len(texts):,} of {name}" for name, texts in self.texts.items() if texts.cut}
+        said = f"longer than {self.trunk.config.length} tokens, and cut: {', '.join(cut.values())} (model.trunk.length)"
+        self.notes: tuple[str, ...] = (said,) if cut else ()
 
     def prepare(self, views: ViewSpec, order: Order) -> None:
         chosen = self.config.data
@@ -85,4 +92,4 @@ class TextFeed:
         return {"texts": self.texts["train"].digest(), "tokenizer": self.tokenizer}
 
     def report(self, told: Told) -> None:
-        report_texts(told, self.texts[told.split])
+        (report_language if writes_texts(told.model) else report_texts)(told, self.texts[told.split])

@@ -70,7 +70,7 @@ def evaluate(
     from vitrail.show.sweep_table import sweep_table
 
     if not data:
-        return fail("say on which images: --data URI")
+        return fail("say on which data: --data URI")
     if not runs or (len(runs) > 1 and not ensemble):
         return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
     run = runs[0]
@@ -139,7 +139,7 @@ def evaluate(
     show(tables.headline(figures, f"{made[0].split} of {made[0].data}"))
     if groups is not None and groups.several:
         show(tables.long_tail(groups.to_json()))
-    if per_class or len(figures.classes) <= 20:
+    if figures.classes and (per_class or len(figures.classes) <= 20):
         show(tables.per_class(figures))
     if isinstance(figures, SingleLabelFigures):
         show(tables.confused(figures))
@@ -161,14 +161,16 @@ def predict(
     head: Literal["class", "distillation", "both"] | None = None,
     base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
 ) -> int:
-    """What a trained model says of some images; folders are searched for images. A text model takes sentences.
+    """What a trained model says of some images; folders are searched for images. A text model takes sentences, a
+    language model prompts, which it completes.
 
     Example: vitrail predict runs/demo cat.jpg photos/ --json
     Example: vitrail predict runs/cola "They drank the pub dry."
 
     Args:
         run: run folder or model folder
-        images: image files or folders; or sentences, a tab between the two of a pair
+        images: image files or folders; or sentences, a tab between the two of a pair (or between an
+            instruction and its input)
         top: how many classes to name
         device: auto, cpu, cuda
         json: print one JSON object a line
@@ -214,11 +216,22 @@ def _reads_texts(run: Path) -> bool:
 
 def _predict_texts(run: Path, texts: list[str], top: int, device: str, json: bool, base: Path | None) -> int:
     from vitrail import api
+    from vitrail.data.completions import prompt_of
     from vitrail.data.texts import Text
     from vitrail.engine.device import choose_device
+    from vitrail.model.completing import complete
+    from vitrail.model.heads.next_token import writes_texts
     from vitrail.model.text_build import predict_texts
 
     model = api.load(run, choose_device(device), base=base)
+    if writes_texts(model):
+        prompts = [prompt_of(str(model.stated.get("template", "")), *text.split("\t", 1)) for text in texts]
+        for text, written in zip(texts, complete(model, prompts), strict=True):
+            if json:
+                print_json({"prompt": text, "completion": written})
+            else:
+                print(f"{text}\n  {written}" if len(texts) > 1 else written)
+        return 0
     found = predict_texts(model, [Text(*text.split("\t", 1)) for text in texts], top=top)
     for text, said in zip(texts, found, strict=True):
         if json:

@@ -9,6 +9,8 @@
     synthetic:shapes?n=2000&size=64     made as it is read
     glue/CoLA, text:reviews.csv         sentences with a class, see vitrail/data/texts.py
     synthetic:grammar?n=2000            sentences, half of them broken
+    e2e/, alpaca_data.json              prompts and completions, see vitrail/data/completions.py
+    synthetic:meals?n=2000              tables of places to eat, and what is said of them
 
 A relative path that does not exist is also looked for in the folder that VITRAIL_DATA names.
 """
@@ -30,11 +32,13 @@ from vitrail.schema import near
 
 FORMS = (
     "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
-    "torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, text:TABLE or synthetic:grammar"
+    "torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, text:TABLE or "
+    "synthetic:grammar; of prompts and completions a table or .json file of them, or synthetic:meals"
 )
 _SCHEMES = ("torchvision", "embedded", "synthetic", "text")
 _EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
 _TABLES = (".csv", ".tsv", ".parquet")
+_PROMPTS = (".json", ".jsonl")
 
 
 def open_data(
@@ -62,10 +66,16 @@ def open_data(
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
     (9000, 1000, 2000, 'Trouser')
     """
+    from vitrail.data.completions import carve_prompts, holds_completions
+
     data = open_source(str(uri))
-    if len(data.classes) < 2:
+    completions = holds_completions(data)  # they have no classes
+    if len(data.classes) < 2 and not completions:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    data = choose_level(carve(data, val_fraction, test_fraction, split_seed), level)
+    if completions and (shots is not None or long_tail is not None or label_noise or level):
+        raise ValueError(f"{uri} has no classes, so data.shots, long_tail, label_noise and level mean nothing there")
+    divide = carve_prompts if completions else carve
+    data = choose_level(divide(data, val_fraction, test_fraction, split_seed), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
     return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
 
@@ -82,14 +92,17 @@ def open_source(uri: str) -> DataSet:
         return _by_name(scheme, name, uri, _options(query, uri))
     path, options = _locate(uri)
     if path.is_dir():
+        from vitrail.data.completions import is_completions
         from vitrail.data.folder import open_folder
         from vitrail.data.texts import is_text_folder
 
-        if is_text_folder(path):
+        if is_text_folder(path) or is_completions(path):
             return _texts(uri, uri)
         _refuse_unknown(options, (), uri)
         return open_packed(path, uri) if is_packed(path) else open_folder(path, uri)
     suffix = path.suffix.lower()
+    if suffix in _PROMPTS:
+        return _texts(uri, uri)
     if suffix in _TABLES:
         from vitrail.data.table import COLUMNS, open_table
 
@@ -119,19 +132,28 @@ def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> Da
 
         _refuse_unknown(options, grammar.OPTIONS, uri)
         return grammar.open_grammar(uri, options)
+    if name == "meals":
+        from vitrail.data import meals
+
+        _refuse_unknown(options, meals.OPTIONS, uri)
+        return meals.open_meals(uri, options)
     from vitrail.data.shapes import OPTIONS, open_shapes
 
     if name != "shapes":
-        raise ValueError(f"{uri}: no synthetic data set {name!r}; there are synthetic:shapes and synthetic:grammar")
+        raise ValueError(f"{uri}: no synthetic data set {name!r}; there are synthetic:shapes, :grammar and :meals")
     _refuse_unknown(options, OPTIONS, uri)
     return open_shapes(uri, options)
 
 
 def _texts(place: str, uri: str) -> DataSet:
+    from vitrail.data import completions
     from vitrail.data.texts import OPTIONS, open_texts
 
     path, options = _locate(place)
-    _refuse_unknown(options, OPTIONS, uri)
+    if completions.is_completions(path, options):
+        _refuse_unknown(options, completions.OPTIONS, uri)
+        return completions.open_completions(path, uri, options)
+    _refuse_unknown(options, (*OPTIONS, "prompt", "completion"), uri)
     return open_texts(path, uri, options)
 
 

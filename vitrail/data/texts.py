@@ -15,7 +15,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -31,7 +31,7 @@ _SHOWN = 10
 
 
 class Text(NamedTuple):
-    """What is classified."""
+    """What is classified, or a prompt and its completion."""
 
     text: str
     pair: str = ""  # the second of two sentences; empty: there is one
@@ -42,6 +42,9 @@ class TextReader:
     """Gives text number i; picklable, as readers of images are."""
 
     texts: tuple[Text, ...]
+    completions: bool = False  # pairs are a prompt and what is to be written after it, see vitrail/data/completions.py
+    template: str = ""  # how prompts were made of instructions
+    things: ClassVar[str] = "texts"
 
     def __call__(self, index: int) -> Text:
         return self.texts[index]
@@ -84,7 +87,7 @@ class Row(NamedTuple):
 
 def holds_texts(data: DataSet) -> bool:
     """Whether a data set is of texts; all others are of images."""
-    return any(isinstance(split.reader, TextReader) for split in data.splits.values())
+    return data.things == TextReader.things
 
 
 def texts_of(split: Split) -> list[Text]:

@@ -69,14 +69,8 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
 
         source = load_source(config.teacher, model)
         return AttentionTransfer(model, config, source, facts.counted(config.labels), facts.augment)
-    if isinstance(config, MaeConfig):
-        from vitrail.learn.mae import Mae
-
-        return Mae(model, config, facts.augment)
-    if isinstance(config, learn.DiffusionConfig):
-        from vitrail.learn.diffusion import Diffusion
-
-        return Diffusion(model, config, facts.augment)
+    if isinstance(config, MaeConfig | learn.DiffusionConfig | learn.LanguageModelConfig):
+        return _making(config, model, facts)
     if isinstance(config, learn.AttackConfig):
         from vitrail.learn.attack import Attack
 
@@ -86,6 +80,23 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
 
         return PatchTraining(model, config, facts.counted(config.labels), facts.steps)
     return _compared(config, model, facts)
+
+
+def _making(
+    config: MaeConfig | learn.DiffusionConfig | learn.LanguageModelConfig, model: Classifier, facts: TrainingFacts
+) -> Objective:
+    """Objectives that guess images or texts themselves."""
+    if isinstance(config, MaeConfig):
+        from vitrail.learn.mae import Mae
+
+        return Mae(model, config, facts.augment)
+    if isinstance(config, learn.DiffusionConfig):
+        from vitrail.learn.diffusion import Diffusion
+
+        return Diffusion(model, config, facts.augment)
+    from vitrail.learn.language_model import LanguageModel
+
+    return LanguageModel(model, config)
 
 
 def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:

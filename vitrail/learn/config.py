@@ -165,6 +165,15 @@ class DiffusionConfig:
 
 
 @dataclass(frozen=True)
+class LanguageModelConfig:
+    """The next word of completions, given their prompts (efficiency-1 §2.D3); the model's head must be `next_token`."""
+
+    kind: Literal["language_model"] = "language_model"
+    smoothing: Fraction = 0.0
+    """Label smoothing: the true word keeps 1 - smoothing, the whole vocabulary shares the rest."""
+
+
+@dataclass(frozen=True)
 class MomentumConfig:
     """What objectives with a momentum teacher share. The model's head must be `projected`."""
 
@@ -431,6 +440,7 @@ ObjectiveConfig = (
     | AttentionTransferConfig
     | MaeConfig
     | DiffusionConfig
+    | LanguageModelConfig
     | ByolConfig
     | MocoConfig
     | IsdConfig

@@ -8,6 +8,7 @@ from vitrail.measure.denoising import judge_denoising
 from vitrail.measure.episodes import judge_episodes
 from vitrail.measure.evaluate import Evaluator, classify
 from vitrail.measure.few_labels import judge_few
+from vitrail.measure.language import judge_bleu, judge_perplexity
 from vitrail.measure.long_tail import judge_long_tail, judge_thirds
 from vitrail.measure.members import judge_members
 from vitrail.measure.neighbourhoods import judge_purity
@@ -28,6 +29,8 @@ EVALUATORS: dict[str, Evaluator] = {
     "long_tail_thirds": judge_thirds,
     "corruptions": judge_corruptions,
     "denoising": judge_denoising,
+    "perplexity": judge_perplexity,
+    "bleu": judge_bleu,
 }
 WANT_TRAINING_IMAGES = frozenset({"knn", "retrieval", "linear", "clusters", "few", "purity"})
 """Those that compare with training images: their data must have a loader of them, as evaluation sees them."""

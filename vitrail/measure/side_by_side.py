@@ -35,6 +35,9 @@ def compare_members(
         raise ValueError("there is nothing to compare: no run has finished")
     said = list(notes)
     figure = "top1" if all("top1" in m.figures for m in members) else "map"
+    writers = [m.path for m in members if "perplexity" in m.figures]
+    if writers:
+        raise ValueError(f"{writers[0]} is a language model, and accuracies are compared; see its metrics.jsonl")
     lacking = [m.path for m in members if figure not in m.figures]
     if lacking:
         raise ValueError(f"{lacking[0]} has no {figure}: runs with one label and with several cannot be compared")

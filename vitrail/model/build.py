@@ -27,7 +27,7 @@ from vitrail.model.config import (
 from vitrail.model.guided import GuidedTrunk
 from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.build import build_head
-from vitrail.model.heads.config import Branches, Distilled, HeadConfig, Own, SecondOrder
+from vitrail.model.heads.config import Branches, Distilled, HeadConfig, NextToken, Own, SecondOrder
 from vitrail.model.heads.head import Head
 from vitrail.model.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
 from vitrail.model.trunk import Trunk
@@ -86,7 +86,7 @@ def create_model(
             raise ValueError(f"model.image_size: {name} reads texts; its size is --model.trunk.length")
         return create_text_model(
             name,
-            classes=class_names(classes or 2),
+            classes=class_names(2 if classes is None else classes),
             head=head,
             weights=weights,
             device=device,
@@ -204,6 +204,10 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
         from vitrail.model.text_trunk import TextTrunk
 
         trunk = TextTrunk(config)
+        if isinstance(parts.head, NextToken):
+            from vitrail.model.heads.next_token import NextTokenHead
+
+            return trunk, NextTokenHead(parts.head, trunk)
     elif isinstance(config, CifarResNet):
         shortcut = config.shortcut if config.block == "basic" else None
         make = partial(CifarResNetTrunk, config.depth, config.block == "bottleneck", shortcut)

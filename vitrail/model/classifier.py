@@ -298,7 +298,9 @@ class Classifier(nn.Module):
         return self
 
     def head_parameters(self) -> set[str]:
-        """Names of the parameters that belong to the classifier itself."""
+        """Names of the parameters that belong to the classifier itself; none where it belongs to the trunk's words."""
+        if not self.head.begins_anew:
+            return set()
         return {name for name, _ in self.named_parameters() if name.startswith("head.") or self._own_head(name)}
 
     def _own_head(self, name: str) -> bool:
@@ -307,7 +309,7 @@ class Classifier(nn.Module):
 
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay; the head is deepest."""
-        if name in self.head_parameters():
+        if name.startswith("head.") or name in self.head_parameters():
             return self.layers
         trunk = cast("Any", self.trunk)
         return int(trunk.layer_of(name.removeprefix("trunk."))) if hasattr(trunk, "layer_of") else 0

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from vitrail.data.texts import Text
 from vitrail.data.tokenise import END, PAD, TOKENIZER, word_tokenizer
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone
 from vitrail.model.heads.config import ClassToken, HeadConfig
+from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.text_trunk import TextTrunk, transformers
 from vitrail.schema import build, near, plain
 
@@ -96,8 +98,7 @@ def load_text_weights(model: Classifier, weights: str) -> list[str]:
         place = trunk.config.name if weights in HUB else weights
         if weights not in HUB and not path.is_dir():
             raise ValueError(f"model.weights: {weights} is neither a run nor a folder of a transformers model")
-        found = _read(place, weights == "hub:fetch", lambda auto, how: auto.AutoModel.from_pretrained(place, **how))
-        state = {f"trunk.backbone.{key}": value.float() for key, value in found.state_dict().items()}
+        state = _published(place, weights == "hub:fetch", writes_texts(model))
     fits = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     anew = [key for key in own if key not in fits]
     lacking = [key for key in anew if key.startswith("trunk.")]
@@ -108,6 +109,20 @@ def load_text_weights(model: Classifier, weights: str) -> list[str]:
         )
     model.load_state_dict({**own, **fits})
     return [f"{key} starts anew" for key in anew]
+
+
+def _published(place: str, fetch: bool, words: bool) -> dict[str, Tensor]:
+    """Weights of a folder or a name by our names; `words`: with the matrix that makes logits of hidden states."""
+
+    def read(package: Any, how: Mapping[str, Any]) -> Any:
+        return (package.AutoModelForCausalLM if words else package.AutoModel).from_pretrained(place, **how)
+
+    found = _read(place, fetch, read)
+    inner = found.base_model if words else found
+    state = {f"trunk.backbone.{key}": value.float() for key, value in inner.state_dict().items()}
+    if words:
+        state["head.fc.weight"] = found.get_output_embeddings().weight.detach().float()
+    return state
 
 
 def predict_texts(

@@ -80,9 +80,8 @@ class TextTrunk(nn.Module):
                 f"a text model takes whole numbers [batch, 3, length], not {texts.dtype} {list(texts.shape)}; "
                 "see vitrail.data.tokenise"
             )
-        ids, segments, kinds = texts.unbind(1)
-        more = {"token_type_ids": segments} if self.segments else {}
-        out = self.backbone(input_ids=ids, attention_mask=(kinds != PADDING).long(), return_dict=True, **more)
+        kinds = texts[:, 2]
+        out = self.states(texts)
         sequence: Tensor = out.last_hidden_state
         if self.config.class_token == "last":
             order = _last_first(kinds)
@@ -94,6 +93,12 @@ class TextTrunk(nn.Module):
         if self.config.sep_is_word:
             mask = kinds != PADDING
         return Tokens(sequence, 1, (1, int(sequence.shape[1]) - 1), mask)
+
+    def states(self, texts: Tensor) -> Any:
+        """What transformers' own model gives: `last_hidden_state` [batch, length, width], in the order of the words."""
+        ids, segments, kinds = texts.unbind(1)
+        more = {"token_type_ids": segments} if self.segments else {}
+        return self.backbone(input_ids=ids, attention_mask=(kinds != PADDING).long(), return_dict=True, **more)
 
     def encode(
         self,

@@ -119,6 +119,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "speedrun": ("speedrun-cifar10",),
     "diffusion": ("small-diffusion",),
     "text": ("text", "text-gpt", "small-text"),
+    "language": ("nola-gpt2", "lora-gpt2", "nola-llama2", "lora-llama2", "small-gpt2", "small-nola-gpt2"),
 }
 RECIPES: dict[str, str] = {name: f"vitrail.recipes.{family}" for family, names in FAMILIES.items() for name in names}
 """Name of every recipe -> module that holds the function of that name (`-` becomes `_`).

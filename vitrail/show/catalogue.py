@@ -33,6 +33,9 @@ DATA_FORMS = {
     "glue/CoLA": "texts: a folder of GLUE (CoLA, RTE, QNLI, MNLI), or one with train.tsv of text and label",
     "text:FILE.csv": "texts: columns text and label, perhaps text_pair and split; ?text=NAME names others",
     "synthetic:grammar": "texts: sentences, half of them broken; ?n=2000&seed=0&errors=both",
+    "e2e/, text:FILE.tsv": "prompts and completions: columns mr and ref, or ?prompt=NAME&completion=NAME; E2E's files",
+    "FILE.json, FILE.jsonl": "prompts and completions: instruction, input and output, as Alpaca has them",
+    "synthetic:meals": "prompts and completions: places to eat, and what is said of them; ?n=2000&seed=0&style=full",
 }
 
 

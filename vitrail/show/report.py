@@ -204,7 +204,7 @@ def verdict(report: Report) -> str:
     if isinstance(figures, MultiLabelFigures):
         scores = figures.scalars()
         said = (
-            f"Mean average precision is {percent(scores['map'])} on {figures.count:,} {report.split} images; "
+            f"Mean average precision is {percent(scores['map'])} on {figures.count:,} {report.split} {report.things}; "
             f"{percent(scores['subset_accuracy'])} of them have every label right."
         )
         if figures.without_positives:
@@ -250,6 +250,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
             ("all labels right", percent(figures.subset_accuracy), ""),
             ("loss", number(figures.loss), "binary cross-entropy"),
         ]
+    elif figures is not None:
+        tiles = list(report.tiles)
     if cost is not None:
         known = [
             ("parameters", cost.parameters, amount, ""),
@@ -281,6 +283,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
         ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
         ("Validation mAP", [series("val", "map", "mAP")], percent, whole_percent),
+        ("Validation perplexity", [series("val", "perplexity", "perplexity")], number, "{:g}".format),
         ("Learning rate", [series("train", "lr", "lr")], number, "{:g}".format),
     ]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,7 +12,12 @@ from rich.text import Text
 from vitrail.measure.classification import Figures
 from vitrail.show.quantities import number, percent, shorten
 
-NAMES = {"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE", "loss": "loss"}
+NAMES = {
+    **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
+    **{"bleu": "BLEU", "perplexity": "perplexity"},  # of language models
+    "loss": "loss",
+}
+NO_SHARE = ("perplexity", "loss")  # numbers of which less is better
 
 
 class Combination(Protocol):
@@ -34,15 +40,19 @@ def sweep_table(rows: Sequence[Combination]) -> Table:
     keys = [key for key in NAMES if key in rows[0].figures.scalars()]
     best: dict[str, float] = {}
     for row in rows:
-        best[row.data] = max(best.get(row.data, -1.0), row.figures.scalars()[keys[0]])
+        best[row.data] = max(best.get(row.data, -math.inf), _merit(row, keys[0]))
     table = Table(box=None, pad_edge=False)
     table.add_column("data", no_wrap=True)
     for name in ("split", "px", "crop", *(NAMES[key] for key in keys)):
         table.add_column(name, justify="left" if name == "split" else "right", no_wrap=True)
     for row in rows:
         scores = row.figures.scalars()
-        cells = [number(scores[k], 4) if k == "loss" else percent(scores[k]) for k in keys]
-        style = "bold" if scores[keys[0]] == best[row.data] else ""
+        cells = [number(scores[k], 4) if k in NO_SHARE else percent(scores[k]) for k in keys]
+        style = "bold" if _merit(row, keys[0]) == best[row.data] else ""
         source = Text(shorten(row.data, 26), no_wrap=True, overflow="ellipsis")
         table.add_row(source, row.split, f"{row.image_size}", f"{row.crop_ratio:g}", *cells, style=style)
     return table
+
+
+def _merit(row: Combination, key: str) -> float:
+    return row.figures.scalars()[key] * (-1 if key in NO_SHARE else 1)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
+from vitrail.measure.language import LanguageFigures
 from vitrail.show.quantities import number, percent, shorten
 
 LONGEST_NAME = 28
@@ -28,6 +29,10 @@ def headline(figures: Figures, title: str = "") -> Table:
         if len(figures.classes) == 2:
             table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
+    elif isinstance(figures, LanguageFigures):
+        table.add_row("perplexity", f"{number(figures.perplexity, 4)}  (over {figures.tokens:,} tokens)")
+        if figures.bleu is not None:
+            table.add_row("BLEU", f"{percent(figures.bleu)}  (of {len(figures.written):,} prompts)")
     else:
         table.add_row("mean average precision", percent(scalars["map"]))
         table.add_row("micro F1", percent(scalars["micro_f1"]))

@@ -23,6 +23,7 @@ from vitrail.model.heads.config import (
     Gramian,
     HeadConfig,
     Mean,
+    NextToken,
     Projected,
     SecondOrder,
 )
@@ -56,6 +57,8 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
         return _class_attention(config, width, classes, trunk)
     if isinstance(config, ClassMlp):
         return _class_mlp(config, width, classes, trunk)
+    if isinstance(config, NextToken):
+        raise ValueError("the head next_token is for texts; use it with --model.name text:gpt or text:FOLDER")
     if isinstance(config, Branches):  # takes layers from its trunk, so `vitrail.model.build` makes both at once
         raise ValueError("a timm model cannot be cut into branches; the head branches works with models of the zoo")
     raise ValueError(f"the head {config.kind!r} belongs to timm models; choose class_token or mean")

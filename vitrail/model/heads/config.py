@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Positive, Range
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,23 @@ class Own:
     kind: Literal["own"] = "own"
 
 
+@dataclass(frozen=True)
+class NextToken:
+    """The next word of a text, of the whole vocabulary: what makes a decoder a language model (text models only)."""
+
+    kind: Literal["next_token"] = "next_token"
+    beams: Count = 1
+    """Ways in which a completion is continued at the same time, when one is written (1: greedy)."""
+    length_penalty: float = 1.0
+    """Power of a completion's length by which beams are divided; above 0 prefers longer ones."""
+    no_repeat: Whole = 0
+    """So many words in a row are never written twice in one completion (0: no such rule)."""
+    longest: Count = 64
+    """Most tokens of a completion that is written."""
+    judged: Whole | None = None
+    """Prompts that are completed for BLEU, the first of the split (none: all; 0: no BLEU)."""
+
+
 HeadConfig = (
     ClassToken
     | Mean
@@ -192,5 +209,6 @@ HeadConfig = (
     | Gramian
     | Branches
     | Projected
+    | NextToken
     | Own
 )

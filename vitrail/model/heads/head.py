@@ -14,12 +14,14 @@ class Head(nn.Module):
 
     `prefix`: how many learned tokens the trunk must put in front of the patches. `own_norm`: the head normalises after
     layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds. `takes_packed`:
-    packed tokens are welcome; otherwise they come padded and masked.
+    packed tokens are welcome; otherwise they come padded and masked. `begins_anew`: it is of the task, and not of what
+    the trunk was trained on before.
     """
 
     prefix: int = 0
     own_norm: bool = False
     takes_packed: bool = False
+    begins_anew: bool = True
     classifiers: int = 1
     features: int
 

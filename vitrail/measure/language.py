@@ -1,0 +1,177 @@
+"""How well a language model knows completions (perplexity), and how near what it writes comes to them (BLEU)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from vitrail.data.batch import Batch
+from vitrail.data.source import Split
+from vitrail.data.texts import texts_of
+from vitrail.files import write_text
+from vitrail.measure.bleu import corpus_bleu
+from vitrail.measure.classification import Figures
+from vitrail.measure.evaluate import EvaluationData, Findings, Model, Progress, evaluation_mode
+from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.classifier import Classifier
+from vitrail.model.completing import complete, completion_logits
+from vitrail.model.heads.next_token import NextTokenHead
+
+COMPLETIONS = "completions.jsonl"  # in the run folder
+AT_ONCE = 16  # prompts that are completed together
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt, what the model wrote after it, and the right answers."""
+
+    prompt: str
+    completion: str
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageFigures(Figures):
+    """Of texts without classes, so nothing of each class; `loss` is the mean over tokens of completions, in nats."""
+
+    tokens: int
+    """That the mean is over, end marks included."""
+    bleu: float | None
+    """In 0..1, of all prompts that were completed together (none: not one was)."""
+    written: tuple[Written, ...]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # more is no float
+
+    def scalars(self) -> dict[str, float]:
+        found = {"perplexity": self.perplexity, "loss": self.loss}
+        return found if self.bleu is None else {**found, "bleu": self.bleu}
+
+    def to_json(self) -> dict[str, Any]:
+        counted = {"kind": type(self).__name__, "count": self.count, "tokens": self.tokens}
+        return {**counted, **self.scalars(), "written": [asdict(one) for one in self.written]}
+
+    def keep(self, folder: Path) -> None:
+        """Leave every completion in a run folder, a line each: for measures that are not here."""
+        write_text(
+            folder / COMPLETIONS, "".join(json.dumps(asdict(w), ensure_ascii=False) + "\n" for w in self.written)
+        )
+
+
+def language_figures(
+    model: Classifier,
+    loader: Iterable[Batch],
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> LanguageFigures:
+    """Perplexity and BLEU of every text that `loader` gives; the same on every rank of a process group."""
+    texts, tokens, nll = token_loss(model, loader, device=device, autocast=autocast, progress=progress)
+    written = write_completions(model, cast("Any", loader).split, autocast=autocast)
+    bleu = corpus_bleu([w.completion for w in written], [w.references for w in written]) if written else None
+    none = np.zeros(0)
+    return LanguageFigures(
+        (), texts, nll / tokens, none, none, none, np.zeros(0, np.int64), tokens=tokens, bleu=bleu, written=written
+    )
+
+
+@torch.inference_mode()
+def token_loss(
+    model: Classifier,
+    loader: Iterable[Batch],
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> tuple[int, int, float]:
+    """Texts, tokens of their completions, and the sum of -log probability of these tokens, of all ranks."""
+    _head(model)
+    place = next(model.parameters()).device if device is None else torch.device(device)
+    sums = torch.zeros(3, dtype=torch.float64, device=place)
+    with evaluation_mode(model):
+        for batch in loader:
+            with torch.autocast(place.type, autocast, enabled=autocast is not None):
+                logits, target = completion_logits(model, batch.images.to(place, non_blocking=True))
+            each = F.cross_entropy(logits, target, reduction="none").to(torch.float64)
+            sums += torch.stack([sums.new_tensor(len(batch)), sums.new_tensor(len(target)), each.sum()])
+            if progress is not None:
+                progress(len(batch))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    texts, tokens, nll = sums.tolist()
+    if not tokens:
+        raise ValueError("there is nothing to evaluate: the loader gave no texts; check that the split is not empty")
+    return int(texts), int(tokens), nll
+
+
+def write_completions(model: Classifier, split: Split, *, autocast: torch.dtype | None = None) -> tuple[Written, ...]:
+    """What the model writes after the prompts of a split, each once; ranks share the work and all get all of it."""
+    answers: dict[str, list[str]] = {}
+    for text in texts_of(split):
+        answers.setdefault(text.text, []).append(text.pair)
+    prompts = list(answers)[: _head(model).config.judged]
+    if not prompts:
+        return ()
+    model = without_adapters(model)  # an adapter would make its changes again for every word
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    own = prompts[rank::world]
+    place = next(model.parameters()).device
+    with torch.autocast(place.type, autocast, enabled=autocast is not None):
+        made = dict(zip(own, complete(model, own, batch=AT_ONCE), strict=True))
+    if several:
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, made)
+        made = {prompt: said for part in gathered for prompt, said in part.items()}
+    return tuple(Written(prompt, made[prompt], tuple(answers[prompt])) for prompt in prompts)
+
+
+def judge_perplexity(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "perplexity": exp of the mean -log probability of a token of a completion, and that mean."""
+    _, tokens, nll = token_loss(_writer(model), data.loaders[data.split], device=device, autocast=autocast)
+    numbers = {"perplexity": math.exp(min(nll / tokens, 700.0)), "loss": nll / tokens}
+    return {"numbers": numbers, "tables": {}, "pictures": {}}
+
+
+def judge_bleu(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "bleu": corpus BLEU, in 0..1, of what the model writes after the prompts of a split."""
+    written = write_completions(_writer(model), cast("Any", data.loaders[data.split]).split, autocast=autocast)
+    if not written:
+        raise ValueError("evaluators: bleu needs completions, but model.head.judged is 0; raise it or leave bleu out")
+    numbers = {"bleu": corpus_bleu([w.completion for w in written], [w.references for w in written])}
+    return {"numbers": numbers, "tables": {}, "pictures": {}}
+
+
+def _writer(model: Model) -> Classifier:
+    if not isinstance(model, Classifier):
+        raise ValueError("perplexity and bleu judge language models, and this is none")
+    return model
+
+
+def _head(model: Classifier) -> NextTokenHead:
+    if not isinstance(model.head, NextTokenHead):
+        raise ValueError("perplexity and bleu judge language models (--model.head next_token), and this model is none")
+    return model.head

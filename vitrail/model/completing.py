@@ -1,0 +1,87 @@
+"""What a language model says of completions, and completions that it writes (by transformers' own search)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.completion_tokens import cut_start, encode_prompts
+from vitrail.data.tokenise import TOKENIZER
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.next_token import NextTokenHead
+from vitrail.model.text_trunk import TextTrunk, transformers
+
+
+def completion_logits(model: Classifier, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [tokens, words] in float32 before every token of a completion, and those tokens [tokens].
+
+    Only there: logits of prompts and padding would often be most of a step's memory.
+    """
+    trunk, head = cast("TextTrunk", model.trunk), cast("NextTokenHead", model.head)
+    states = trunk.states(texts).last_hidden_state
+    learned = texts[:, 1, 1:] == 1  # padding has segment 0
+    return head.project(states[:, :-1][learned]).float(), texts[:, 0, 1:][learned]
+
+
+def complete(model: Classifier, prompts: Sequence[str], *, batch: int = 16) -> list[str]:
+    """What a language model writes after each prompt, as its head's options say; marks are left out.
+
+    A prompt that leaves no room for a completion loses its start. Raises `ValueError` for a model that classifies.
+    """
+    trunk, head = model.trunk, model.head
+    if not isinstance(trunk, TextTrunk) or not isinstance(head, NextTokenHead):
+        raise ValueError("this model classifies; only a language model (--model.head next_token) writes completions")
+    tokeniser, how = trunk.tokeniser(model.files[TOKENIZER]), head.config
+    room = min(how.longest, max(1, trunk.config.length // 2))
+    ready = [cut_start(tokeniser, ids, trunk.config.length - room) for ids in encode_prompts(tokeniser, prompts)]
+    # Prompts of like length side by side: little padding.
+    order = sorted(range(len(ready)), key=lambda i: len(ready[i]))
+    writer, was_training = _writer(trunk, head), model.training
+    place = next(model.parameters()).device
+    written = [""] * len(ready)
+    model.eval()
+    try:
+        for start in range(0, len(order), batch):
+            rows = order[start : start + batch]
+            longest = max(len(ready[i]) for i in rows)
+            ids = torch.tensor([[tokeniser.pad] * (longest - len(ready[i])) + ready[i] for i in rows], device=place)
+            real = torch.tensor([[0] * (longest - len(ready[i])) + [1] * len(ready[i]) for i in rows], device=place)
+            with torch.inference_mode():
+                made = writer.generate(
+                    input_ids=ids,
+                    attention_mask=real,
+                    max_new_tokens=room,
+                    do_sample=False,
+                    num_beams=how.beams,
+                    no_repeat_ngram_size=how.no_repeat,
+                    **({"length_penalty": how.length_penalty} if how.beams > 1 else {}),
+                    eos_token_id=tokeniser.end,
+                    pad_token_id=tokeniser.pad if tokeniser.end is None else tokeniser.end,  # behind those that ended
+                    use_cache=True,
+                )
+            for i, found in zip(rows, made[:, longest:].tolist(), strict=True):
+                stop = found.index(tokeniser.end) if tokeniser.end in found else len(found)
+                written[i] = str(tokeniser.tokenizer.decode(found[:stop])).strip()
+    finally:
+        model.train(was_training)
+    return written
+
+
+def _writer(trunk: TextTrunk, head: NextTokenHead) -> Any:
+    """transformers' language model around the same weights: nothing is copied."""
+    package = transformers()
+    values = dict(trunk.config.architecture)
+    described = package.AutoConfig.for_model(str(values.pop("model_type")), **values)
+    with torch.device("meta"):
+        writer = package.AutoModelForCausalLM.from_config(described)
+        words = nn.Linear(trunk.width, head.words, bias=False)
+    words.weight = head.table
+    setattr(writer, writer.base_model_prefix, trunk.backbone)
+    writer.set_output_embeddings(words)
+    left = [name for name, tensor in writer.named_parameters() if tensor.is_meta]
+    if left:
+        raise ValueError(f"text:{trunk.config.name} has {left[0]} besides its trunk and words; it cannot write here")
+    return cast("Any", writer).eval()
