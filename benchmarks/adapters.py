@@ -215,7 +215,7 @@ def kernels(device: torch.device, o: argparse.Namespace) -> list[str]:
             return torch.autograd.grad(made, coefficients, grad)
 
         found = in_turns({"shared": partial(both, None), "separate": partial(both, numbers)}, device, o.rounds)
-        times = ", ".join(f"{name} {found.median(name) * 1e3:.3f} ms" for name in found.seconds)
+        times = ", ".join(f"{name} {found.median(name) * 1e3:.3f} ms" for name in found.timings)
         lines.append(f"  {many} layers, {bases} bases of {elements}: {times}")
     return lines
 

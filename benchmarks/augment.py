@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from PIL import Image
-from rounds import WARM_UP, Rounds, where
+from rounds import in_turns, where
 from timm.data import create_transform
 
 from vitrail.data.augment import Augment
@@ -80,18 +80,6 @@ def over(images: list[Image.Image], change: Callable[[Image.Image, int], object]
     return once
 
 
-def in_turns(ways: Mapping[str, Callable[[], None]], rounds: int) -> Rounds:
-    """As `rounds.in_turns`, by processor time."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(-WARM_UP, rounds):
-        for name in reversed(ways) if turn % 2 else ways:
-            start = time.process_time()
-            ways[name]()
-            if turn >= 0:
-                seconds[name].append(time.process_time() - start)
-    return Rounds(seconds)
-
-
 def read(uri: str, count: int) -> Iterator[Image.Image]:
     train = open_data(uri)["train"]
     for row in np.random.default_rng(0).permutation(len(train))[:count].tolist():
@@ -119,7 +107,7 @@ def main() -> None:
             images, lambda image, number: preprocess.normalize(augment(image, (0, 0, number, 0, 0)))
         ),
     }
-    timed = in_turns(ways, asked.rounds)
+    timed = in_turns(ways, cpu, asked.rounds, clock=time.process_time)
     width, height = np.median([image.size for image in images], axis=0).astype(int)
     print(f"{where(cpu)}, {len(images)} images of {width} x {height} (median) to {asked.size}, {asked.rounds} rounds")
     print(f"{'':<16} {'img/s a core':>12} {'x timm':>7} {'quartiles':>14}")

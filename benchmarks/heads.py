@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.kernels.second_order import cross_covariance, svpn, svpn_fast
+from vitrail.measure.speed import Timing
 from vitrail.model.build import create_model, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.attention_pool import AttentionPoolHead
@@ -102,7 +103,7 @@ def measure_svpn(setting: Setting) -> None:
                 for mode in setting.modes:
                     took = queued.median(mode)
                     line += f"{MILLI * took:>17.4f} {rounds.median('svd') / took:>9.1f}"
-            print(f"{line} {len(rounds.seconds['svd']):>6}", flush=True)
+            print(f"{line} {len(rounds.timings['svd'].rounds):>6}", flush=True)
 
 
 def there_and_back(normalize: Callable[[], Tensor], matrices: Tensor) -> None:
@@ -341,7 +342,8 @@ def measure_per_class(setting: Setting) -> None:
     modules = {"one product": head, "loop": loop}
     steps = {name: heads_step(module, sample, batch, setting) for name, module in modules.items()}
     rounds = in_turns(steps, setting.device, setting.size(15, 7, 3))
-    whole = Rounds({**rounds.seconds, "loop": [CLASSES / few * s for s in rounds.seconds["loop"]]})
+    seconds = tuple(CLASSES / few * s for s in rounds.timings["loop"].rounds)
+    whole = Rounds({**rounds.timings, "loop": Timing(1, seconds, seconds)})
     kept = saved_bytes(steps["one product"], head) / MEBI
     print(
         f"{'eager':10} {MILLI * whole.median('one product'):>12.2f} {MILLI * whole.median('loop'):>10.1f} "

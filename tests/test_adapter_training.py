@@ -182,12 +182,8 @@ def test_a_moving_average_follows_the_adapter_and_keeps_the_base_bits() -> None:
     assert all(torch.equal(base_state(ema.model)[name], t) for name, t in base_state(model).items())
 
 
-@pytest.mark.parametrize("adapter", [NOLA, Pranc(coefficients=4, bits=3, train_norms=True)])
-def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
-    adapter: AdapterConfig, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"model__weights": str(place / "base"), "model__adapter": adapter}
-    whole = api.train(configure(tmp_path / "whole", **changes), quiet=True)
+def stop_at_two(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is interrupted after its second step."""
     feed = TrainStep.feed
 
     def interrupted(self: TrainStep, piece: Batch) -> bool:
@@ -199,13 +195,48 @@ def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
     with monkeypatch.context() as patched:
         patched.setattr(TrainStep, "feed", interrupted)
         with pytest.raises(Stopped):
-            api.train(configure(tmp_path / "stopped", **changes), quiet=True)
+            api.train(config, quiet=True)
+
+
+@pytest.mark.parametrize("adapter", [NOLA, Pranc(coefficients=4, bits=3, train_norms=True)])
+def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
+    adapter: AdapterConfig, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"model__weights": str(place / "base"), "model__adapter": adapter}
+    whole = api.train(configure(tmp_path / "whole", **changes), quiet=True)
+    stop_at_two(configure(tmp_path / "stopped", **changes), monkeypatch)
     resumed = api.resume(tmp_path / "stopped", quiet=True)
     one, two = (checkpoint.newest(run.path / "checkpoint")[0] for run in (whole, resumed))
     assert one is not None
     assert two is not None
     assert [name for name, t in one.tensors.items() if not torch.equal(t, two.tensors[name])] == []
     files = [load_file(run.path / "model" / "adapter.safetensors") for run in (whole, resumed)]
+    assert all(torch.equal(t, files[1][name]) for name, t in files[0].items())
+
+
+def test_a_checkpoint_holds_the_adapter_and_not_its_base(place: Path) -> None:
+    state = checkpoint.newest(place / "run" / "checkpoint")[0]
+    assert state is not None
+    base = {n for n in load_file(place / "base" / "model.safetensors") if not n.startswith("head.")}
+    assert base
+    assert not {f"{part}{name}" for name in base for part in ("objective/model.", "ema/")} & set(state.tensors)
+    for name in ("adapters.named.default.groups.0.alpha", "head.fc.weight"):
+        assert {f"objective/model.{name}", f"ema/{name}"} <= set(state.tensors)
+
+
+def test_a_base_that_training_changed_is_in_the_checkpoint_and_goes_on(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def also(self: Supervised, step: int) -> None:
+        with torch.no_grad():
+            self.model.trunk.blocks[0].mlp.fc1.bias.add_(1)  # type: ignore[union-attr, index, operator]
+
+    monkeypatch.setattr(Supervised, "after_step", also)
+    weights = {"model__weights": str(place / "base")}
+    whole = api.train(configure(tmp_path / "whole", **weights), quiet=True)
+    stop_at_two(configure(tmp_path / "stopped", **weights), monkeypatch)
+    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    files = [load_file(run.path / "model" / "model.safetensors") for run in (whole, resumed)]
     assert all(torch.equal(t, files[1][name]) for name, t in files[0].items())
 
 

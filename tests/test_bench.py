@@ -106,6 +106,22 @@ def test_without_patience_three_rounds_are_still_made() -> None:
     assert len(found["a"].rounds) == 3
 
 
+def test_a_round_makes_as_many_calls_as_it_is_told_and_no_probes() -> None:
+    seen: list[int] = []
+    found = in_turns({"a": Way(seen.append)}, CPU, rounds=2, calls=3, warm_up=1)
+    assert seen == [0, 0, 1, 2, 3, 4, 5]
+    assert (len(found["a"].rounds), len(found["a"].calls)) == (2, 6)
+
+
+def test_seconds_of_a_call_are_the_median_over_rounds() -> None:
+    assert Timing(8, rounds=(2.0, 4.0, 1.0), calls=(1.0, 1.0, 2.0, 2.0, 0.5, 0.5)).seconds == 1.0
+
+
+def test_on_a_host_the_given_clock_is_read_around_every_call() -> None:
+    ticks = iter([10.0, 13.0, 20.0, 24.0])
+    assert timed_calls(lambda _: None, 2, CPU, clock=lambda: next(ticks)) == [3.0, 4.0]
+
+
 class FakeCuda:
     """A stream whose clock the work moves; events remember it, in milliseconds."""
 
@@ -140,6 +156,22 @@ def test_on_cuda_calls_are_timed_by_events_and_the_host_waits_once(monkeypatch: 
 
     assert timed_calls(work, 3, torch.device("cuda"), first=1) == pytest.approx([0.02, 0.03, 0.04])
     assert cuda.waits == 1
+
+
+def test_a_lead_lets_the_device_idle_before_the_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    slept: list[int] = []
+
+    def sleep(cycles: int) -> None:
+        slept.append(cycles)
+        cuda.clock += 500.0
+
+    def work(_: int) -> None:
+        cuda.clock += 10.0
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    assert timed_calls(work, 2, torch.device("cuda"), lead=True) == pytest.approx([0.01, 0.01])
+    assert slept == [speed.LEAD_CYCLES]
 
 
 def test_peak_memory_leaves_out_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_an_impossible_true_class_is_an_infinite_loss_and_null_in_json() -> None
 def test_broken_scores_are_refused_with_their_row(broken: float) -> None:
     logits = torch.zeros(5, 3)
     logits[3, 1] = broken
-    with pytest.raises(ValueError, match=r"1 of 5 images .*row 3"):
+    with pytest.raises(ValueError, match=r"1 of 5 rows .*row 3"):
         classification(logits, torch.zeros(5, dtype=torch.long))
 
 

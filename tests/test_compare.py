@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import field, fields, make_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,14 +26,16 @@ from vitrail.api import budgets
 from vitrail.api.comparing import compare_runs, compare_study
 from vitrail.api.evaluation import sweep
 from vitrail.api.running import failure_reason
-from vitrail.api.studies import Study, plan, read_study, run_hash, study_from_mapping
+from vitrail.api.studies import Study, plan, read_study, run_folder, run_hash, study_from_mapping
 from vitrail.cli.compare import compare
 from vitrail.config import ConfigError, RunConfig, from_mapping
 from vitrail.engine.run import RunFolder
+from vitrail.files import write_text
 from vitrail.measure.comparison import Comparison, Failure, Member, Price
 from vitrail.measure.predictions import StoredPredictions, read_predictions
 from vitrail.measure.side_by_side import compare_members
 from vitrail.recipes import recipe
+from vitrail.schema import plain
 from vitrail.show.compare_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.show.compare_report import render_comparison, verdict
 from vitrail.show.compare_table import comparison_tables
@@ -232,6 +235,38 @@ def test_a_name_depends_on_what_counts_and_not_on_the_machine() -> None:
     for change in ({"seed": 1}, {"optim": {"lr": 0.5}}, {"data": {"augment": {"flip": 0.1}}}, {"engine": {"ema": 0.5}}):
         assert run_hash(from_mapping(change, config)) != run_hash(config)
     assert run_hash(replace(config, seed=7), seed=False) == run_hash(config, seed=False)
+
+
+def test_a_setting_that_is_added_later_renames_no_run() -> None:
+    later = make_dataclass("Later", [("novelty", int, field(default=3))], bases=(RunConfig,), frozen=True)
+    same = {one.name: getattr(base(), one.name) for one in fields(RunConfig)}
+    assert run_hash(later(**same)) == run_hash(base())
+    assert run_hash(later(**same, novelty=4)) != run_hash(base())
+
+
+def test_a_name_is_made_of_choices_alone() -> None:
+    chosen = {
+        "seed": 3,
+        "data": {"augment": {"flip": 0.25}},
+        "model": {"name": "deit_small", "trunk": {"depth": 2}},
+        "objective": {"kind": "distillation", "teacher": "timm:resnet18"},
+    }
+    text = json.dumps(chosen, sort_keys=True)
+    assert run_hash(from_mapping(chosen)) == hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert run_hash(RunConfig()) == hashlib.sha256(b"{}").hexdigest()[:12]
+
+
+def test_a_run_of_other_defaults_is_not_shared(tmp_path: Path) -> None:
+    config = base()
+    first = run_folder(config, tmp_path)
+    stored = plain(replace(config, out="elsewhere"))
+    del stored["optim"]["clip"]  # the run is older than this setting
+    stored["data"] |= {"workers": 5, "loader": "host"}  # of its machine; what auto became there
+    write_text(first / "config.yaml", yaml.safe_dump(stored))
+    assert run_folder(config, tmp_path) == first
+    stored["optim"]["betas"] = [0.5, 0.6]  # what was the default then
+    write_text(first / "config.yaml", yaml.safe_dump(stored))
+    assert run_folder(config, tmp_path) == first.with_name(f"{first.name}-2")
 
 
 def test_a_variant_keeps_what_the_base_overrides() -> None:

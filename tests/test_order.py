@@ -186,7 +186,7 @@ def test_at_most_two_epochs_are_kept():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": 0, "batch": 4}, "no images"),
+        ({"rows": 0, "batch": 4}, "nothing to train on"),
         ({"rows": 4, "batch": 0}, "at least 1"),
         ({"rows": 4, "batch": 4, "sampling": "random"}, "shuffle, balanced"),
         ({"rows": 4, "batch": 4, "sampling": "balanced"}, "needs one label"),

@@ -69,7 +69,7 @@ def same(one: DataSet, other: DataSet) -> None:
     assert list(one.splits) == list(other.splits)
     for name, split in one.splits.items():
         assert list(split.keys) == list(other[name].keys)
-        for field in ("index", "labels", "levels"):
+        for field in ("index", "labels", "levels", "generated"):
             np.testing.assert_array_equal(getattr(split, field), getattr(other[name], field))
 
 
@@ -157,6 +157,14 @@ def table(root: Path) -> Path:
     return root / "labels.csv"
 
 
+def partly_generated(root: Path) -> Path:
+    tree(root, {"x": 30})
+    rows = [(f"x/{i}.png", ("red", "blue")[i % 2], int(i % 3 == 0)) for i in range(30)]
+    with (root / "labels.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("path", "label", "generated"), *rows])
+    return root / "labels.csv"
+
+
 def arrays(root: Path) -> Path:
     root.mkdir()
     random = np.random.default_rng(0)
@@ -173,7 +181,7 @@ def with_unreadable(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("make", [undivided, divided, table, arrays, with_unreadable])
+@pytest.mark.parametrize("make", [undivided, divided, table, partly_generated, arrays, with_unreadable])
 @pytest.mark.parametrize("limit", [None, 20])
 def test_a_packed_set_is_divided_exactly_as_its_source(tmp_path, make, limit):
     uri = make(tmp_path / "source")
@@ -185,6 +193,14 @@ def test_a_packed_set_is_divided_exactly_as_its_source(tmp_path, make, limit):
         if make is with_unreadable and limit is None:
             assert len(bad) == 5
         same(open_data(tmp_path / "packed", **options), drop_bad(source, bad))
+
+
+def test_a_packed_set_tells_generated_images_from_real_ones(tmp_path):
+    packed(partly_generated(tmp_path / "source"), tmp_path / "packed")
+    whole = open_source(str(tmp_path / "packed"))["all"]
+    assert {key for key, made in zip(whole.keys, whole.generated, strict=True) if made} == {
+        f"x/{i}.png" for i in range(0, 30, 3)
+    }
 
 
 def test_training_batches_are_those_of_the_source(tmp_path):

@@ -143,7 +143,7 @@ def test_unusable_folders_say_what_to_do(tmp_path):
         "single": "only one class",
         "no_train": "no train folder",
         "unseen": r"not in train \(c\)",
-        "lonely": "image to spare",
+        "lonely": "class has one to spare",
     }
     for name, make in cases.items():
         make(tmp_path / name)

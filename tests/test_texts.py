@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,9 @@ from vitrail.data.batch import Batch
 from vitrail.data.open import open_data
 from vitrail.data.texts import Text, holds_texts, texts_of
 from vitrail.engine.fit import Stopped
+from vitrail.engine.progress import Progress
 from vitrail.engine.step import TrainStep
+from vitrail.engine.update import Updater
 from vitrail.measure.classification import classification, matthews
 from vitrail.model.store import read_tensors
 from vitrail.recipes import FAMILIES, recipe, with_values
@@ -342,6 +345,35 @@ def test_the_report_of_a_run_tells_matthews_and_shows_words(extra: None, tmp_pat
     assert stored["matthews"] == run.figures.scalars()["matthews"]
 
 
+def test_a_run_on_texts_speaks_of_texts(
+    extra: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(Progress, "advance", lambda self, by=1, note="": notes.append(note))
+    rows = (f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}" for i in range(80))
+    table = write(tmp_path / "t.tsv", "text\tlabel", *rows)
+    vitrail.train(configure(tmp_path / "run", **{"data.uri": f"text:{table}", "data.limit": 48, "optim.steps": 2}))
+    said = capsys.readouterr().err + "".join(notes)
+    for words in (" texts (0.1 of all) carved off", "48 of 64 texts drawn", " texts/s"):
+        assert words in said
+    assert "image" not in said
+    assert "img" not in said
+
+
+def test_examples_of_a_bad_update_are_called_texts(
+    extra: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = Updater.apply
+
+    def spoilt(self: Updater) -> tuple[torch.Tensor, torch.Tensor]:
+        self.parameters[0].grad = torch.full_like(self.parameters[0], math.nan)
+        return apply(self)
+
+    monkeypatch.setattr(Updater, "apply", spoilt)
+    run = vitrail.train(configure(tmp_path / "run", **{"optim.steps": 2}), quiet=True)
+    assert any("(texts " in note for note in run.notes)
+
+
 def test_a_saved_run_is_judged_alike(extra: None, tmp_path: Path) -> None:
     run = vitrail.train(configure(tmp_path / "run", **{"optim.steps": 3}), quiet=True)
     figures, _, split = vitrail.evaluate(run.path, "synthetic:grammar?n=120", device="cpu")
@@ -433,6 +465,44 @@ def test_what_is_for_images_only_refuses_texts(verb: str, tmp_path: Path, capsys
     more = [str(tmp_path / "packed")] if verb == "pack" else []
     assert vitrail_command([verb, "synthetic:grammar?n=40", *more]) == 2
     assert "holds texts, and this is for images only" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("tokenizers", "transformers"):
+        pytest.importorskip(package, reason=f"{package} is not here; install vitrail[text]")
+    changes = {"optim.steps": 2, "engine.checkpoint_every": 0.0}
+    return vitrail.train(configure(tmp_path_factory.mktemp("texts") / "run", **changes), quiet=True).path
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("bench {run} --device cpu", "{run} reads texts, and bench measures models of images; how fast it trained"),
+        ("bench text:bert --device cpu", "text:bert reads texts, and bench measures models of images"),
+        (
+            "bench vit_micro_28 --data synthetic:grammar?n=40",
+            "synthetic:grammar?n=40 holds texts, and bench measures on",
+        ),
+        ("export {run} {run}/m.pt2", "m.pt2 was not written: the model reads texts, and such files take images; use"),
+    ],
+)
+def test_commands_for_models_of_images_say_so_in_one_sentence(
+    finished: Path, capsys: pytest.CaptureFixture[str], words: str, reason: str
+) -> None:
+    from vitrail.cli import run as vitrail_command
+
+    assert vitrail_command(words.format(run=finished).split()) == 2
+    said = capsys.readouterr().err
+    assert reason.format(run=finished) in said
+    assert len(said.splitlines()) == 1
+
+
+def test_runs_on_texts_are_compared_without_a_price(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "other")
+    made, _ = api.compare_runs([finished, tmp_path / "other"], out=tmp_path / "compared", quiet=True)
+    assert [row.price for row in made.rows] == [None, None]
+    assert "reads texts" in made.notes[0]
 
 
 @pytest.mark.slow

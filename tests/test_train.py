@@ -363,6 +363,38 @@ def test_two_processes_equal_one(tmp_path: Path, photos: Path) -> None:
         torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
 
 
+def stopped_rank(rank: int, folder: str, config: RunConfig) -> None:
+    """One of two processes; the second is told to stop while it makes its third step."""
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    feed = TrainStep.feed
+
+    def interrupted(self: TrainStep, piece: Batch) -> bool:
+        if rank == 1 and self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return feed(self, piece)
+
+    TrainStep.feed = interrupted  # type: ignore[method-assign]
+    try:
+        vitrail.train(config, quiet=True)
+    except Stopped as stopped:
+        (Path(folder) / f"stopped-{rank}").write_text(str(stopped.step))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_when_one_process_is_told_to_stop_all_stop_a_step_later_far_from_any_logging(
+    tmp_path: Path, photos: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = f"--data {photos} --out {out} --optim.steps 300 --engine.log_every 300 --engine.checkpoint_every 0"
+    config = configure(f"{flags} --engine.evaluate_every 0 --engine.device cpu")
+    torch.multiprocessing.spawn(stopped_rank, (str(tmp_path), config), nprocs=2)
+    assert [(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)] == ["4", "4"]
+    assert checkpoint.steps_saved(out / "checkpoint") == [4]
+
+
 def free_port() -> int:
     import socket
 

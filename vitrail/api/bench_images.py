@@ -41,6 +41,8 @@ class RealImages:
 
     def __init__(self, uri: str) -> None:
         data = open_data(uri)
+        if data.things != "images":
+            raise ValueError(f"--data {uri} holds {data.things}, and bench measures on images; name a set of images")
         split = next((s for s in ("test", "val") if s in data.splits and len(data[s])), None)
         if split is None:
             raise ValueError(f"{uri} has neither test nor val images to measure on")

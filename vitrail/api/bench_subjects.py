@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vitrail.api.bench_forms import Form, Ready
+from vitrail.api.feed import reads_texts
 from vitrail.measure.compute import Change
 from vitrail.model.build import create_model
 from vitrail.model.config import TrunkConfig
@@ -77,8 +78,12 @@ def subject(name: str, image_size: int | None, device: torch.device) -> Subject:
         return timm_subject(name, image_size, device)
     if name in ZOO:
         model = create_model(name, image_size=image_size, device=device)
+    elif name.startswith("text:"):
+        raise _reads_texts(name)
     elif Path(name).exists():
         model = load_model(name, device)
+        if reads_texts(model):
+            raise _reads_texts(name)
     else:
         raise ValueError(f"no model and no folder {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
     return Subject(
@@ -88,6 +93,13 @@ def subject(name: str, image_size: int | None, device: torch.device) -> Subject:
         len(model.classes),
         multilabel=model.multilabel,
         top1=model.stated.get("figures", {}).get("top1"),
+    )
+
+
+def _reads_texts(name: str) -> ValueError:
+    return ValueError(
+        f"{name} reads texts, and bench measures models of images; how fast it trained stands in metrics.jsonl of its "
+        "run"
     )
 
 

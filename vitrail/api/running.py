@@ -80,7 +80,7 @@ def run_missing(
         raise ValueError(f"jobs: {most}; at least one run must be made at a time")
     unique = {p.path: p for p in planned}
     waiting = [p for p in unique.values() if not RunFolder(p.path).finished]
-    with StopRequest() as stop, Progress("study", len(unique), unit="runs", quiet=quiet) as bar:
+    with StopRequest() as stop, Progress("study", len(unique), quiet=quiet) as bar:
         bar.advance(len(unique) - len(waiting))
         crew = _Crew(waiting, folder, places, most, bar)
         try:

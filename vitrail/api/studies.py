@@ -9,7 +9,9 @@
     budget: epochs                   # epochs, time, macs: the same for all; none: as each variant says
     baseline: plain                  # what the others are compared with (none: the first)
 
-Runs are named by what they depend on, so studies that have a run in common share it.
+Runs are named by what they depend on, so studies that have a run in common share it. Only what is not at its default
+enters the name, so a new version with more settings still finds the runs of the one before. Where a version changes a
+*default*, the name says nothing of it; the values that a run stored do, and it is then not shared (`run_folder`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -135,24 +137,78 @@ def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -
         for name, config in study.configs.items():
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
             config = replace(config, seed=seed, out=None, optim=optim)  # noqa: PLW2901
-            made.append(Planned(name, seed, config, root / f"{SHARED}{run_hash(config)}"))
+            made.append(Planned(name, seed, config, run_folder(config, root)))
     return made
+
+
+def run_folder(config: RunConfig, root: Path) -> Path:
+    """Where the run of a configuration is, or will be: `run-HASH`, numbered where a run of that name has other values.
+
+    Such a run relied on defaults that have changed since; it is left as it is.
+    """
+    base = root / f"{SHARED}{run_hash(config)}"
+    path, number = base, 1
+    while (path / "config.yaml").is_file() and not _agree(plain(_typed(config)), load_yaml(path)):
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _agree(wanted: Mapping[str, Any], stored: Mapping[str, Any], *above: str) -> bool:
+    """Whether a run stored the values that are wanted, of the settings that both know.
+
+    One that is younger than the run is at its default, which is to do as before; `auto` was stored as what it became.
+    """
+    for key, value in wanted.items():
+        if key not in stored or (*above, key) in MACHINE or value == "auto":
+            continue
+        if isinstance(value, Mapping) and isinstance(stored[key], Mapping):
+            if not _agree(value, stored[key], *above, key):
+                return False
+        elif value != stored[key]:
+            return False
+    return True
 
 
 def run_hash(config: RunConfig, *, seed: bool = True) -> str:
     """Twelve characters that say what a run depends on; where it is made and kept is left out.
 
     Two configurations with equal hashes give the same run; `seed=False` gives that of the recipe, whatever its seed.
+    What is at its default is left out, so a setting that is added later changes no hash.
     """
-    values = plain(build(RunConfig, plain(config)))  # 36 and 36.0 epochs are the same
+    values = _chosen(_typed(config))
     for path in (*MACHINE, *(() if seed else (("seed",),))):
         *groups, last = path
         place = values
         for group in groups:
-            place = place[group]
-        del place[last]
+            place = place.get(group, {})
+        place.pop(last, None)
+    # A group whose every choice is of the machine is as one without choices.
+    values = {key: value for key, value in values.items() if value != {}}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _typed(config: RunConfig) -> RunConfig:
+    """With every value of its own type: 36 and 36.0 epochs are the same."""
+    return build(type(config), plain(config))
+
+
+def _chosen(value: Any) -> Any:
+    """As `plain`, without the fields of dataclasses that are at their defaults; `kind` says which class it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        made = {}
+        for one in fields(value):
+            usual = one.default if one.default_factory is MISSING else one.default_factory()
+            inner = getattr(value, one.name)
+            if one.name == "kind" or inner != usual:
+                made[one.name] = _chosen(inner)
+        return made
+    if isinstance(value, (list, tuple)):
+        return [_chosen(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _chosen(v) for k, v in value.items()}
+    return value
 
 
 def read_study(source: str | Path) -> Study:

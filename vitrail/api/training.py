@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind
+from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
+from vitrail.api.figures import figures_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
+from vitrail.data.completions import template_of
 from vitrail.data.open import open_data
 from vitrail.data.order import Order
 from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
@@ -30,9 +32,10 @@ from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import AttackConfig
 from vitrail.learn.supervised import class_counts
-from vitrail.measure.classification import Figures, classification
-from vitrail.measure.evaluate import Loaders, predict_all
+from vitrail.measure.classification import Figures
+from vitrail.measure.evaluate import Loaders
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
+from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
 from vitrail.measure.predictions import write_predictions
 from vitrail.model.adapted import save_adapted
@@ -43,6 +46,7 @@ from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
+from vitrail.model.heads.next_token import writes_texts
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import Told
@@ -82,7 +86,9 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
         if name not in EVALUATORS
     ]
     if not config.data.uri:
-        problems.append("data: say where the images are (--data FOLDER; `vitrail list data` names the forms)")
+        problems.append(
+            "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"
+        )
     if problems:
         raise ConfigError(problems)
     group = join()
@@ -145,7 +151,9 @@ class _Trainer:
         self.base_hash = "" if config.model.adapter is None else base_hash(self.model)
         self.tuned, self.parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
-        if not data.multilabel:  # real images tell which classes are rare
+        if template_of(data):
+            self.model.stated["template"] = template_of(data)
+        if data.classes and not data.multilabel:  # real images tell which classes are rare
             real = train.labels if train.generated is None else train.labels[~train.generated]
             self.model.stated[COUNTS] = class_counts(real, len(data.classes)).tolist()
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
@@ -167,7 +175,8 @@ class _Trainer:
         self.compile = self.compile and (self.feed.compiles or bool(config.engine.compile))
         self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
-        _say(group, quiet, *_warnings(config, data, self.parameters, self.tuned), *self.objective.notes)
+        said = _warnings(config, data, self.parameters, self.tuned)
+        _say(group, quiet, *said, *self.feed.notes, *self.objective.notes)
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
@@ -192,6 +201,7 @@ class _Trainer:
             engine=config.engine,
             batch=config.data.batch,
             images=len(train),
+            things=self.data.things,
             folder=self.folder,
             device=self.device,
             autocast=self.precision,
@@ -241,13 +251,15 @@ class _Trainer:
         """The one look at test (val, where settings are still being chosen), the model, the report."""
         split = self.config.data.judge if "test" in self.data.splits else "val"
         with self.feed.judged(split) as loader:
-            predictions = predict_all(fit.kept, loader, device=self.device, autocast=self.precision)
-            others = [name for name in self.config.evaluators if name != "classification"]
+            figures, predictions = figures_of(
+                fit.kept, loader, self.data.classes, device=self.device, autocast=self.precision
+            )
+            known = ("perplexity", "bleu") if writes_texts(fit.kept) else ("classification",)
+            others = [name for name in self.config.evaluators if name not in known]
             more = self._judged(fit.kept, loader, split, others)
             skipped = [*skipped, *loader.skipped]
         if self.reference is not None:
             self.reference.close()
-        figures = classification(predictions.logits, predictions.target, self.data.classes)
         model = fit.kept
         model.stated |= {
             "recipe": self.config.recipe,
@@ -259,7 +271,10 @@ class _Trainer:
         stored: dict[str, Any] | None = None
         if self.group.main:
             line = {"step": fit.step, "epoch": round(fit.step * fit.batch / fit.images, 6), "split": split}
-            write_predictions(self.folder.path, predictions)
+            if isinstance(figures, LanguageFigures):
+                figures.keep(self.folder.path)
+            else:
+                write_predictions(self.folder.path, predictions)
             self.folder.write_metrics({**line, "final": True, **figures.scalars(), **more})
             stored = self._save(model, fit.notes)
             told = Told(
@@ -298,6 +313,7 @@ class _Trainer:
 def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classifier:
     """The model of a run, with the classes of its data and the preprocessing it will be evaluated with."""
     refuse_other_kind(chosen.name.startswith("text:"), data)
+    refuse_other_task(getattr(chosen.head, "kind", "") == "next_token", data)
     overrides = dict(chosen.trunk)
     if chosen.drop_path is not None:
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
@@ -340,12 +356,16 @@ def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, li
         limit=chosen.limit,
     )
     if "val" not in data.splits and "test" not in data.splits:
-        raise ValueError(f"{chosen.uri} has neither val nor test images to judge by; set --data.val_fraction above 0")
+        raise ValueError(
+            f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"
+        )
     if chosen.judge == "val" and "val" not in data.splits:
-        raise ValueError(f"data.judge is val, and {chosen.uri} has no such images; set --data.val_fraction above 0")
+        raise ValueError(
+            f"data.judge is val, and {chosen.uri} has no such {data.things}; set --data.val_fraction above 0"
+        )
     for split in data.splits.values():
         if not len(split):
-            raise ValueError(f"{chosen.uri}: split {split.name} has no images")
+            raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
     bad: list[Bad] = []
     if chosen.check == "full" and group.main and not holds_texts(data):
         total = sum(len(s) for s in data.splits.values())
@@ -375,7 +395,7 @@ def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int) -> 
             )
     elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
         said.append(
-            f"warning: {count} training images are few for {parameters / 1e6:.1f} M parameters from scratch; "
+            f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate

@@ -55,7 +55,7 @@ class Order:
         repeats: int = 1,
     ) -> None:
         if rows < 1:
-            raise ValueError("there are no images to train on; check the data with `vitrail check`")
+            raise ValueError("there is nothing to train on; check the data with `vitrail check`")
         if batch < 1:
             raise ValueError(f"data.batch: {batch} must be at least 1")
         if sampling not in ("shuffle", "balanced"):
@@ -71,7 +71,7 @@ class Order:
         self._probability: NDArray[np.float64] | None = None
         if sampling == "balanced":
             if labels is None or len(labels) != rows:
-                raise ValueError(f"balanced sampling needs one label for each of the {rows} images")
+                raise ValueError(f"balanced sampling needs one label for each of the {rows} examples")
             if labels.ndim == 2:
                 self._probability = _multilabel_probability(labels)
             else:

@@ -145,6 +145,7 @@ def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedS
         "index": split.index,
         "labels": split.labels,
         "levels": split.levels,
+        "generated": split.generated,
     }
     if split.boxes is not None:
         arrays["boxes"] = np.array([box for r in records for box in r.boxes], np.int64).reshape(-1, 4)
@@ -175,7 +176,8 @@ def _identity(data: DataSet) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((data.classes, data.levels, data.multilabel)).encode("utf-8", "surrogateescape"))
     for name, split in data.splits.items():
-        arrays = [a for a in (split.index, split.labels, split.levels, split.boxes) if a is not None]
+        given = (split.index, split.labels, split.levels, split.boxes, split.generated)
+        arrays = [a for a in given if a is not None]
         digest.update(json.dumps([name, list(split.keys), [a.shape for a in arrays]]).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())

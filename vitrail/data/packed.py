@@ -5,7 +5,7 @@
     train-00000.json ...        the writer's record of a shard, by which a damaged one is made again
     train-offsets.npy           [images + 1] where each image begins in the shards laid end to end
     train-heights.npy, -widths  [images]; 0 for an image that could not be read
-    train-index.npy, -labels, -levels, -boxes, train-keys.json      as in `Split`
+    train-index.npy, -labels, -levels, -boxes, -generated, train-keys.json      as in `Split`
 
 Rows without pixels stay in the arrays, because val is carved by labels and stable indices: with every row of the source
 there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
@@ -298,7 +298,7 @@ def _with_levels(pack: Pack) -> Pack:
 
 
 def _open_split(folder: Path, pack: Pack, listed: PackedSplit) -> Split:
-    given = ("offsets", "heights", "widths", "index", "labels", "levels", "coarse", "boxes")
+    given = ("offsets", "heights", "widths", "index", "labels", "levels", "coarse", "boxes", "generated")
     arrays = {what: _array(folder, listed, what) for what in given if listed.array(f"{what}.npy")}
     try:
         keys = json.loads((folder / f"{listed.name}-keys.json").read_text(encoding="utf-8"))
@@ -312,7 +312,7 @@ def _open_split(folder: Path, pack: Pack, listed: PackedSplit) -> Split:
     levels, boxes = (arrays[what].astype(np.int64) if what in arrays else None for what in ("levels", "boxes"))
     if "coarse" in arrays:  # format 1
         levels = stacked(labels, [arrays["coarse"]])
-    return Split(listed.name, reader, index, keys, labels, levels, boxes)
+    return Split(listed.name, reader, index, keys, labels, levels, boxes, arrays.get("generated"))
 
 
 def _expected(pack: Pack, listed: PackedSplit, arrays: dict[str, NDArray[Any]], keys: Any) -> dict[str, bool]:
@@ -320,7 +320,10 @@ def _expected(pack: Pack, listed: PackedSplit, arrays: dict[str, NDArray[Any]], 
     n = listed.images
     if missing := {"offsets", "heights", "widths", "index", "labels"} - set(arrays):
         return {f"{what}.npy": False for what in sorted(missing)}
-    whole = {f"{what}.npy": a.dtype.kind == "i" and len(a) == n + (what == "offsets") for what, a in arrays.items()}
+    whole = {
+        f"{what}.npy": a.dtype.kind == ("b" if what == "generated" else "i") and len(a) == n + (what == "offsets")
+        for what, a in arrays.items()
+    }
     if not all(whole.values()):
         return whole
     heights, widths, offsets, labels = (arrays[what] for what in ("heights", "widths", "offsets", "labels"))
@@ -342,6 +345,7 @@ def _expected(pack: Pack, listed: PackedSplit, arrays: dict[str, NDArray[Any]], 
         "levels.npy": "levels" not in arrays or _fit_levels(arrays["levels"], pack.levels),
         "coarse.npy": "coarse" not in arrays or _within(arrays["coarse"], len(pack.coarse_classes)),
         "boxes.npy": "boxes" not in arrays or arrays["boxes"].shape == (n, 4),
+        "generated.npy": "generated" not in arrays or arrays["generated"].shape == (n,),
         "keys.json": isinstance(keys, list) and len(keys) == n and all(isinstance(key, str) for key in keys),
     }
 

@@ -83,6 +83,11 @@ class DataSet:
     multilabel: bool = False
     notes: tuple[str, ...] = field(default=())  # what a person should know: carved splits, ignored files
 
+    @property
+    def things(self) -> str:
+        """What a person calls the examples: `images`, unless a reader that gives something else says what."""
+        return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
+
     def __getitem__(self, split: str) -> Split:
         if split not in self.splits:
             raise KeyError(f"{self.uri} has no split {split!r}; it has {', '.join(self.splits)}")

@@ -42,7 +42,8 @@ def carve(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -
                 rows = _share(whole, rest, fraction, (seed, draw), f"{name} from {data.uri}")
                 rest[rows] = False
                 splits[name] = whole.take(rows, name)
-                notes.append(f"{name}: {len(rows)} images ({fraction:.3g} of all) carved off, stratified, seed {seed}")
+                carved = f"{len(rows)} {data.things} ({fraction:.3g} of all) carved off, stratified, seed {seed}"
+                notes.append(f"{name}: {carved}")
         splits["train"] = whole.take(np.flatnonzero(rest), "train")
     else:
         splits, notes = dict(data.splits), []
@@ -50,10 +51,11 @@ def carve(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -
             if val_fraction >= 1:
                 raise ValueError(f"val_fraction {val_fraction:g} leaves nothing to train on; it must be less than 1")
             train, rest = splits["train"], np.ones(len(splits["train"]), bool)
-            rows = _share(train, rest, val_fraction, (seed, _VAL), f"val from the training images of {data.uri}")
+            rows = _share(train, rest, val_fraction, (seed, _VAL), f"val from the training {data.things} of {data.uri}")
             rest[rows] = False
             splits |= {"train": train.take(np.flatnonzero(rest)), "val": train.take(rows, "val")}
-            notes.append(f"val: {len(rows)} images ({val_fraction:.3g} of train) carved off, stratified, seed {seed}")
+            carved = f"{len(rows)} {data.things} ({val_fraction:.3g} of train) carved off, stratified, seed {seed}"
+            notes.append(f"val: {carved}")
     if "val" not in splits:
         notes.append("no val split: nothing can be measured while training")
     if "test" not in splits and "val" in splits:
@@ -73,7 +75,7 @@ def limit_train(data: DataSet, limit: int, seed: int) -> DataSet:
     least = np.minimum(sizes, 1) if limit >= np.count_nonzero(sizes) else np.zeros_like(sizes)
     counts = apportion(sizes.astype(np.float64) * (limit / len(train)), least, sizes, limit)
     rows = smallest(train, np.ones(len(train), bool), counts, (seed, _LIMIT))
-    note = f"train: {limit} of {len(train)} images drawn, stratified, seed {seed}"
+    note = f"train: {limit} of {len(train)} {data.things} drawn, stratified, seed {seed}"
     return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))
 
 
@@ -112,7 +114,7 @@ def _share(whole: Split, free: NDArray[np.bool_], fraction: float, key: Key, wha
     room = np.maximum(np.bincount(strata, free, len(exact)).astype(np.int64) - 1, 0)  # one of each class stays in train
     if not room.any():
         raise ValueError(
-            f"cannot carve {what}: no class has an image to spare; add images or that split, or set its fraction to 0"
+            f"cannot carve {what}: no class has one to spare; add examples or that split, or set its fraction to 0"
         )
     counts = apportion(exact, np.zeros_like(room), room, max(1, round(float(exact.sum()))))
     return smallest(whole, free, counts, key)

@@ -46,10 +46,10 @@ def few_shots(data: DataSet, shots: int, seed: int) -> DataSet:
     poorest = int(np.where(sizes > 0, sizes, np.iinfo(np.int64).max).argmin())
     if sizes[poorest] < shots:
         raise ValueError(
-            f"data.shots: {data.classes[poorest]!r} has {sizes[poorest]} training images of the {shots} asked for; "
-            f"use at most {sizes[poorest]}"
+            f"data.shots: {data.classes[poorest]!r} has {sizes[poorest]} training {data.things} of the {shots} asked "
+            f"for; use at most {sizes[poorest]}"
         )
-    return _kept(data, np.minimum(sizes, shots), SHOTS, seed, f"{shots} images a class")
+    return _kept(data, np.minimum(sizes, shots), SHOTS, seed, f"{shots} {data.things} a class")
 
 
 def make_long_tail(data: DataSet, factor: float, seed: int) -> DataSet:
@@ -67,12 +67,13 @@ def make_long_tail(data: DataSet, factor: float, seed: int) -> DataSet:
     largest = float((sizes[present][tail] ** (1 / (1 - place[tail]))).min())  # most * profile is then at least 1
     if not 1 <= factor <= largest:
         raise ValueError(
-            f"data.long_tail: a factor of {factor:g} leaves a class without an image; use 1 to {int(largest + 1e-6)}"
+            f"data.long_tail: a factor of {factor:g} leaves a class without any {data.things}; use 1 to "
+            f"{int(largest + 1e-6)}"
         )
     most = float((sizes[present] / profile).min())
     counts = np.zeros_like(sizes)
     counts[present] = np.floor(most * profile + 1e-9)  # 500 / 100 must be 5 in spite of rounding
-    what = f"long tail of {counts[present[0]]} to {counts[present[-1]]} images a class, factor {factor:g}"
+    what = f"long tail of {counts[present[0]]} to {counts[present[-1]]} {data.things} a class, factor {factor:g}"
     return _kept(data, counts, LONG_TAIL, seed, what)
 
 
@@ -103,7 +104,7 @@ def _sizes(data: DataSet, setting: str) -> NDArray[np.int64]:
     labels = data["train"].labels
     if labels.ndim == 2:
         raise ValueError(
-            f"data.{setting}: images of {data.uri} have several labels, and it counts by one; leave it out"
+            f"data.{setting}: {data.things} of {data.uri} have several labels, and it counts by one; leave it out"
         )
     return np.bincount(labels, minlength=len(data.classes)).astype(np.int64)
 
@@ -111,5 +112,5 @@ def _sizes(data: DataSet, setting: str) -> NDArray[np.int64]:
 def _kept(data: DataSet, counts: NDArray[np.int64], draw: int, seed: int, what: str) -> DataSet:
     train = data["train"]
     rows = smallest(train, np.ones(len(train), bool), counts, (seed, draw))
-    note = f"train: {len(rows)} of {len(train)} images drawn, {what}, seed {seed}"
+    note = f"train: {len(rows)} of {len(train)} {data.things} drawn, {what}, seed {seed}"
     return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,28 @@ class Group:
         if self.world > 1:
             dist.barrier()
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether the flag is set in any process (asked at logging steps only)."""
-        if self.world == 1:
+
+class Vote:
+    """Whether any process raises its flag, asked at every step and answered one step later.
+
+    So all processes learn it at the same step, and nobody waits for a device: hosts exchange one number while the next
+    step is made, and only one that is a whole step ahead of another waits for it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._asked: tuple[dist.Work, Tensor] | None = None
+
+    def __call__(self, flag: bool) -> bool:
+        """Raise one's own flag or not; returns whether any was raised the last time (alone: this time)."""
+        if self.group.world == 1:
             return flag
-        value = torch.tensor(float(flag), device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        before, value = self._asked, torch.tensor(int(flag))  # on the host, whatever the device
+        self._asked = (dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True), value)
+        if before is None:
+            return False
+        before[0].wait()
+        return bool(before[1])
 
 
 def join() -> Group:
@@ -62,7 +77,8 @@ def join() -> Group:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        # Hosts speak with each other, too (`Vote`), and must not wait for their devices to do so.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     return Group(dist.get_rank(), dist.get_world_size(), local)
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.engine.distributed import Group
+from vitrail.engine.distributed import Group, Vote
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder
 from vitrail.engine.schedule import Schedule
 from vitrail.engine.signals import StopRequest
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
+from vitrail.model.adapters.files import base_tensors, digest
 from vitrail.model.classifier import Classifier
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new
@@ -52,7 +53,7 @@ class Fit:
     """A training run: `Fit(...).run()`.
 
     `batches(start, stop)` gives the batches of those steps, `accumulate` a step; `evaluate(model)` gives figures on
-    val; `indices(step)` names the images of a step, for reports of bad updates.
+    val; `indices(step)` names the examples of a step, for reports of bad updates.
     """
 
     objective: Objective
@@ -61,7 +62,7 @@ class Fit:
     optim: OptimConfig
     engine: EngineConfig
     batch: int
-    images: int  # training images, for epochs
+    images: int  # training examples, for epochs
     folder: RunFolder
     device: torch.device
     autocast: torch.dtype | None = None  # none: float32
@@ -71,6 +72,7 @@ class Fit:
     evaluate: Callable[[Classifier], Mapping[str, float]] | None = None
     indices: Callable[[int], Sequence[int]] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # what must be the same when the run is resumed
+    things: str = "images"  # what a person calls the examples
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ class Fit:
         settling: float | None = None  # seconds of the first steps, compilation among them
         total = self.schedule.steps
         quiet = self.quiet or not self.group.main
+        asked_to_stop = Vote(self.group)  # processes must agree on the step
         with ExitStack() as stack, StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
             bar.advance(self.step)
             self._window = (time.monotonic(), self.step)
@@ -125,7 +128,7 @@ class Fit:
                     self._log(bar)
                 if finished or self._due(self.engine.evaluate_every):
                     self._look_at_val(bar)
-                halt = self._halt(stop, finished)
+                halt = not finished and asked_to_stop(stop.requested)
                 if finished or halt or self._due(self.engine.checkpoint_every):
                     self.save()
                 if halt:
@@ -146,14 +149,6 @@ class Fit:
     def _epoch(self) -> float:
         return self.step * self.batch / self.images
 
-    def _halt(self, stop: StopRequest, finished: bool) -> bool:
-        if finished:
-            return False
-        if self.group.world == 1:
-            return stop.requested
-        # Processes must agree on the step, so they ask each other, but only where they meet anyway.
-        return self.step % self.engine.log_every == 0 and self.group.any(stop.requested, self.device)
-
     def _log(self, bar: Progress) -> None:
         means = self.work.meter.read(self.group)
         skipped, last = self.work.updater.look()
@@ -173,8 +168,9 @@ class Fit:
             line["skipped_updates"] = skipped
         self._sound_alarm(bar, self.objective.alarm(means, self.step / self.schedule.steps))
         self._write({**line, "images_per_second": round(rate, 1), "seconds": round(now - self._window[0], 3)})
+        unit = "img" if self.things == "images" else self.things
         loss = f"loss {means['loss']:.4f}  " if means else ""
-        bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} img/s")
+        bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} {unit}/s")
         self._window = (time.monotonic(), self.step)
 
     def _sound_alarm(self, bar: Progress, text: str) -> None:
@@ -186,7 +182,7 @@ class Fit:
 
     def _report_skipped(self, bar: Progress, skipped: int, last: int, steps: int) -> None:
         rows = list(self.indices(last))[:8] if self.indices else []
-        where = f" (images {', '.join(map(str, rows))}, ...)" if rows else ""
+        where = f" ({self.things} {', '.join(map(str, rows))}, ...)" if rows else ""
         safe = "none yet" if self.saved is None else f"step {self.saved}"
         text = (
             f"{skipped} of the last {steps} updates were skipped for a non-finite gradient, the last at step {last}"
@@ -225,13 +221,14 @@ class Fit:
 
     def state(self) -> checkpoint.State:
         """Everything a resumed run needs (all processes must call it)."""
-        frozen = tuple(f"{name}." for name in self.objective.frozen)
-        kept = {n: t for n, t in self.objective.state_dict().items() if not (frozen and n.startswith(frozen))}
+        base = self._base()
+        if base and digest(base) != self.facts["base"]:  # an objective that changes more than it trains
+            base = {}
+        kept = {n: t for n, t in self.objective.state_dict().items() if not self._found_again(n, base)}
         tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
         if self.work.ema is not None:
             average = self.work.ema.model.state_dict()  # of the model alone, which may hold a frozen module, too
-            average = {n: t for n, t in average.items() if not (frozen and f"model.{n}".startswith(frozen))}
-            tensors |= {f"ema/{n}": t for n, t in average.items()}
+            tensors |= {f"ema/{n}": t for n, t in average.items() if not self._found_again(f"model.{n}", base)}
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 for key, value in self.work.optimizer.state[parameter].items():
@@ -248,8 +245,19 @@ class Fit:
         tensors["last_skipped"] = self.work.updater.last_skipped
         return checkpoint.State(self.step, tensors, self._kept_facts())
 
+    def _base(self) -> dict[str, Tensor]:
+        """The weights below an adapter; none where the run trains a whole model."""
+        return base_tensors(self.objective.model) if "base" in self.facts else {}
+
+    def _found_again(self, name: str, base: Mapping[str, Tensor]) -> bool:
+        """Whether a tensor of the objective is not stored, because a resumed run has it from where this one had it."""
+        module, _, rest = name.partition(".")
+        frozen = any(name.startswith(f"{one}.") for one in self.objective.frozen)
+        return frozen or (module == "model" and rest in base)
+
     def _kept_facts(self) -> dict[str, Any]:
-        """What must be the same when the run is resumed: its facts, and the teachers that are not stored."""
+        """What must be the same when the run is resumed: its facts (the hash of an adapter's base is one), and the
+        teachers. Neither is stored itself."""
         return {**self.facts, **self.objective.identities}
 
     def save(self) -> None:
@@ -277,11 +285,11 @@ class Fit:
                     f"a run can only be resumed {same} it began with"
                 )
         missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
-        frozen = tuple(f"{name}." for name in self.objective.frozen)
         if self.work.ema is not None:
             lacking = self.work.ema.model.load_state_dict(state.part("ema"), strict=False).missing_keys
             missing = [*missing, *(f"model.{name}" for name in lacking)]
-        missing = [name for name in missing if not (frozen and name.startswith(frozen))]
+        base = self._base()
+        missing = [name for name in missing if not self._found_again(name, base)]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
         saved = state.part("optimizer")

@@ -22,8 +22,8 @@ def duration(seconds: float) -> str:
 class Progress:
     """A rich bar with rate and time left on a terminal; off it, a line every few seconds at most."""
 
-    def __init__(self, what: str, total: int, *, unit: str = "img/s", quiet: bool = False, every: float = 10.0) -> None:
-        self.what, self.total, self.unit, self.quiet, self.every = what, total, unit, quiet, every
+    def __init__(self, what: str, total: int, *, quiet: bool = False, every: float = 10.0) -> None:
+        self.what, self.total, self.quiet, self.every = what, total, quiet, every
         self.done = 0
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None

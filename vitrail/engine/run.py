@@ -20,7 +20,8 @@ TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ
 
 class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `checkpoint/`, `model/`, `predictions.safetensors`, `report.html`, `log.txt`,
-    `environment.json`. The report comes last: a run that has one, and final figures, is finished."""
+    `environment.json`; of a language model `completions.jsonl` in place of predictions. The report comes last: a run
+    that has one, and final figures, is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -242,7 +242,7 @@ def _refuse_what_is_no_score(scores: Tensor, probabilities: bool) -> None:
     bad = scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1)
     if bad.any():
         raise ValueError(
-            f"{int(bad.sum())} of {len(scores)} images have scores that are NaN or infinite (first: row "
+            f"{int(bad.sum())} of {len(scores)} rows have scores that are NaN or infinite (first: row "
             f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or look "
             "at its inputs"
         )

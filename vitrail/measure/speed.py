@@ -18,12 +18,14 @@ from torch import Tensor, nn
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
 MOST_CALLS = 1000  # of a round
+LEAD_CYCLES = 40_000_000  # about 20 ms of an idle device, in which the host queues what is timed
 FRESH_SETS = 4  # different inputs, used in turn, so that no call finds its own input in a cache
 FRESH_BYTES = 2**31  # of all sets together; large batches fill the caches anyway
 NOISY_SPREAD, NOISY_DRIFT, NOISY_CONTROL = 0.10, 0.05, 0.03  # shares from which a machine is called noisy
 
 Work = Callable[[int], object]  # called with the number of the call, so that inputs can change from call to call
 Turn = Callable[[int, int], None]  # told (rounds done, rounds in all)
+Clock = Callable[[], float]  # seconds since some moment
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Timing:
     batch: int
     rounds: tuple[float, ...]
     calls: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a call: median of the rounds' means."""
+        return statistics.median(self.rounds) * len(self.rounds) / len(self.calls)
 
     @property
     def speeds(self) -> list[float]:
@@ -123,29 +130,31 @@ def in_turns(
     *,
     rounds: int = ROUNDS,
     seconds: float = 1.0,
+    calls: int | None = None,
     warm_up: int = WARM_UP_CALLS,
     patience: float = float("inf"),
+    lead: bool = False,
+    clock: Clock = time.perf_counter,
     turn: Turn | None = None,
 ) -> dict[str, Timing]:
     """Time every way once a round, in an order that is turned around from round to round.
 
-    A round makes as many calls of a way as make its rounds take about `seconds` together. After `patience` seconds no
-    further round begins; three are always made, if as many are asked for.
+    A round makes `calls` calls of a way (none: as many as make its rounds take about `seconds` together). After
+    `patience` seconds no further round begins; three are always made, if as many are asked for. `lead` and `clock` are
+    as in `timed_calls`.
     """
-    calls: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, way in ways.items():
         for i in range(warm_up):
             way.work(i)
-        once = sum(timed_calls(way.work, 1, device))
-        calls[name] = min(MOST_CALLS, max(1, round(seconds / rounds / max(once, 1e-7))))
-        if calls[name] > 1:  # the first call after another way may be slow; a whole round is a better probe
-            once = sum(timed_calls(way.work, calls[name], device)) / calls[name]
-            calls[name] = min(MOST_CALLS, max(1, round(seconds / rounds / max(once, 1e-7))))
+        counts[name] = calls or _calls(way.work, seconds / rounds, device)
     every: dict[str, list[list[float]]] = {name: [] for name in ways}
     began = time.perf_counter()
     for done in range(rounds):
         for name in reversed(list(ways)) if done % 2 else ways:
-            every[name].append(timed_calls(ways[name].work, calls[name], device, done * calls[name]))
+            every[name].append(
+                timed_calls(ways[name].work, counts[name], device, done * counts[name], lead=lead, clock=clock)
+            )
         if turn is not None:
             turn(done + 1, rounds)
         if done >= 2 and time.perf_counter() - began > patience:
@@ -156,16 +165,40 @@ def in_turns(
     }
 
 
-def timed_calls(work: Work, calls: int, device: torch.device, first: int = 0) -> list[float]:
+def _calls(work: Work, seconds: float, device: torch.device) -> int:
+    """How many calls take about so long."""
+    count = 1
+    for _ in range(2):  # the first call after another way may be slow; as many as make a round are a better probe
+        once = sum(timed_calls(work, count, device)) / count
+        count = min(MOST_CALLS, max(1, round(seconds / max(once, 1e-7))))
+        if count == 1:
+            break
+    return count
+
+
+def timed_calls(
+    work: Work,
+    calls: int,
+    device: torch.device,
+    first: int = 0,
+    *,
+    lead: bool = False,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
     """Seconds of each of `calls` calls made one after the other.
 
     On CUDA, events on the stream mark where each call ends and the host waits once, after the last: a call's time is
-    what the device spent on it, waiting for the host included. Elsewhere each call is waited for.
+    what the device spent on it, waiting for the host included. With `lead` the device first idles while the host queues
+    the work: what is timed is then the device alone, as behind a long trunk in a real step, and not how fast the host
+    launches (work that waits for the device has no such lead). Elsewhere each call is waited for, and `clock` read
+    (`time.process_time` leaves out what other processes do).
     """
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
         stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
+        if lead:
+            torch.cuda._sleep(LEAD_CYCLES)
         marks[0].record(stream)
         for i in range(calls):
             work(first + i)
@@ -175,10 +208,10 @@ def timed_calls(work: Work, calls: int, device: torch.device, first: int = 0) ->
     _wait(device)
     found = []
     for i in range(calls):
-        start = time.perf_counter()
+        start = clock()
         work(first + i)
         _wait(device)
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return found
 
 

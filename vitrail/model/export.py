@@ -161,6 +161,11 @@ def _export(
     write: Callable[[ExportedProgram, Path, dict[str, Any]], None],
     read: Callable[[Path], Runner],
 ) -> Exported:
+    if hasattr(model.trunk, "tokeniser"):
+        raise ValueError(
+            f"{path} was not written: the model reads texts, and such files take images; use the run folder itself, "
+            "with vitrail predict or vitrail.load"
+        )
     model = merged_copy(model).to("cpu", torch.float32).eval()
     program = _traced(model, takes, gives)
     with replacing(path) as temporary:

@@ -55,13 +55,18 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def base_hash(model: nn.Module, own: list[str] | None = None) -> str:
+def base_tensors(model: nn.Module, own: list[str] | None = None) -> dict[str, Tensor]:
     """Of the model below its adapters, without what `own` names (none: what the adapter in use has as a whole)."""
     bank = bank_of(model)
     if own is None:
         own = [] if bank is None or bank.active is None else bank.adapter(bank.active).own.names()
     stored = set(model.state_dict())
-    return digest({name: t for name, t in base_state(model).items() if name in stored and name not in own})
+    return {name: t for name, t in base_state(model).items() if name in stored and name not in own}
+
+
+def base_hash(model: nn.Module, own: list[str] | None = None) -> str:
+    """By which a base is known again: of its `base_tensors`."""
+    return digest(base_tensors(model, own))
 
 
 def save_adapter(model: nn.Module, name: str, path: str | Path, *, bits: int | None = None) -> int:
