@@ -366,4 +366,4 @@ def test_it_starts_from_the_weights_of_a_plain_model() -> None:
     notes = load_weights(gated, plain.state_dict())
     assert sorted(notes) == sorted(f"{name} starts anew" for name in gated.state_dict() if "policy" in name)
     assert torch.equal(gated.trunk.blocks[1].attn.qkv.weight, plain.trunk.blocks[1].attn.qkv.weight)
-    assert gated.layer_of("trunk.policy.decisions.1.patches.weight") == plain.layers - 1
+    assert gated.layer_of("trunk.policy.decisions.1.patches.weight") == plain.layers

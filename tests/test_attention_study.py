@@ -137,6 +137,18 @@ def test_the_gap_is_that_of_means_over_seeds(of_study: None, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("value", "scratch", "tune", "percent"),
+    [(85.1, 83.0, 85.7, 77.8), (71.8, 64.3, 79.9, 48.1), (82.0, 82.5, 83.6, -45.5), (43.6, 39.1, 46.3, 62.5)],
+    ids=["ViT-L", "iNaturalist 2018", "ViT-B, below scratch", "boxes of COCO"],
+)
+def test_the_gap_of_printed_figures(of_study: None, value: float, scratch: float, tune: float, percent: float) -> None:
+    """attention-transfer §2.5, §2.14, §2.17, §2.18."""
+    from attention_tables import recovered
+
+    assert round(100 * recovered(value, [scratch] * 2, [tune] * 2), 1) == percent
+
+
+@pytest.mark.parametrize(
     ("scratch", "tune"),
     [([0.20, 0.40], [0.49, 0.51]), ([0.29, 0.31], [0.40, 0.60]), ([0.5, 0.5], [0.4, 0.4]), ([0.2], [0.6])],
     ids=["scratch varies", "tune varies", "tune is worse", "one seed"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_recipes import TEXTS, reduced, teacher  # noqa: F401, a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vitrail.api.training import _Trainer, read_data
 from vitrail.engine.distributed import Group
@@ -27,7 +28,7 @@ WAIT = {  # what waits for the device, or cannot be recorded, on CUDA
 
 
 class Watch(TorchDispatchMode):
-    """Notes what would wait for the device, and every copy of memory of the host to it."""
+    """Notes what would wait for the device, every copy between it and the host, and work on tensors of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +42,10 @@ class Watch(TorchDispatchMode):
             source = args[1] if func.overloadpacket is aten.copy_ else args[0]
             if source.device.type != out.device.type:
                 self.seen.append(f"{func} from {source.device} to {out.device} of {tuple(source.shape)}")
+        else:
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
+            if len({t.device.type for t in given}) > 1:
+                self.seen.append(f"{func} of tensors on the device and {[t.shape for t in given if not t.is_meta]}")
         return out
 
 

@@ -158,6 +158,13 @@ def test_jitter_has_the_pixels_of_torchvision_on_pillow_images_in_the_drawn_orde
     assert (difference > 0).mean() < 1e-3
 
 
+def test_colours_are_jittered_after_the_three_looks():
+    """architectures-and-training §12 item 19: black stays black, while a jittered white would not become so."""
+    white = np.full((20, 16, 16, 3), 255, dtype=np.uint8)
+    made, _ = changed(white, 16, crop="pad", solarise=1.0, jitter=0.3)
+    assert made.max() == 0
+
+
 def test_erasing_changes_the_drawn_rectangle_and_nothing_else_and_noise_is_standard_normal():
     config = AugmentConfig(**PLAIN, erasing=0.5)
     preprocess = PreprocessConfig(size=32, mean=(0.5, 0.5, 0.5), std=(0.1, 0.1, 0.1))

@@ -109,11 +109,34 @@ def test_norms_biases_and_tokens_are_not_decayed_and_everything_is_in_one_group(
 def test_layer_decay_falls_from_head_to_stem() -> None:
     groups = parameter_groups(objective(), OptimConfig(layer_decay=0.5))
     share = {name: group["share"] for group in groups for name in group["names"]}
-    # Three blocks: head 1, norm 0.5, blocks 0.25 .. 0.0625 counted from above, stem below all.
-    assert share["model.head.fc.weight"] == 1
-    assert share["model.trunk.norm.weight"] == 0.5
-    assert [share[f"model.trunk.blocks.{i}.mlp.fc1.weight"] for i in (2, 1, 0)] == [0.25, 0.125, 0.0625]
-    assert share["model.trunk.pos_embed"] == share["model.trunk.patch_embed.proj.weight"] == 0.03125
+    # MAE, three blocks: head and norm 1, blocks 0.5 .. 0.125 counted from above, stem below all.
+    assert share["model.head.fc.weight"] == share["model.trunk.norm.weight"] == 1
+    assert [share[f"model.trunk.blocks.{i}.mlp.fc1.weight"] for i in (2, 1, 0)] == [0.5, 0.25, 0.125]
+    assert share["model.trunk.pos_embed"] == share["model.trunk.patch_embed.proj.weight"] == 0.0625
+
+
+def test_a_layer_has_its_share_of_every_rate_the_lowest_too() -> None:
+    config = OptimConfig(lr=8e-3, steps=10, warmup=0, floor=2e-3, layer_decay=0.5)
+    made, curve = build_optimizer(objective(), config), make_schedule(config, 4, 40)
+    for step, rate in ((0, 8e-3), (5, 5e-3), (10, 2e-3)):  # a half cosine: the end, the middle, the other end
+        set_step(made, curve, step)
+        found = sorted({round(float(group["lr"]), 9) for group in made.param_groups})
+        assert found == pytest.approx([rate * 0.5**below for below in (4, 3, 2, 1, 0)])
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "timm:vit_tiny_patch16_224", "timm:resnet18"])
+def test_layer_decay_is_that_of_timm(name: str) -> None:
+    theirs = timm.create_model("vit_tiny_patch16_224" if name == "deit_tiny" else name.removeprefix("timm:"))
+    names = {id(p): n for n, p in theirs.named_parameters()}
+    groups = timm.optim.param_groups_layer_decay(theirs, layer_decay=0.75)
+    expected = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    made = parameter_groups(Supervised(create_model(name), SupervisedConfig()), OptimConfig(layer_decay=0.75))
+    prefix = "model.trunk." if name == "deit_tiny" else "model.trunk.backbone."
+    share = {n.removeprefix(prefix): group["share"] for group in made for n in group["names"]}
+    share = {n.replace("model.head.fc", "head"): value for n, value in share.items()}
+    different = {n for n in expected if share[n] != pytest.approx(expected[n])}
+    # To the final norm timm gives the rate of the last block, MAE that of the head.
+    assert different == ({"norm.weight", "norm.bias"} if name == "deit_tiny" else set())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +157,22 @@ def test_tune_freezes_the_rest(tune: str, inside: list[str], outside: list[str])
     assert on.isdisjoint(outside)
     assert trainable == sum(p.numel() for n, p in model.named_parameters() if n in on)
     assert total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "before"),
+    [
+        ("cifar_resnet20", "trunk.layer3.2.conv1.weight", "trunk.layer3.1.conv2.weight"),
+        ("timm:resnet18", "trunk.backbone.layer4.1.conv1.weight", "trunk.backbone.layer4.0.conv2.weight"),
+    ],
+)
+@pytest.mark.parametrize("head", [None, "mean"])
+def test_the_last_block_of_a_cnn_is_one_block(name: str, last: str, before: str, head: str | None) -> None:
+    model = create_model(name, classes=5, **({} if head is None else {"head": head}))
+    choose_tuned(model, "last:1")
+    on = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert last in on
+    assert before not in on
 
 
 def test_tune_refuses_what_the_model_has_not() -> None:

@@ -292,6 +292,26 @@ def test_genie_ada_keeps_the_image_just_after_the_switch_of_each() -> None:
     assert torch.equal(found.images, found.candidates[found.place, torch.arange(4)])
 
 
+class Labelled(Fading):
+    """Images that say which r they were made with."""
+
+    def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        return torch.full_like(images, round(100 * r))
+
+
+def test_the_lengths_of_embeddings_choose_only_where_they_are_kept() -> None:
+    """From (1, 0) to (0, 1): 1 - x + y is -1, 0.2, 1.1 of the candidates, and 0.84, 0.22, 1.45 of their directions."""
+    where = {0: (1.0, 0.0), 50: (10.0, 8.0), 60: (1.0, 0.2), 70: (0.1, 0.2)}
+
+    def embed(images: Tensor) -> Tensor:
+        return torch.tensor([where[level] for level in images[:, 0, 0, 0].tolist()])
+
+    images, one = torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
+    options: dict[str, Any] = {"embed": embed, "prototypes": torch.eye(2), "candidates": (0.5, 0.6, 0.7)}
+    assert genie_ada(Labelled({}), images, one, one, **options).r.tolist() == pytest.approx([0.7])
+    assert genie_ada(Labelled({}), images, one, one, unit=False, **options).r.tolist() == pytest.approx([0.6])
+
+
 @pytest.mark.parametrize("candidates", [(0.5,), (0.6, 0.5), (0.5, 0.5)])
 def test_candidates_that_have_no_jump_are_refused(candidates: tuple[float, ...]) -> None:
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,19 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
-from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.config import (
+    ByolConfig,
+    CmsfConfig,
+    IsdConfig,
+    MocoConfig,
+    MsfConfig,
+    SupconConfig,
+    SupervisedConfig,
+)
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
+from vitrail.model.heads.config import Projected
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,6 +128,52 @@ def test_a_graph_alone_changes_no_bit() -> None:
     fast, fast_weights = steps_of(torch.bfloat16, False, True)
     assert fast == plain
     assert all(torch.equal(fast_weights[k], v) for k, v in plain_weights.items())
+
+
+UNLABELLED: dict[str, Any] = {
+    "byol": ByolConfig(predictor_hidden=64, momentum_end=1.0),
+    "moco": MocoConfig(bank=200),
+    "isd": IsdConfig(bank=200, predictor_hidden=64),
+    "msf": MsfConfig(bank=200, predictor_hidden=64, k=3),
+    "cmsf self": CmsfConfig(bank=200, predictor_hidden=64, k=3, pool=5),
+    "cmsf supervised": CmsfConfig(bank=200, predictor_hidden=64, k=3, constraint="supervised"),
+    "supcon": SupconConfig(),
+}
+
+
+def steps_without_labels(config: Any, graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    head = Projected(width=32, hidden=64, norm=True)
+    model = create_model("vit_tiny_32", classes=10, depth=2, head=head)
+    facts = TrainingFacts(np.arange(640) % 10, np.arange(640), 10)
+    objective = build_objective(config, model, facts)
+    objective.capturable = graph  # whatever it says of itself
+    optim = OptimConfig(lr=1e-3, warmup=0, schedule="constant")
+    step = TrainStep(
+        objective,
+        optim,
+        make_schedule(optim, 64, 640),
+        device=torch.device("cuda"),
+        autocast=torch.bfloat16,
+        graph=graph,
+    )
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for number in range(8):  # the bank of 200 rows comes round in the fourth
+        views = [torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8, generator=generator).cuda() for _ in range(2)]
+        index = torch.arange(64, device="cuda") + 64 * number
+        step.feed(Batch(tuple(views), index % 10, index % 10, index))
+        losses.append(step.meter.read(step.group)["loss"])
+    assert graph == (step._graph is not None), step.why_no_graph
+    return losses, {k: v.detach().clone() for k, v in objective.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_a_graph_changes_no_bit_of_banks_and_slow_copies(name: str) -> None:
+    plain, state = steps_without_labels(UNLABELLED[name], False)
+    fast, captured = steps_without_labels(UNLABELLED[name], True)
+    assert fast == plain
+    assert all(torch.equal(captured[k], v) for k, v in state.items())
 
 
 def test_bf16_steps_follow_float32_ones() -> None:

@@ -56,6 +56,22 @@ def test_class_attention_by_hand(token_in_keys: bool) -> None:
     assert head.maps(tokens).shape == (2, 2, 16)
 
 
+def test_class_mlp_by_hand() -> None:
+    """A linear map over class token and patches in the place of attention, twice; patches stay as they were (§6.1)."""
+    model = small("resmlp_s12_class_mlp", heads=1)
+    patches = model.tokens(IMAGES).sequence
+    x = model.head.cls_token.expand(2, -1, -1)
+    for block in model.head.blocks:
+        z = block.norm1.alpha * torch.cat([x, patches], 1) + block.norm1.beta
+        gathered = torch.einsum("on,bnd->bod", block.attn.tokens.weight, z) + block.attn.tokens.bias[:, None]
+        x = x + block.ls1.gamma * gathered
+        hidden = F.gelu(F.linear(block.norm2.alpha * x + block.norm2.beta, block.mlp.fc1.weight, block.mlp.fc1.bias))
+        x = x + block.ls2.gamma * F.linear(hidden, block.mlp.fc2.weight, block.mlp.fc2.bias)
+    assert len(model.head.blocks) == 2
+    x = (model.head.norm.alpha * x + model.head.norm.beta)[:, 0]
+    torch.testing.assert_close(model(IMAGES), F.linear(x, model.head.fc.weight, model.head.fc.bias))
+
+
 def test_class_attention_equals_timms_cait() -> None:
     import timm
 

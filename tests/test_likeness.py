@@ -121,5 +121,7 @@ def test_three_ways_of_one_average_pooling_lie_far_apart() -> None:
         for matching in ("direct", "bipartite", "minimum"):
             assert 0.2 < attention_divergence(first, second, matching) < math.log(2)
     second, third = (torch.stack(models[i][0])[None] for i in (1, 2))
+    for matching in ("direct", "bipartite", "minimum"):  # half of the keys of any two halves are common
+        assert attention_divergence(second, third, matching) == pytest.approx(math.log(2) / 2, rel=1e-12)
     assert attention_divergence(second, third, "averaged") == pytest.approx(0, abs=1e-12)
     assert head_divergences(second, third).shape == (2, 2)

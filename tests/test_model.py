@@ -99,9 +99,10 @@ def test_without_positions_a_transformer_does_not_see_the_order_of_patches() -> 
     tokens = model.trunk.embed(torch.randn(1, 3, 64, 64))
     bare = tokens.sequence - model.trunk.pos_embed
     with torch.no_grad():
-        straight = model.head(model.trunk.encode(tokens.but(bare))[0])
-        shuffled = model.head(model.trunk.encode(tokens.but(bare[:, order]))[0])
-        torch.testing.assert_close(shuffled, straight)
+        straight, _ = model.trunk.encode(tokens.but(bare))
+        shuffled, _ = model.trunk.encode(tokens.but(bare[:, order]))
+        torch.testing.assert_close(shuffled.sequence, straight.sequence[:, order])  # patches move along
+        torch.testing.assert_close(model.head(shuffled), model.head(straight))
         placed = model.head(model.trunk.encode(tokens)[0])
         moved = model.head(model.trunk.encode(tokens.but(bare[:, order] + model.trunk.pos_embed))[0])
     assert (placed - moved).abs().max() > 1e-3
@@ -115,10 +116,10 @@ def test_bicubic_positions_keep_their_norm_better_than_bilinear() -> None:
         assert torch.equal(moved[:, :1], positions[:, :1])
         return float(moved[:, 1:].norm(dim=-1).mean() / positions[:, 1:].norm(dim=-1).mean())
 
-    # architectures-and-training §10.2 item 11
-    assert ratio("bilinear", False) == pytest.approx(0.68, abs=0.02)
-    assert ratio("bicubic", False) == pytest.approx(0.86, abs=0.02)
-    assert ratio("bicubic", True) == pytest.approx(0.83, abs=0.02)
+    # architectures-and-training §10.2 item 11; two digits are printed, and of the last that it is "about" so
+    assert ratio("bilinear", False) == pytest.approx(0.68, abs=0.005)
+    assert ratio("bicubic", False) == pytest.approx(0.86, abs=0.005)
+    assert ratio("bicubic", True) == pytest.approx(0.83, abs=0.01)
     assert resize_positions(positions, 1, (14, 14), (14, 14)) is positions
 
 
@@ -155,10 +156,13 @@ def test_layerscale_at_zero_is_the_identity_without_gradients_and_small_is_not()
         images = torch.randn(1, 3, 64, 64)
         tokens = model.trunk.embed(images)
         out, _ = model.trunk.encode(tokens)
-        if start == 0.0:
-            assert torch.equal(out.sequence, model.trunk.norm(tokens.sequence))
+        still = model.trunk.norm(tokens.sequence)
+        assert torch.equal(out.sequence, still) is not flows
+        assert (out.sequence - still).norm() < 1e-5 * still.norm()
         model(images).sum().backward()
-        assert bool(model.trunk.blocks[0].mlp.fc1.weight.grad.abs().max() > 0) is flows
+        for name, parameter in model.trunk.blocks.named_parameters():
+            if parameter.ndim == 2:  # the weights of the branches
+                assert bool(parameter.grad.abs().max() > 0) is flows, name
 
 
 def test_a_model_on_meta_can_be_filled_and_reset() -> None:

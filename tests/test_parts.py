@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.mixers.talking_heads import TalkingHeadsMixer
 from vitrail.model.norms import Affine, TokenBatchNorm
 from vitrail.model.positions import sinusoid
-from vitrail.model.residual import LayerScale, ScalarGate
+from vitrail.model.residual import LayerScale, ScalarGate, drop_path_for_depth, layerscale_init_for_depth
+from vitrail.model.sot_stem import SotEmbed
 from vitrail.model.tokens import Tokens
 
 
@@ -173,11 +176,19 @@ def test_gated_convolution_is_what_the_paper_draws() -> None:
     assert mixer.squeeze.out_channels == 4
 
 
-def test_patchconvnet_takes_any_multiple_of_its_patch_and_costs_by_area() -> None:
+def test_patchconvnet_costs_by_area() -> None:
     model = create_model("patchconvnet_s60", device="meta")
-    small_cost, large_cost = vitrail.cost(model, 224), vitrail.cost(model, 384)
-    assert small_cost.parameters == large_cost.parameters
-    assert large_cost.macs / small_cost.macs == pytest.approx(2.936, abs=0.002)  # §10.2 item 12
+    ratio = vitrail.cost(model, 384).macs / vitrail.cost(model, 224).macs
+    assert ratio == pytest.approx(2.936, abs=0.0005)  # §10.2 item 12; the areas' own ratio is 2.939
+
+
+def test_patchconvnet_takes_any_multiple_of_16_and_one_made_for_another_size_is_the_same_network() -> None:
+    model, larger = small("patchconvnet_s20", heads=1), small("patchconvnet_s20", heads=1, image_size=96)
+    larger.load_state_dict(model.state_dict())  # §10.2 item 12: no parameter depends on the size
+    for height, width in ((16, 16), (48, 80), (96, 96)):
+        images = torch.randn(1, 3, height, width)
+        torch.testing.assert_close(model(images), larger(images))
+        assert model.head.maps(model.tokens(images)).shape == (1, 1, height * width // 256)
 
 
 def test_class_attention_costs_linearly_and_self_attention_quadratically() -> None:
@@ -192,6 +203,14 @@ def test_class_attention_costs_linearly_and_self_attention_quadratically() -> No
             head(z, None)
         costs.append(counter.get_total_flops() / 2 - 2 * 384**2)  # less the query and the output projection
     assert costs[1] == 2 * costs[0]
+    block = model.trunk.blocks[0].attn
+    costs = []
+    for patches in (196, 392):
+        z = torch.empty(1, patches, 384, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            block(z, Tokens(z, 0, (1, patches)))
+        costs.append(counter.get_total_flops() / 2 - 4 * patches * 384**2)  # less what every token costs alone
+    assert costs == [2 * 196**2 * 384, 2 * 392**2 * 384]
 
 
 def test_affine_is_a_gain_and_a_shift() -> None:
@@ -243,6 +262,20 @@ def test_t_fixup_scales_values_and_projections() -> None:
     assert v.std().item() == pytest.approx(xavier * 0.67 * 16**-0.25, rel=0.05)
 
 
+def test_rules_by_depth_are_those_of_cait() -> None:
+    # architectures-and-training §5.1, §5.2 and §12 item 1: the printed rule for drop path is never positive
+    assert [layerscale_init_for_depth(d) for d in (12, 18, 24, 36, 48)] == [0.1, 0.1, 1e-5, 1e-6, 1e-6]
+    assert [drop_path_for_depth(d) for d in (6, 12, 24, 36, 48)] == pytest.approx([0, 0, 0.1, 0.2, 0.3])
+
+
+def test_every_block_drops_at_its_own_rate() -> None:
+    for rule, rates in (("linear", [0.0, 0.1, 0.2]), ("uniform", [0.2, 0.2, 0.2])):
+        trunk = small("deit_tiny", depth=3, drop_path=0.2, drop_path_rule=rule).trunk
+        assert [block.drop_path.rate for block in trunk.blocks] == pytest.approx(rates)
+    pairs = small("deit3_huge26x2", drop_path=0.2).trunk.blocks[0]
+    assert [branch.drop_path.rate for branch in (*pairs.attns, *pairs.ffns)] == [0.2] * 4
+
+
 def test_a_late_class_token_leaves_earlier_blocks_without_it() -> None:
     model = small("deit_tiny", class_token_at=1, depth=3)
     images = torch.randn(1, 3, 64, 64)
@@ -281,11 +314,83 @@ def test_parallel_blocks_equal_timms() -> None:
         torch.testing.assert_close(block(tokens).sequence, theirs(tokens.sequence))
 
 
-def test_sinusoids_are_unit_pairs() -> None:
+def test_positions_of_sot_are_fixed_sinusoids() -> None:
     table = sinusoid(197, 240)[0]
-    torch.testing.assert_close(table[:, 0::2] ** 2 + table[:, 1::2] ** 2, torch.ones(197, 120))
-    assert table[3, 0] == pytest.approx(torch.tensor(3.0).sin().item())
-    assert "pos_embed" not in dict(create_model("sot_7_32", device="meta").named_parameters())
+    for place, channel in ((3, 0), (196, 1), (5, 120), (150, 239)):
+        angle = place / 10000 ** (channel // 2 * 2 / 240)
+        assert table[place, channel].item() == pytest.approx((math.sin, math.cos)[channel % 2](angle), abs=1e-6)
+    trunk = create_model("sot_7_32").trunk
+    assert "pos_embed" not in dict(trunk.named_parameters())
+    assert torch.equal(trunk.pos_embed, sinusoid(65, 192))  # the class token has the first place
+
+
+def test_the_class_token_of_sot_starts_as_its_weights_do() -> None:
+    """heads §2.1: a fixed table gives it no start of its own, so it is drawn with a deviation of 0.02."""
+    assert create_model("sot_7_32").trunk.cls_token.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+def test_the_dense_embedding_is_torchvisions_layers_and_a_transition_without_relu() -> None:
+    from torchvision.models.densenet import _DenseLayer
+
+    embed = SotEmbed("densenet", 16, 24).eval()
+    shake(embed)
+    x = images = torch.randn(2, 3, 32, 48)
+    with torch.no_grad():
+        x = nn.functional.max_pool2d(embed.stem(x), 3, stride=2, padding=1)
+        for block, width in zip(embed.blocks, (64, 128, 128), strict=True):
+            for i in range(6):
+                theirs = _DenseLayer(width + 16 * i, growth_rate=16, bn_size=2, drop_rate=0.0).eval()
+                theirs.load_state_dict(block[i].state_dict())
+                x = torch.cat([x, theirs(x)], 1)
+            x = nn.functional.avg_pool2d(block[7](block[6](x)), 2)
+        expected = embed.project(x)
+        torch.testing.assert_close(embed(images), expected)
+    assert expected.shape == (2, 24, 2, 3)
+    assert SotEmbed("densenet", 8, 24)(images).shape == (2, 24, 4, 6)  # the last block keeps its size
+
+
+def test_the_residual_embedding_is_torchvisions_bottleneck() -> None:
+    from torchvision.models.resnet import Bottleneck
+
+    embed = SotEmbed("resnet", 8, 24).eval()
+    shake(embed)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        x = nn.functional.max_pool2d(embed.stem(images), 3, stride=2, padding=1)
+        for ours, inside, stride in zip(embed.blocks, (64, 256, 256), (2, 2, 1), strict=True):
+            shortcut = None if stride == 1 else nn.Sequential(nn.Conv2d(inside, 256, 1, stride, bias=False), norm(256))
+            theirs = Bottleneck(inside, 64, stride, shortcut, norm_layer=norm).eval()
+            names = {k.replace("norm", "bn").replace("shortcut", "downsample"): v for k, v in ours.state_dict().items()}
+            theirs.load_state_dict(names)
+            x = theirs(x)
+        torch.testing.assert_close(embed(images), embed.project(x))
+
+
+def norm(width: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(width, eps=1e-3, momentum=0.01)
+
+
+def test_the_inception_embedding_has_four_branches() -> None:
+    block = SotEmbed("inception", 16, 24).eval().blocks[0]
+    shake(block)
+    x = torch.randn(2, 64, 16, 16)
+
+    def conv(h: torch.Tensor, part: nn.Sequential, stride: int = 1) -> torch.Tensor:
+        weight = part[0].weight
+        h = nn.functional.conv2d(h, weight, stride=stride, padding=weight.shape[-1] // 2)
+        values = (part[1].running_mean, part[1].running_var, part[1].weight, part[1].bias)
+        return torch.relu(nn.functional.batch_norm(h, *values))
+
+    with torch.no_grad():
+        branches = [
+            conv(x, block.point, 2),
+            conv(conv(x, block.three[0]), block.three[1], 2),
+            conv(conv(x, block.five[0]), block.five[1], 2),
+            conv(nn.functional.max_pool2d(x, 3, 2, 1), block.pool[1]),
+        ]
+        torch.testing.assert_close(block(x), torch.cat(branches, 1))
+    assert [b.shape[1] for b in branches] == [32, 64, 16, 16]
+    assert [part[-1][0].kernel_size[0] for part in (block.three, block.five)] == [3, 5]
 
 
 @pytest.mark.parametrize("head", ["class_token", "distilled", "second_order"])

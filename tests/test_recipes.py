@@ -46,20 +46,52 @@ def test_a_recipe_says_where_it_is_from_and_what_to_expect(name: str) -> None:
     assert missing == []
 
 
+CAIT = {  # table 3.16: drop path and start of LayerScale
+    **{"xxs24": (0.05, 1e-5), "xxs36": (0.1, 1e-6), "xs24": (0.05, 1e-5), "xs36": (0.1, 1e-6)},
+    **{"s24": (0.1, 1e-5), "s36": (0.2, 1e-6), "s48": (0.3, 1e-6)},
+    **{"m24": (0.2, 1e-5), "m36": (0.3, 1e-6), "m48": (0.4, 1e-6)},
+}
+PATCHCONVNET = {"s20": 0.0, "s36": 0.05, "s60": 0.15, "s120": 0.2, "b36": 0.2, "b60": 0.3, "b120": 0.4}  # table 5.8
+DEIT3 = {"tiny": (0.0, 0.0), "small": (0.0, 0.0), "base": (0.1, 0.1), "large": (0.4, 0.3), "huge": (0.5, 0.5)}
+
+
+def of_blocks(name: str, model: str) -> tuple[set[float], set[float]]:
+    """Rates and starts that the blocks of a recipe's model have."""
+    options = recipe(name, model).model
+    made = create_model(model, device="meta", **({} if options.drop_path is None else {"drop_path": options.drop_path}))
+    blocks = list(made.trunk.blocks)
+    return {block.drop_path.rate for block in blocks}, {block.ls1.init for block in blocks}
+
+
+@pytest.mark.parametrize("name", CAIT)
+def test_blocks_of_cait_drop_and_start_as_table_3_16_says(name: str) -> None:
+    rate, start = CAIT[name]
+    assert of_blocks("cait-400", f"cait_{name}") == ({rate}, {start})  # one rate for all blocks
+
+
+@pytest.mark.parametrize("name", PATCHCONVNET)
+def test_blocks_of_patchconvnet_drop_as_table_5_8_says(name: str) -> None:
+    assert of_blocks("patchconvnet-1k", f"patchconvnet_{name}")[0] == {PATCHCONVNET[name]}
+    # Fine-tuning drops 0.1 less (§7.3), never less than nothing.
+    finer = recipe("patchconvnet-resolution", f"patchconvnet_{name}").model.drop_path
+    assert finer == pytest.approx(max(0, PATCHCONVNET[name] - 0.1))
+
+
+@pytest.mark.parametrize("size", DEIT3)
+def test_drop_path_of_deit3_is_that_of_table_6_14_and_grows_with_the_schedule(size: str) -> None:
+    small, large = DEIT3[size]  # ImageNet-1k, ImageNet-21k
+    assert of_blocks("deit3-1k-400", f"deit3_{size}") == ({small}, {1e-4})
+    rates = {name: recipe(f"deit3-{name}", f"deit3_{size}").model.drop_path for name in ("1k-800", "21k-90", "21k-240")}
+    # §8.2: 0.05 more for every 200 epochs beyond 400, and for 240 epochs on 21k
+    assert rates == pytest.approx({"1k-800": small + 0.1, "21k-90": large, "21k-240": large + 0.05})
+
+
 def test_what_depends_on_the_size_follows_the_model() -> None:
-    """Tables 3.16, 5.8 and 6.14 (§10.2 item 23)."""
-    for size, rate in (("tiny", 0.0), ("small", 0.0), ("base", 0.1), ("large", 0.4), ("huge", 0.5)):
-        assert recipe("deit3-1k-400", f"deit3_{size}").model.drop_path == rate
-        assert recipe("deit3-1k-800", f"deit3_{size}").model.drop_path == pytest.approx(rate + 0.1)
-    assert recipe("deit3-21k-90", "deit3_large").model.drop_path == 0.3
-    assert recipe("deit3-21k-240", "deit3_large").model.drop_path == 0.35
     assert recipe("patchconvnet-1k", "patchconvnet_s120").optim.weight_decay == 0.01
     assert recipe("patchconvnet-1k", "patchconvnet_b60").optim.weight_decay == 0.05
     assert recipe("patchconvnet-21k-to-1k", "patchconvnet_b120").model.drop_path == pytest.approx(0.3)
-    assert recipe("sot", "sot_base").data.batch == 512
-    for name, rate, start in (("cait_xxs24", 0.05, 1e-5), ("cait_s36", 0.2, 1e-6), ("cait_m48", 0.4, 1e-6)):
-        trunk = create_model(name, device="meta").trunk.config
-        assert (trunk.drop_path, trunk.layerscale) == (rate, start)
+    base = recipe("sot", "sot_base")
+    assert (base.data.batch, base.optim.lr, base.optim.weight_decay) == (512, 5e-4, 0.065)
 
 
 def test_learning_rates_scale_with_the_batch() -> None:
@@ -74,6 +106,8 @@ def test_learning_rates_scale_with_the_batch() -> None:
     assert make_schedule(grafit.optim, grafit.data.batch, 1_281_167).peak == pytest.approx(0.4)
     assert max(map(curve.lr, range(0, curve.steps, 997))) <= curve.peak
     assert math.isclose(curve.lr(curve.warmup), curve.peak, rel_tol=1e-6)
+    middle = (curve.warmup + curve.steps) // 2
+    assert curve.lr(middle) == pytest.approx((curve.peak + deit.optim.floor) / 2, rel=1e-3)  # of a cosine
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vitrail.model.mixers.build import build_mixer
 from vitrail.model.mixers.config import CosFormer, Efficient, EluKernel, MixerConfig, Sima, Xca
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.tokens import Tokens
+from vitrail.model.zoo import ZOO
 
 LINEAR: list[MixerConfig] = [
     *(Sima(), Sima(norm="l2"), Xca(), EluKernel(), Efficient(), CosFormer(), CosFormer(reweight=True))
@@ -95,7 +97,8 @@ def test_permuted_tokens_give_permuted_outputs(config: MixerConfig) -> None:
 @pytest.mark.parametrize("name", ["deit_small_sima", "xcit_s12_p16_sima"])
 def test_with_relu_nothing_exponential_is_in_the_graph(name: str) -> None:
     def operations(**changes: object) -> str:
-        head = None if name.startswith("deit") else ClassAttention(heads=2, style="xcit", attention="sima")
+        head = ZOO[name].head
+        head = replace(head, heads=2) if isinstance(head, ClassAttention) else head
         model = create_model(name, classes=3, depth=2, width=32, heads=2, image_size=64, head=head, **changes).eval()
         graph = torch.export.export(model, (torch.zeros(1, 3, 64, 64),)).graph
         return " ".join(str(node.target) for node in graph.nodes)

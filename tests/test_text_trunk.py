@@ -211,7 +211,7 @@ def test_depths_of_parameters_run_from_embeddings_to_head(name: str) -> None:
     found = {p: model.layer_of(p) for p, _ in model.named_parameters()}
     assert {found[p] for p in found if "embeddings." in p or ".wte." in p or ".wpe." in p} == {0}
     assert {found[p] for p in found if ".layer.1." in p or ".h.1." in p} == {2}
-    assert {found[p] for p in found if p.startswith("head.")} == {model.layers}
+    assert {found[p] for p in found if p.startswith("head.")} == {3} == {model.layers}
 
 
 def test_influence_of_both_is_the_sum_of_class_token_and_words(name: str) -> None:

@@ -63,6 +63,22 @@ def test_one_stage_of_sampling_costs_what_is_printed(stage: int, patches: int, g
     assert round(float(trace_macs(model, sampled_once(model, stage, patches))) / 1e9, 3) == giga
 
 
+@pytest.mark.parametrize(
+    ("share", "patches", "tokens"),
+    [(1.0, 4.60, 4.60), (0.87, 3.00, 3.06), (0.865, 2.97, 3.01), (0.72, 2.17, 2.20)],
+)
+def test_sampling_in_nine_blocks_costs_at_most_what_is_stated(share: float, patches: float, tokens: float) -> None:
+    """Every block keeps all it may: a share of its patches, as here, or of its tokens, which the table has (§4.1)."""
+    model = create_model("deit_small", device="meta", adaptive=Ats(cap=(share,)))
+    for stated, of_tokens in ((patches, 0), (tokens, 1)):
+        counts = [197.0] * 4  # entering the first block to leaving the third
+        for i in range(3, 12):
+            kept = model.policy.room(i, int(counts[-1]) - 1 + of_tokens)
+            counts.append(min(1.0 + kept, counts[-1]))
+        found = trace_macs(model, uses(model, [[n] for n in counts[:-1]], [[n] for n in counts[1:]]))
+        assert round(float(found) / 1e9, 2) == stated
+
+
 @pytest.mark.parametrize("head", ["class_token", "mean", "class_attention"])
 @torch.no_grad()
 def test_stem_and_head_are_counted_as_they_are(head: str) -> None:

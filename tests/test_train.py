@@ -338,6 +338,17 @@ def test_few_images_from_scratch_are_warned_about(tmp_path: Path, photos: Path, 
     assert "48 training images are few for 1." in capsys.readouterr().err
 
 
+def test_a_head_that_takes_a_models_distillation_token_away_is_warned_about(
+    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = "--optim.steps 1 --model.trunk.depth 1 --model.trunk.width 48 --model.trunk.heads 3"
+    named = f"--data {photos} {small} --model.name deit_tiny_distilled_32"
+    vitrail.train(configure(f"{named} --out {tmp_path / 'a'} --model.head.kind distilled"))
+    assert "distillation" not in capsys.readouterr().err
+    vitrail.train(configure(f"{named} --out {tmp_path / 'b'} --model.head.kind mean"))
+    assert "model.head mean replaces what deit_tiny_distilled_32 is named for" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path, photos: Path) -> None:
     """The same losses and weights to rounding, with mixing, accumulation and an odd number of evaluated images."""

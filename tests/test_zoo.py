@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from vitrail.model.build import create_model
 from vitrail.model.config import Patchify, SotStem, TrunkConfig
 from vitrail.model.cost import Cost, cost
-from vitrail.model.heads.config import ClassAttention, ClassToken, SecondOrder
+from vitrail.model.heads.config import ClassAttention, ClassToken, Mean, SecondOrder
 from vitrail.model.heads.head import Head
+from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.zoo import ZOO, list_models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -60,6 +62,7 @@ EXACT = {
     "cait_m24": 185_850_088,
     "cait_m36": 270_929_512,
     "cait_m48": 356_008_936,
+    "cait_b12": 100_770_664,
     "resmlp_s12": 15_350_872,
     "resmlp_s24": 30_020_680,
     "resmlp_s36": 44_690_488,
@@ -90,91 +93,97 @@ EXACT = {
 # DeiT III follows timm: its class token has no position, so it counts one width less than the table.
 ONE_WIDTH_LESS = {name for name in EXACT if name.startswith("deit3")}
 
-MILLIONS = {  # heads §4, given to four digits after the point
-    "sot_tiny": 7.9900,
-    "sot_small": 27.0173,
-    "sot_base": 76.7814,
-    "sot_7": 5.4499,
-    "deit_tiny_sot": 7.06,
-    "deit_small_sot": 25.63,
-    "deit_base_sot": 94.89,
-    "ga_convnext_tiny": 47.82,
-    "ga_convnext_small": 70.12,
-    "ga_convnext_base": 123.69,
-    "cifar_resnet32": 0.470,
-    "cifar_resnet110": 1.734,
+MILLIONS = {  # as printed in heads §2.10, §3.5 and §4
+    "sot_tiny": "7.9900",
+    "sot_small": "27.0173",
+    "sot_base": "76.7814",
+    "sot_7": "5.4499",
+    "deit_tiny_sot": "7.06",
+    "deit_small_sot": "25.63",
+    "deit_base_sot": "94.89",
+    "ga_convnext_tiny": "47.82",
+    "ga_convnext_small": "70.12",
+    "ga_convnext_base": "123.69",
+    "cifar_resnet32": "0.470",
+    "cifar_resnet110": "1.734",
 }
 
-MACS = {  # 10^9 at a size: architectures-and-training §5.4, §6.2, §7.2, §8.1, §10.1
-    ("deit_tiny", 224): 1.254,
-    ("deit_small", 224): 4.599,
-    ("deit_base", 224): 17.564,
-    ("deit_base_384", 384): 55.484,
-    ("deit_tiny_distilled", 224): 1.261,
-    ("deit_small_distilled", 224): 4.624,
-    ("deit_base_distilled", 224): 17.657,
-    ("deit_base_distilled_384", 384): 55.59,
-    ("deit3_large", 224): 61.555,
-    ("deit3_huge", 224): 167.295,
-    ("deit3_huge", 126): 52.2,
-    ("deit3_huge52", 224): 271.7,
-    ("cait_xxs24", 224): 2.52,
-    ("cait_xxs24", 384): 9.60,
-    ("cait_xxs36", 224): 3.76,
-    ("cait_xxs36", 384): 14.31,
-    ("cait_xs24", 224): 5.39,
-    ("cait_xs24", 384): 19.24,
-    ("cait_xs36", 224): 8.03,
-    ("cait_xs36", 384): 28.70,
-    ("cait_s24", 224): 9.33,
-    ("cait_s24", 384): 32.11,
-    ("cait_s36", 224): 13.90,
-    ("cait_s36", 384): 47.91,
-    ("cait_s48", 224): 18.48,
-    ("cait_s48", 384): 63.71,
-    ("cait_m24", 224): 35.78,
-    ("cait_m24", 384): 115.87,
-    ("cait_m36", 224): 53.37,
-    ("cait_m36", 384): 172.94,
-    ("cait_m36", 448): 247.4,
-    ("cait_m48", 224): 70.96,
-    ("cait_m48", 448): 329.1,
-    ("cait_b12", 224): 18.18,
-    ("resmlp_s12", 224): 3.01,
-    ("resmlp_s24", 224): 5.96,
-    ("resmlp_s36", 224): 8.91,
-    ("resmlp_b24", 224): 23.02,
-    ("resmlp_s12_p14", 224): 3.98,
-    ("resmlp_s12_p8", 224): 13.99,
-    ("resmlp_b24_p8", 224): 100.23,
-    ("resmlp_s12_class_mlp", 224): 3.01,
-    ("resmlp_s12_none", 224): 2.83,
-    ("resmlp_s12_mlp", 224): 4.25,
-    ("resmlp_s12_conv", 224): 5.95,
-    ("resmlp_s12_depthwise", 224): 2.84,
-    ("resmlp_s12_separable", 224): 3.19,
-    ("patchconvnet_s20", 224): 1.64,
-    ("patchconvnet_s36", 224): 2.57,
-    ("patchconvnet_s60", 224): 3.98,
-    ("patchconvnet_s60", 288): 6.57,
-    ("patchconvnet_s60", 320): 8.12,
-    ("patchconvnet_s60", 384): 11.68,
-    ("patchconvnet_s60", 512): 20.76,
-    ("patchconvnet_s120", 224): 7.49,
-    ("patchconvnet_b36", 224): 10.21,
-    ("patchconvnet_b60", 224): 15.80,
-    ("patchconvnet_b60", 288): 26.11,
-    ("patchconvnet_b60", 384): 46.39,
-    ("patchconvnet_b120", 320): 60.72,
-    ("patchconvnet_b120", 384): 87.42,
-    ("patchconvnet_l60", 224): 28.04,
-    ("patchconvnet_l60", 384): 82.33,
-    ("patchconvnet_l120", 224): 52.85,
-    ("patchconvnet_l120", 384): 155.16,
-    ("cifar_resnet29_bottleneck", 32): 0.047,
-    ("cifar_resnet65_bottleneck", 32): 0.101,
-    ("cifar_resnet110_bottleneck", 32): 0.167,
-    ("cifar_resnet110", 32): 0.253,
+MACS = {  # 10^9 at a size, as printed in architectures-and-training §4.1, §5.4, §6.2, §7.2, §8.1, §10.1
+    ("deit_tiny", 224): "1.254",
+    ("deit_small", 224): "4.599",
+    ("deit_base", 224): "17.564",
+    ("deit_base_384", 384): "55.484",
+    ("deit_tiny_distilled", 224): "1.261",
+    ("deit_small_distilled", 224): "4.624",
+    ("deit_base_distilled", 224): "17.657",
+    ("deit_base_distilled_384", 384): "55.59",
+    ("deit3_tiny", 224): "1.254",
+    ("deit3_small", 224): "4.599",
+    ("deit3_base", 224): "17.564",
+    ("deit3_base", 384): "55.48",
+    ("deit3_large", 224): "61.555",
+    ("deit3_large", 384): "191.07",
+    ("deit3_huge", 224): "167.295",
+    ("deit3_huge", 126): "52.2",
+    ("deit3_huge52", 224): "271.7",
+    ("cait_xxs24", 224): "2.52",
+    ("cait_xxs24", 384): "9.60",
+    ("cait_xxs36", 224): "3.76",
+    ("cait_xxs36", 384): "14.31",
+    ("cait_xs24", 224): "5.39",
+    ("cait_xs24", 384): "19.24",
+    ("cait_xs36", 224): "8.03",
+    ("cait_xs36", 384): "28.70",
+    ("cait_s24", 224): "9.33",
+    ("cait_s24", 384): "32.11",
+    ("cait_s36", 224): "13.90",
+    ("cait_s36", 384): "47.91",
+    ("cait_s48", 224): "18.48",
+    ("cait_s48", 384): "63.71",
+    ("cait_m24", 224): "35.78",
+    ("cait_m24", 384): "115.87",
+    ("cait_m36", 224): "53.37",
+    ("cait_m36", 384): "172.94",
+    ("cait_m36", 448): "247.4",
+    ("cait_m48", 224): "70.96",
+    ("cait_m48", 448): "329.1",
+    ("cait_b12", 224): "18.18",
+    ("resmlp_s12", 224): "3.01",
+    ("resmlp_s24", 224): "5.96",
+    ("resmlp_s36", 224): "8.91",
+    ("resmlp_b24", 224): "23.02",
+    ("resmlp_s12_p14", 224): "3.98",
+    ("resmlp_s12_p8", 224): "13.99",
+    ("resmlp_b24_p8", 224): "100.23",
+    ("resmlp_s12_class_mlp", 224): "3.01",
+    ("resmlp_s12_none", 224): "2.83",
+    ("resmlp_s12_mlp", 224): "4.25",
+    ("resmlp_s12_conv", 224): "5.95",
+    ("resmlp_s12_depthwise", 224): "2.84",
+    ("resmlp_s12_separable", 224): "3.19",
+    ("patchconvnet_s20", 224): "1.64",
+    ("patchconvnet_s36", 224): "2.57",
+    ("patchconvnet_s60", 224): "3.98",
+    ("patchconvnet_s60", 288): "6.57",
+    ("patchconvnet_s60", 320): "8.12",
+    ("patchconvnet_s60", 384): "11.68",
+    ("patchconvnet_s60", 512): "20.76",
+    ("patchconvnet_s120", 224): "7.49",
+    ("patchconvnet_b36", 224): "10.21",
+    ("patchconvnet_b60", 224): "15.80",
+    ("patchconvnet_b60", 288): "26.11",
+    ("patchconvnet_b60", 384): "46.39",
+    ("patchconvnet_b120", 224): "29.77",
+    ("patchconvnet_b120", 320): "60.72",
+    ("patchconvnet_b120", 384): "87.42",
+    ("patchconvnet_l60", 224): "28.04",
+    ("patchconvnet_l60", 384): "82.33",
+    ("patchconvnet_l120", 224): "52.85",
+    ("patchconvnet_l120", 384): "155.16",
+    ("cifar_resnet29_bottleneck", 32): "0.047",
+    ("cifar_resnet65_bottleneck", 32): "0.101",
+    ("cifar_resnet110_bottleneck", 32): "0.167",
+    ("cifar_resnet110", 32): "0.253",
 }
 
 
@@ -189,12 +198,15 @@ def test_parameters_equal_the_table(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
+def rounding(printed: str) -> float:
+    """Half a unit of the last printed digit, and a little for the binary fraction."""
+    return 0.501 * 10 ** -len(printed.partition(".")[2])
+
+
 @pytest.mark.parametrize("name", MILLIONS)
 def test_parameters_equal_the_table_to_its_digits(name: str) -> None:
-    digits = len(str(MILLIONS[name]).partition(".")[2])
-    digits = 4 if name in ("sot_tiny", "sot_small", "sot_base", "sot_7") else digits
     parameters = sum(p.numel() for p in create_model(name, device="meta").parameters())
-    assert parameters / 1e6 == pytest.approx(MILLIONS[name], abs=0.51 * 10**-digits)
+    assert parameters / 1e6 == pytest.approx(float(MILLIONS[name]), abs=rounding(MILLIONS[name]))
 
 
 @pytest.mark.parametrize("name", sorted(ONE_WIDTH_LESS))
@@ -205,11 +217,10 @@ def test_deit3_with_a_class_position_equals_the_table_itself(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "size"), MACS)
 def test_multiply_accumulates_equal_the_table(name: str, size: int) -> None:
-    expected = MACS[name, size]
-    digits = len(str(expected).partition(".")[2])
-    found = counted(name, size)
-    # One unit of the last printed digit; the distilled DeiT-B at 384 and ViT-H-52 are printed with few digits.
-    assert found.macs / 1e9 == pytest.approx(expected, abs=1.01 * 10**-digits)
+    printed = MACS[name, size]
+    # The table's PatchConvNets have a few D^2 more than the closed form, which a test below holds to the last one.
+    allowed = (2 if name.startswith("patchconvnet") else 1) * rounding(printed)
+    assert counted(name, size).macs / 1e9 == pytest.approx(float(printed), abs=allowed)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +228,8 @@ def test_multiply_accumulates_equal_the_table(name: str, size: int) -> None:
     [("sot_tiny", 2.529, 2.753), ("sot_small", 5.797, 6.215), ("sot_base", 14.540, 15.524), ("sot_7", 1.062, 1.201)],
 )
 def test_sot_counts_with_and_without_attention_products(name: str, without: float, with_products: float) -> None:
-    assert counted(name).macs / 1e9 == pytest.approx(with_products, abs=0.0011)
-    assert counted(name, attention_products=False).macs / 1e9 == pytest.approx(without, abs=0.0011)
+    assert counted(name).macs / 1e9 == pytest.approx(with_products, abs=0.0005)
+    assert counted(name, attention_products=False).macs / 1e9 == pytest.approx(without, abs=0.0005)
 
 
 @pytest.mark.parametrize(
@@ -237,20 +248,64 @@ def test_sot_counts_with_and_without_attention_products(name: str, without: floa
 def test_variants_of_the_seven_layer_sot(options: dict[str, object], parameters: float, macs: float) -> None:
     found = counted("sot_7", attention_products=False, **options)
     assert found.parameters / 1e6 == pytest.approx(parameters, abs=6e-5)
-    assert found.macs / 1e9 == pytest.approx(macs, abs=0.0011)
+    assert found.macs / 1e9 == pytest.approx(macs, abs=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("head", "parameters", "without", "with_products"),
+    [(SecondOrder(fusion="words_only"), 7.7490, 2.529, 2.752), (ClassToken(), 6.7726, 2.520, 2.743)],
+    ids=["words", "class token"],
+)
+def test_halves_of_the_tiny_sot(head: object, parameters: float, without: float, with_products: float) -> None:
+    # heads §4: 7.7 M, which the paper states of both together, is the count of the words alone (§5 item 2)
+    found = counted("sot_tiny", head=head)
+    assert found.parameters / 1e6 == pytest.approx(parameters, abs=6e-5)
+    assert found.macs / 1e9 == pytest.approx(with_products, abs=0.0005)
+    assert counted("sot_tiny", head=head, attention_products=False).macs / 1e9 == pytest.approx(without, abs=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("head", "stated"),
+    [  # heads §2.10, table 3b; what the table states of concat includes a class FC that it does not use (§4)
+        (ClassToken(hidden=1280), 5.57),
+        (SecondOrder(fusion="aggregate_all", pooling="mean"), 4.22),
+        (SecondOrder(fusion="aggregate_all", pooling="covariance"), 5.15),
+        (SecondOrder(fusion="concat", pooling="mean"), 4.73 - 0.257),
+        (SecondOrder(fusion="concat", pooling="covariance"), 5.66 - 0.257),
+        (SecondOrder(fusion="concat"), 5.71 - 0.257),
+        (SecondOrder(fusion="sum", pooling="mean"), 4.47),
+        (SecondOrder(fusion="sum", pooling="covariance"), 5.40),
+        (SecondOrder(fusion="late", pooling="mean"), 4.47),
+        (SecondOrder(fusion="late", pooling="covariance"), 5.40),
+        (SecondOrder(fusion="late"), 5.46),
+    ],
+    ids=lambda value: "-".join((value.kind, *map(str, vars(value).values())))[:60] if hasattr(value, "kind") else None,
+)
+def test_stated_parameters_of_every_fusion_and_pooling(head: object, stated: float) -> None:
+    # The paper's own roundings lie up to 0.02 M apart (its ClassT 4.23 plus 257 x 1000 is not its 4.47).
+    assert counted("sot_7", head=head).parameters / 1e6 == pytest.approx(stated, abs=0.02)
+
+
+def test_dropout_of_the_pooled_words_grows_with_the_model() -> None:
+    # heads §2.7; all else of that table shows in the counts
+    drops = {name: create_model(f"sot_{name}", device="meta").head.drop.p for name in ("tiny", "small", "base", "7")}
+    assert drops == {"tiny": 0.0, "small": 0.5, "base": 0.7, "7": 0.0}
 
 
 @pytest.mark.parametrize(
     ("depth", "layers", "parameters", "macs"),
-    [(9, 3, 22.05, 3.62), (10, 2, 22.05, 3.94), (11, 1, 22.05, 4.26), (12, 1, 23.82, 4.63), (12, 2, 25.60, 4.69)],
+    [
+        *((9, 3, 22.05, 3.62), (10, 2, 22.05, 3.94), (11, 1, 22.05, 4.26)),
+        *((12, 1, 23.82, 4.63), (12, 2, 25.60, 4.69), (12, 3, 27.37, 4.75)),
+    ],
 )
 def test_class_attention_on_deit_small_counts_as_the_table(
     depth: int, layers: int, parameters: float, macs: float
 ) -> None:
     # architectures-and-training §5.3
     found = counted("deit_small", depth=depth, head=ClassAttention(layers=layers))
-    assert found.parameters / 1e6 == pytest.approx(parameters, abs=0.006)
-    assert found.macs / 1e9 == pytest.approx(macs, abs=0.0101)
+    assert found.parameters / 1e6 == pytest.approx(parameters, abs=0.005)
+    assert found.macs / 1e9 == pytest.approx(macs, abs=0.005)
 
 
 def test_a_class_attention_block_has_as_many_parameters_as_a_block() -> None:
@@ -268,8 +323,37 @@ def test_layerscale_costs_two_widths_a_block() -> None:
 
 def test_a_deep_deit_small_counts_as_the_table() -> None:
     found = counted("deit_small", depth=36, layerscale=1e-6)
-    assert found.parameters / 1e6 == pytest.approx(64.67, abs=0.006)
-    assert found.macs / 1e9 == pytest.approx(13.68, abs=0.011)
+    assert found.parameters / 1e6 == pytest.approx(64.67, abs=0.005)
+    assert found.macs / 1e9 == pytest.approx(13.68, abs=0.005)
+    talking = counted("deit_small", depth=36, layerscale=1e-6, heads=8, mixer=TalkingHeads())
+    assert talking.macs / 1e9 == pytest.approx(13.86, abs=0.005)
+
+
+def test_averaged_patches_spare_a_token_in_every_block() -> None:
+    # architectures-and-training §5.3, "12+0 avg-pool"
+    found = counted("deit_small", head=Mean())
+    assert found.parameters / 1e6 == pytest.approx(22.05, abs=0.005)
+    assert found.macs / 1e9 == pytest.approx(4.57, abs=0.005)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("small", 22.21), ("base", 86.878), ("large", 304.765)])
+def test_deit3_at_384_has_more_positions(name: str, millions: float) -> None:
+    # architectures-and-training §8.1 and §10.1, with a class position
+    found = counted(f"deit3_{name}", image_size=384, class_position=True)
+    assert found.parameters / 1e6 == pytest.approx(millions, abs=0.005 if name == "small" else 0.0005)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resmlp_b24", 115.774), ("resmlp_b24_p8", 129.175)])
+def test_a_shift_behind_the_branches_of_resmlp_is_an_option_that_its_counts_do_not_have(
+    name: str, millions: float
+) -> None:
+    # architectures-and-training §6.1 and §12 item 2: 115.737 and 129.138 without it, 115.7 and 129.1 printed
+    assert counted(name, layerscale_shift=True).parameters / 1e6 == pytest.approx(millions, abs=0.0005)
+
+
+def test_patches_of_eight_cost_as_self_supervised_vits_state() -> None:
+    # architectures-and-training §6.3: ViT-S/8
+    assert counted("vit_small", patch=8).macs / 1e9 == pytest.approx(22.41, abs=0.005)
 
 
 # What the source prints and a right count does not give, with the reason.
@@ -331,9 +415,9 @@ def test_stated_macs_agree_or_are_listed(name: str) -> None:
 def test_memory_formula_of_table_e() -> None:
     """heads §3.5 table E: input tensor and parameters, in MiB; its parameter column belongs to other models."""
     for name, figures in (("vit_small", (157.6, 231.1, 378.1)), ("ga_vit_small", (179.2, 252.7, 399.7))):
-        parameters = counted(name).parameters if name == "vit_small" else 27.7e6
+        parameters = counted(name).parameters
         for batch, stated in zip((128, 256, 512), figures, strict=True):
-            assert (batch * 3 * 224 * 224 * 4 + 4 * parameters) / 2**20 == pytest.approx(stated, abs=0.11)
+            assert (batch * 3 * 224 * 224 * 4 + 4 * parameters) / 2**20 == pytest.approx(stated, abs=0.1)
 
 
 def closed_form(width: int, depth: int, patch: int, size: int, classes: int, tokens: int) -> tuple[int, int]:
@@ -354,6 +438,61 @@ def test_counts_follow_the_closed_form(width: int, depth: int, patch: int, size:
     assert (found.parameters, found.macs) == closed_form(width, depth, patch, size, 7, 1)
     norms = cost(create_model("vit_tiny", device="meta", **options), size, norms=True).macs - found.macs
     assert norms == 5 * (2 * depth + 1) * ((size // patch) ** 2 + 1) * width
+
+
+def cait_closed_form(width: int, depth: int, heads: int, n: int, patch: int, classes: int) -> tuple[int, int]:
+    """architectures-and-training §11; n patches."""
+    own = 12 * width**2 + 15 * width
+    parameters = 3 * patch**2 * width + 2 * width + n * width + depth * (own + 2 * (heads**2 + heads)) + 2 * own
+    macs = 3 * patch**2 * width * n + depth * (12 * n * width**2 + 2 * n**2 * width + 2 * n**2 * heads**2)
+    macs += 2 * (10 * width**2 + 2 * (n + 1) * width**2 + 2 * (n + 1) * width)
+    return parameters + 2 * width + width * classes + classes, macs + width * classes
+
+
+def patchconvnet_closed_form(width: int, depth: int, size: int, classes: int) -> tuple[int, int]:
+    """architectures-and-training §11; of the pooling's MACs it says nothing: each of its products once."""
+    n, stages = (size // 16) ** 2, (3, width // 8, width // 4, width // 2, width)
+    stem = sum(9 * a * b for a, b in pairwise(stages)) + 2 * sum(stages[1:])
+    block = 2 * (width**2 + width) + 10 * width + (2 * width * (width // 4) + width // 4 + width) + 3 * width
+    pool = 4 * width**2 + width + 6 * width**2 + 4 * width + 4 * width + 2 * width + 2 * width + width
+    macs = sum(9 * stages[i] * stages[i + 1] * (size // 2 ** (i + 1)) ** 2 for i in range(4))
+    macs += depth * (n * (2 * width**2 + 9 * width) + 2 * width * (width // 4))
+    macs += 2 * n * width**2 + 2 * n * width + 8 * width**2 + width * classes
+    return stem + depth * block + pool + width * classes + classes, macs
+
+
+RESMLP = {  # parameters and MACs of what mixes n patches of d channels, norm and gain aside (§11)
+    "linear": (LinearPatches(), lambda n, d: n**2 + n, lambda n, d: n**2 * d),
+    "none": (NoMixing(), lambda n, d: 0, lambda n, d: 0),  # that branch keeps its norm and gain
+    "mlp": (PatchMlp(), lambda n, d: 8 * n**2 + 5 * n, lambda n, d: 8 * n**2 * d),
+    "conv": (PatchConv(style="full"), lambda n, d: 9 * d**2 + d, lambda n, d: 9 * n * d**2),
+    "depthwise": (PatchConv(style="depthwise"), lambda n, d: 10 * d, lambda n, d: 9 * n * d),
+    "separable": (PatchConv(style="separable"), lambda n, d: 11 * d + d**2, lambda n, d: 9 * n * d + n * d**2),
+}
+
+
+@pytest.mark.parametrize("mixer", RESMLP)
+def test_counts_of_resmlp_follow_the_closed_form(mixer: str) -> None:
+    kind, own, products = RESMLP[mixer]
+    d, depth, n, classes = 48, 3, 16, 7
+    found = counted(
+        "resmlp_s12", 32, mixer=kind, width=d, depth=depth, patch=8, image_size=32, classes=classes, heads=1
+    )
+    parameters = 3 * 64 * d + d + depth * (own(n, d) + 8 * d**2 + 5 * d + 6 * d) + 2 * d + d * classes + classes
+    macs = 3 * 64 * d * n + depth * (products(n, d) + 8 * n * d**2) + d * classes
+    assert (found.parameters, found.macs) == (parameters, macs)
+
+
+def test_counts_of_cait_follow_the_closed_form() -> None:
+    options = {"width": 96, "depth": 3, "heads": 2, "patch": 8, "image_size": 48, "classes": 7}
+    found = counted("cait_xxs24", 48, **options)
+    assert (found.parameters, found.macs) == cait_closed_form(96, 3, 2, 36, 8, 7)
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_counts_of_patchconvnet_follow_the_closed_form(size: int) -> None:
+    found = counted("patchconvnet_s20", size, width=64, depth=3, image_size=64, classes=7)
+    assert (found.parameters, found.macs) == patchconvnet_closed_form(64, 3, size, 7)
 
 
 def test_counting_leaves_the_model_alone_and_does_not_depend_on_its_device() -> None:

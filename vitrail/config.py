@@ -20,6 +20,7 @@ from vitrail.learn.config import (
     MaeConfig,
     ObjectiveConfig,
     SupervisedConfig,
+    named_weights,
 )
 from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
@@ -130,8 +131,8 @@ def validate(config: RunConfig) -> list[str]:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
     if config.recipe not in RECIPES:
         problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
-    if not re.fullmatch(r"full|head|norm|attention|last:\d+", config.optim.tune):
-        problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm or attention")
+    if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
+        problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:
         problems.append(
             f"engine.accumulate: a batch of {config.data.batch} cannot be cut into "
@@ -167,7 +168,7 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config)
+    problems += _adapter(config) + _writing(config) + _class_weights(config)
     if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
         problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
     if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
@@ -211,6 +212,18 @@ def _writing(config: RunConfig) -> list[str]:
     if odd:
         does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
         return [f"evaluators: {', '.join(sorted(odd))} does not judge a model that {does}; use {better}"]
+    return []
+
+
+def _class_weights(config: RunConfig) -> list[str]:
+    """What cannot be read as weights; whether their names are classes is known with the data."""
+    place, labels = "objective", config.objective
+    if not isinstance(labels, SupervisedConfig):
+        place, labels = "objective.labels", getattr(labels, "labels", None)
+    try:
+        named_weights(labels.class_weights if isinstance(labels, SupervisedConfig) else "none")
+    except ValueError as error:
+        return [f"{place}.class_weights: {error}"]
     return []
 
 

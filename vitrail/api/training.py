@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kin
 from vitrail.api.figures import figures_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.completions import template_of
+from vitrail.data.leaks import leak_notes
 from vitrail.data.open import open_data
 from vitrail.data.order import Order
 from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
@@ -30,7 +31,7 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.config import AttackConfig
+from vitrail.learn.config import AttackConfig, MaeConfig
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluate import Loaders
@@ -46,12 +47,22 @@ from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
+from vitrail.model.heads.config import Distilled
 from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.zoo import ZOO
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import Told
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
+HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
+    "adam": (0.01, 1e-3),
+    "adamw": (0.01, 1e-3),
+    "lamb": (0.05, 4e-3),
+    "muon": (0.2, 0.02),
+    "sgd": (5.0, 0.1),
+    "adagrad": (0.5, 0.01),
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,8 @@ class Run:
     notes: tuple[str, ...] = ()
     adapter: Mapping[str, Any] | None = None
     """What the file of a trained adapter holds."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """What evaluators found besides the figures, such as `knn`."""
 
     @property
     def report(self) -> Path:
@@ -175,7 +188,7 @@ class _Trainer:
         self.compile = self.compile and (self.feed.compiles or bool(config.engine.compile))
         self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
-        said = _warnings(config, data, self.parameters, self.tuned)
+        said = _warnings(config, data, self.parameters, self.tuned, self.schedule.peak)
         _say(group, quiet, *said, *self.feed.notes, *self.objective.notes)
 
     def run(self, state: checkpoint.State | None) -> Run:
@@ -294,7 +307,7 @@ class _Trainer:
             )
             self.feed.report(told)
         self.group.barrier()
-        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes), stored)
+        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes), stored, more)
 
     def _save(self, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
         """Keep the model, or the adapter alone where it has one; returns what the file of that holds."""
@@ -379,11 +392,13 @@ def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, li
     refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
     for key, reason in bad:
         _say(group, quiet, f"skipped {key}: {reason}")
-    return drop_bad(data, bad), bad
+    data = drop_bad(data, bad)
+    copied = leak_notes(data) if chosen.check == "full" and group.main else ()
+    return replace(data, notes=(*data.notes, *copied)), bad
 
 
-def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int) -> list[str]:
-    """What a person should hear before a run, though nothing is wrong."""
+def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
+    """What a person should hear before a run, though nothing is wrong; `peak` is the learning rate that is reached."""
     said = []
     count, adapter = len(data["train"]), config.model.adapter
     if adapter is not None:
@@ -393,15 +408,29 @@ def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int) -> 
                 "warning: model.weights is none, so the adapter changes random weights; give a run or file to adapt one"
                 " that was trained"
             )
+    elif config.optim.tune != "full":
+        said.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
     elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
         said.append(
             f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
+    if isinstance(config.objective, MaeConfig):
+        said.append("mae trains no classifier, so top-1 says nothing; judge by knn, or fine-tune: --model.weights RUN")
+    own, chosen = ZOO.get(config.model.name), config.model.head
+    if own is not None and isinstance(own.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
+        said.append(
+            f"warning: model.head {chosen.kind} replaces what {config.model.name} is named for; keep its distillation "
+            "token with --model.head.kind distilled"
+        )
     learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
     learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
-    if learns_weights and config.optim.name in ("adam", "adamw") and config.optim.lr > 0.01:
-        said.append(f"warning: a learning rate of {config.optim.lr:g} is high for {config.optim.name}; 1e-3 is usual")
+    high, usual = HIGH_RATES[config.optim.name]
+    if learns_weights and config.optim.tune != "head" and peak >= high:
+        scaled = "" if peak == config.optim.lr else f" (optim.lr {config.optim.lr:g} for a batch of {config.data.batch})"
+        said.append(
+            f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual"
+        )
     return said
 
 

@@ -62,9 +62,12 @@ def _run(work: Callable[[Any], Any], as_json: bool) -> int:
             if as_json:
                 more = {} if done.adapter is None else {"adapter": done.adapter}
                 more |= {} if patch is None else {"attack": patch.to_json()}
-                print(json.dumps({"run": str(done.path), "split": done.split, **done.figures.scalars(), **more}))
+                figures = {**done.figures.scalars(), **done.others}
+                print(json.dumps({"run": str(done.path), "split": done.split, **figures, **more}))
             else:
                 show(headline(done.figures, f"{done.split}, {done.path}"))
+                if done.others:
+                    print("  ".join(f"{name} {value:.4g}" for name, value in done.others.items()))
                 if done.adapter is not None:
                     found = done.adapter
                     print(f"{found['kind']}: {found['trained']:,} numbers, a file of {found['bytes']:,} bytes")

@@ -44,7 +44,7 @@ class OptimConfig:
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Learning rate of a block over that of the block above it."""
     tune: str = "full"
-    """full, head, last:N (N blocks, norm and head), norm, or attention (each with the head)."""
+    """full, head, last:N (N blocks, norm and head), norm, bias (BitFit), or attention (each with the head)."""
 
 
 @dataclass(frozen=True)

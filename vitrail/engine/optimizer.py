@@ -20,7 +20,7 @@ TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
 def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     """Freeze everything that `tune` leaves out; returns (trainable, total) parameters.
 
-    full, head, last:N (the last N blocks, final norm and head), norm, attention (each with the head). An adapter has
+    full, head, last:N (the last N blocks, final norm and head), norm, bias, attention (each with the head). An adapter has
     frozen what it does not train already. Raises `ValueError` where the model has no such part.
     """
     if bank_of(model) is not None:
@@ -36,15 +36,17 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
         if kind == "full" or name in head:
             return True
         if kind == "last":
-            return model.layer_of(name) > layers - 2 - int(count)
+            return model.layer_of(name) > layers - 1 - int(count)
         if kind == "norm":
             return any(part.startswith(("norm", "bn", "ls")) for part in name.split("."))
+        if kind == "bias":
+            return name.endswith("bias")
         return kind == "attention" and (".attn." in name or ".attention." in name)
 
-    if kind == "last" and int(count) > layers - 2:
-        raise ValueError(f"optim.tune: last:{count}, but the model has {layers - 2} blocks")
+    if kind == "last" and int(count) > layers - 1:
+        raise ValueError(f"optim.tune: last:{count}, but the model has {layers - 1} blocks")
     chosen = {name for name, _ in model.named_parameters() if tuned(name)}
-    if kind in ("norm", "attention") and chosen == head:
+    if kind in ("norm", "bias", "attention") and chosen == head:
         raise ValueError(f"optim.tune: {kind}, but the model has no such parameters; use head or full")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)

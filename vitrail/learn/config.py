@@ -25,8 +25,9 @@ class SupervisedConfig:
     """Targets above it become 1, the rest 0 (none: soft targets)."""
     bce_sum: bool = False
     """Sum over classes, then mean over the batch (else mean over both)."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """`balanced`: weigh a class by the inverse of its training frequency, mean weight 1."""
+    class_weights: str = "none"
+    """none; `balanced`: weigh a class by the inverse of its training frequency, mean weight 1; or weights by name, as
+    "cat=3,lynx=0.5" (1 for those that are not named)."""
     logit_adjustment: NotNegative = 0.0
     """Strength with which the log of each class's training frequency is added to its logit, in training alone; 1 makes
     rare classes count as if all were as frequent (Menon et al.). With `bce` the log odds (LiVT, efficiency-2 §3.6)."""
@@ -34,6 +35,26 @@ class SupervisedConfig:
     """Whether generated images count for frequencies (where the data tell them from real ones)."""
     classifier_loss: Literal["sum", "mean"] = "sum"
     """How the losses of several classifiers of one head are put together."""
+
+
+def named_weights(text: str) -> dict[str, float]:
+    """Weights by class of `class_weights`; empty for none and balanced. Raises `ValueError` for any other text.
+
+    >>> named_weights("cat=3, lynx=0.5")
+    {'cat': 3.0, 'lynx': 0.5}
+    """
+    if text in ("none", "balanced"):
+        return {}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            found[""] = 0.0
+    if "" in found or not all(0 <= weight < float("inf") for weight in found.values()):
+        raise ValueError(f"{text!r} is not none, balanced or NAME=WEIGHT,NAME=WEIGHT with weights of 0 and more")
+    return found
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ def draw_labelled(labels: NDArray[np.int64], share: float) -> NDArray[np.int64]:
 class PseudoLabels(nn.Module):
     """Two layers on the target's embeddings, trained between steps on those of the labelled images.
 
-    A round is held each time as many images as there are came by; before the first nobody gets a pseudo-label. All of
-    it is in checkpoints, and a round depends on nothing but its step, so a resumed run holds the same ones.
+    A round is held each time as many images as there are came by (the thesis says so, and elsewhere twice as often);
+    before the first nobody gets a pseudo-label. All of it is in checkpoints, and a round depends on nothing but its
+    step, so a resumed run holds the same ones.
     """
 
     ready: Tensor

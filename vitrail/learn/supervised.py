@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.mixing import soft
-from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
+from vitrail.schema import near
 
 
 def smooth(target: Tensor, smoothing: float, style: str) -> Tensor:
@@ -79,6 +82,14 @@ def balanced_weights(labels: NDArray[np.int64], classes: int) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
+def chosen_weights(named: Mapping[str, float], classes: Sequence[str]) -> Tensor:
+    """[classes] the weights that are named, and 1. Raises `ValueError` for a name that is no class."""
+    for name in named:
+        if name not in classes:
+            raise ValueError(f"objective.class_weights: the data have no class {name!r}{near(name, classes)}")
+    return torch.tensor([named.get(name, 1.0) for name in classes])
+
+
 class Supervised(Objective):
     """Labels (and what mixing made of them) for every classifier of the head."""
 
@@ -95,6 +106,8 @@ class Supervised(Objective):
             if labels is None:
                 raise ValueError("class_weights=balanced needs the training labels")
             weights = balanced_weights(labels, len(model.classes))
+        elif named := named_weights(config.class_weights):
+            weights = chosen_weights(named, model.classes)
         self.register_buffer("weights", weights, persistent=False)
         shift = None
         if config.logit_adjustment:

@@ -239,11 +239,11 @@ class Classifier(nn.Module):
         return [prediction for prediction in found if prediction is not None]
 
     def _prediction(self, row: Tensor, top: int) -> Prediction:
-        best = row.topk(min(top, len(row)))
+        held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are said, however few were asked for
+        best = row.topk(min(max(top, held), len(row)))
         pairs = tuple((self.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
         if self.multilabel:
-            held = tuple(pair for pair in pairs if pair[1] > 0.5)
-            return Prediction("|".join(name for name, _ in held), pairs[0][1], held or pairs)
+            return Prediction("|".join(name for name, _ in pairs[:held]), pairs[0][1], pairs[:held] or pairs)
         return Prediction(pairs[0][0], pairs[0][1], pairs)
 
     def save(self, folder: str | Path) -> Path:

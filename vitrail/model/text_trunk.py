@@ -39,7 +39,7 @@ class TextTrunk(nn.Module):
         self.depth = int(described.num_hidden_layers)
         # GPT's family has no segments, and RoBERTa's has one embedding for both sentences.
         self.segments = config.class_token != "last" and int(getattr(described, "type_vocab_size", 0) or 0) > 1
-        self.layers = self.depth + 1
+        self.layers = self.depth
 
     def tokeniser(self, stored: str) -> Tokeniser:
         """What makes texts ready for this trunk, of the stored tokenizer."""
@@ -59,7 +59,7 @@ class TextTrunk(nn.Module):
         found = LAYER.search(name)
         if found is not None:
             return int(found[1]) + 1
-        return self.layers if name.removeprefix("backbone.").startswith(LATE) else 0
+        return self.layers + 1 if name.removeprefix("backbone.").startswith(LATE) else 0
 
     def fill_buffers(self) -> None:
         """Buffers that are computed and not stored (positions, rotary angles), for a trunk built without memory."""

@@ -33,7 +33,9 @@ class TimmTrunk(nn.Module):
             self._gather_stages(config)
         self.plain = self.gather is None and timm_vit.is_plain_vit(backbone)  # can be run block by block
         self._layer_of = _layers(backbone)
-        self.layers = max(self._layer_of.values(), default=0)
+        own = tuple(f"{place}." for place in own_head)  # the head, which is one deeper than the deepest block
+        depths = (depth for name, depth in self._layer_of.items() if not f"backbone.{name}".startswith(own))
+        self.layers = max(depths, default=0)
 
     def _gather_stages(self, config: TimmBackbone) -> None:
         widths = [int(info["num_chs"]) for info in cast("Any", self.backbone).feature_info][-4:]

@@ -76,7 +76,8 @@ class Trunk(nn.Module):
         elif isinstance(self.pos_embed, Tensor) and not self.pos_embed.is_meta:
             self.fill_buffers()
         if self.cls_token is not None:
-            nn.init.normal_(self.cls_token, std=1e-6)
+            # As timm's, nearly nothing: what it starts as is its position. SoT's position is fixed (heads §2.1).
+            nn.init.trunc_normal_(self.cls_token, std=0.02 if self.config.positions == "sinusoid" else 1e-6)
         if self.config.start != "default" and not next(self.blocks.parameters()).is_meta:
             STARTS[self.config.start](self.blocks, self.config.depth)
 
@@ -165,12 +166,15 @@ class Trunk(nn.Module):
         return self.encode(self.embed(images))[0]
 
     def layer_of(self, name: str) -> int:
-        """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i, then what is new."""
+        """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i.
+
+        The final norm and a policy are as deep as the head, as in MAE's code (attention-transfer §2.4).
+        """
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
-        return self.config.depth + 1 if name.startswith(("norm.", "policy.")) else 0
+        return self.layers + 1 if name.startswith(("norm.", "policy.")) else 0
 
     @property
     def layers(self) -> int:
-        """Number of depths that `layer_of` gives, the head's own not counted."""
-        return self.config.depth + 1
+        """The deepest that `layer_of` gives for a block."""
+        return self.config.depth

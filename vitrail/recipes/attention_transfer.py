@@ -187,7 +187,8 @@ def attention_copy() -> RunConfig:
     """Attention copy: a new ViT-L that uses the attention maps of a frozen, pre-trained one.
 
     Source:    attention transfer, appendix (attention-transfer §2.4); the lowest rate, 2e-3, is absolute (peak 8e-3);
-               the class token is classified here, the mean of the patches there
+               the class token is classified here, the mean of the patches there; the last block has 0.75 of the
+               head's rate, as MAE's, in the authors' code all of it
     Command:   vitrail train attention-copy --data imagenet/ [--objective.teacher RUN]
     Expect:    the paper: L 85.1 % (scratch 83.0, fine-tuned 85.7); not run here
     """
