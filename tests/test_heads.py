@@ -90,6 +90,12 @@ def test_class_attention_equals_timms_cait() -> None:
         torch.testing.assert_close(ours.head(Tokens(tokens, 0, (14, 14)))[:, 0], expected)
 
 
+@pytest.mark.parametrize(("trunk", "start"), [({}, 1.0), ({"layerscale": 1e-4}, 1e-4)])
+def test_gains_of_attention_pooling_start_as_those_of_the_trunk(trunk: dict[str, float], start: float) -> None:
+    head = small("deit_tiny", head="attention_pool", **trunk).head
+    torch.testing.assert_close(head.ls1.gamma, torch.full((64,), start))
+
+
 def test_attention_pooling_by_hand_and_its_map() -> None:
     model = small("deit_tiny", head=AttentionPool(layerscale=0.5))
     tokens = model.tokens(IMAGES)

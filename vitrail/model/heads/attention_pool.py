@@ -23,7 +23,7 @@ class AttentionPoolHead(Head):
 
     own_norm = True
 
-    def __init__(self, config: AttentionPool, width: int, classes: int, layerscale: float = 1e-6) -> None:
+    def __init__(self, config: AttentionPool, width: int, classes: int, layerscale: float = 1.0) -> None:
         super().__init__()
         if width % config.heads:
             raise ValueError(f"width {width} cannot be cut into {config.heads} attention heads")

@@ -51,7 +51,7 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
 
         return GramianHead(config, width, classes)
     if isinstance(config, AttentionPool):
-        inherited = trunk.layerscale if trunk is not None and trunk.layerscale is not None else 1e-6
+        inherited = trunk.layerscale if trunk is not None and trunk.layerscale is not None else 1.0
         return AttentionPoolHead(config, width, classes, inherited)
     if isinstance(config, ClassAttention):
         return _class_attention(config, width, classes, trunk)
