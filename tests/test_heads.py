@@ -92,7 +92,7 @@ def test_class_attention_equals_timms_cait() -> None:
 
 @pytest.mark.parametrize(("trunk", "start"), [({}, 1.0), ({"layerscale": 1e-4}, 1e-4)])
 def test_gains_of_attention_pooling_start_as_those_of_the_trunk(trunk: dict[str, float], start: float) -> None:
-    head = small("deit_tiny", head="attention_pool", **trunk).head
+    head = create_model("deit_tiny", classes=3, width=64, depth=1, heads=2, head="attention_pool", **trunk).head
     torch.testing.assert_close(head.ls1.gamma, torch.full((64,), start))
 
 

@@ -206,7 +206,8 @@ def judge_retrieval(
 ) -> Findings:
     """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level.
 
-    With a taxonomy also conditioned on the coarsest level as its neighbours predict it, and with that level known.
+    With a taxonomy also conditioned on the coarsest level as its neighbours predict it (architectures-and-training §12
+    item 13; the thesis takes a classifier's own probabilities where there is one), and with that level known.
     """
     queries, memory = _both(model, data, device, autocast)
     levels = list(_granularities(data, queries, memory).values())

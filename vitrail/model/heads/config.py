@@ -82,7 +82,8 @@ class AttentionPool:
     queries: Literal["one", "per_class"] = "one"
     mlp_ratio: Positive = 3.0
     layerscale: NotNegative | None = None
-    """Start of LayerScale (none: as the trunk, else 1: all that patches say goes through it, and from 1e-6 it opens slowly)."""
+    """Start of LayerScale (none: as the trunk, else 1: all that patches say goes through it, and a small one opens
+    slowly)."""
     token_in_keys: bool = False
     """The learned vector is among the keys and values (only with one query)."""
     per_class_logit: Literal["own", "shared"] = "own"
