@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.kernels.sampling import class_scores, inverse_sample, nearest_sample, top_sample
 from vitrail.model.adaptive.ats import AtsPolicy, _unevenness
 from vitrail.model.adaptive.budget import calibrate, mean_gmacs, set_budget
 from vitrail.model.adaptive.macs import trace_macs
@@ -121,7 +124,10 @@ def test_tokens_that_stay_leave_the_block_as_without_sampling(images: Tensor) ->
         torch.testing.assert_close(found[i, : int(rows.sum())], plain[i, rows], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"cap": (0.7,)}, {"cap": (30,), "layers": (1, 3)}, {"cap": (1,), "least": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cap": (0.7,)}, {"cap": (30,), "layers": (1, 3)}, {"cap": (1,), "least": 1}, {"value_norm": False}],
+)
 def test_packed_is_padded_is_one_image_at_a_time(images: Tensor, options: dict[str, Any]) -> None:
     padded, packed = ats(form="padded", **options), ats(form="packed", **options)
     with torch.no_grad():
@@ -175,6 +181,39 @@ UNUSUAL = [
 @pytest.mark.parametrize("options", [*UNUSUAL, {"value_norm": False}, {"cap": (40, 0.8, 9)}])
 def test_every_variant_of_the_ablations_runs_and_drops_tokens(images: Tensor, options: dict[str, Any]) -> None:
     assert (leaving(ats(**options), images)[-1] < 1 + PATCHES).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "sample"),
+    [
+        ({}, inverse_sample),
+        ({"value_norm": False}, inverse_sample),
+        ({"score": "column"}, inverse_sample),
+        ({"order": "sorted"}, partial(inverse_sample, order="sorted")),
+        ({"sampling": "nearest"}, nearest_sample),
+        ({"sampling": "top"}, top_sample),
+    ],
+)
+def test_each_variant_keeps_what_its_sampler_draws_from_its_scores(
+    images: Tensor, options: dict[str, Any], sample: Callable[..., Tensor]
+) -> None:
+    kept, parts = {}, [f"{part}.1" for part in "qkv"]
+    with torch.no_grad():
+        for name, more in (("plain", {}), ("chosen", options)):
+            out = ats(layers=(1,), cap=(30,), **more).outputs(images, want={*parts, "kept.1"})
+            kept[name] = out.captured["kept.1"].bool()
+        q, k, v = (out.captured[part] for part in parts)
+    source, value_norm = options.get("score", "class"), options.get("value_norm", True)
+    scores = class_scores(q, k, v, prefix=1, source=source, value_norm=value_norm)
+    assert torch.equal(kept["chosen"], sample(scores, 30))
+    assert torch.equal(kept["chosen"], kept["plain"]) == (not options)
+
+
+def test_random_points_are_drawn_anew_in_every_pass(images: Tensor) -> None:
+    model = ats(layers=(1,), sampling="random")
+    with torch.no_grad():
+        first, second = (model.outputs(images, want={"kept.1"}).captured["kept.1"] for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("options", UNUSUAL)

@@ -235,7 +235,10 @@ def test_the_loss_of_avit_is_minus_its_own_with_the_chosen_sign(prior: Any, sign
 
 def test_the_loss_of_adavit_is_least_where_everything_is_kept() -> None:
     model = victim("adavit")
-    assert -3 < float(compute_loss(model, model.outputs(batch().images).trace, AttackConfig())) < 0
+    trace = model.outputs(batch().images).trace
+    shares = [float(trace.losses[name].detach().mean()) for name in ("patches", "heads", "branches")]
+    assert float(compute_loss(model, trace, AttackConfig())) == pytest.approx(-sum(s**2 for s in shares), rel=1e-6)
+    assert all(0.1 < share < 0.99 for share in shares)  # where a share is not its square
     for layer in model.policy.decisions.values():
         for part in (layer.patches, layer.heads, layer.branches):
             nn.init.zeros_(part.weight)

@@ -192,6 +192,23 @@ def test_tune_head_of_a_timm_model_is_its_own_classifier(name: str) -> None:
 # Optimisers
 
 
+def test_sgd_looks_ahead_along_its_momentum() -> None:
+    """Nesterov, as Grafit's recipe asks (architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g."""
+    torch.manual_seed(0)
+    made = objective()
+    config = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9)
+    optimizer = build_optimizer(made, config)
+    weight = made.model.head.fc.weight
+    expected, velocity = weight.detach().clone(), torch.zeros_like(weight)
+    for _ in range(3):
+        for parameter in made.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        velocity = 0.9 * velocity + weight.grad
+        expected -= 0.1 * (weight.grad + 0.9 * velocity)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected)
+
+
 def test_lamb_equals_timms() -> None:
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.randn(3))]

@@ -87,6 +87,21 @@ def test_without_guidance_only_the_class_is_asked_for(own: OwnDiffuser, monkeypa
     assert own.evaluations(0.5) == 25
 
 
+def test_guidance_goes_past_the_class_away_from_no_class(own: OwnDiffuser, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, asked = pictures(2).float() / 255, (torch.tensor([0, 1]), 0.5, torch.arange(2))
+    own.guidance = 3.0
+    found, said, none = own(images, *asked), own.network.forward, own.network.no_class
+
+    def by_hand(images: Tensor, time: Tensor, label: Tensor) -> Tensor:
+        free = said(images, time, torch.full_like(label, none))
+        return free + 3 * (said(images, time, label) - free)
+
+    own.guidance = 1.0
+    assert (own(images, *asked) - found).abs().max() > 1e-3
+    monkeypatch.setattr(own.network, "forward", by_hand)
+    torch.testing.assert_close(own(images, *asked), found, rtol=0, atol=1e-5)  # 25 steps in batches of 2 and of 4
+
+
 def test_shares_that_floats_round_down_are_whole_steps() -> None:
     assert 0.29 * 100 < 29
     assert steps_run(0.29, 100) == 29
@@ -299,17 +314,30 @@ class Labelled(Fading):
         return torch.full_like(images, round(100 * r))
 
 
-def test_the_lengths_of_embeddings_choose_only_where_they_are_kept() -> None:
-    """From (1, 0) to (0, 1): 1 - x + y is -1, 0.2, 1.1 of the candidates, and 0.84, 0.22, 1.45 of their directions."""
-    where = {0: (1.0, 0.0), 50: (10.0, 8.0), 60: (1.0, 0.2), 70: (0.1, 0.2)}
+def chosen_r(places: list[tuple[float, float]], aim: tuple[float, float], **options: Any) -> float:
+    """What GeNIe-Ada takes of r 0.5, 0.6 and 0.7, given where the source and what is made with each of them lie."""
+    where = dict(zip((0, 50, 60, 70), places, strict=True))
 
     def embed(images: Tensor) -> Tensor:
         return torch.tensor([where[level] for level in images[:, 0, 0, 0].tolist()])
 
     images, one = torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
-    options: dict[str, Any] = {"embed": embed, "prototypes": torch.eye(2), "candidates": (0.5, 0.6, 0.7)}
-    assert genie_ada(Labelled({}), images, one, one, **options).r.tolist() == pytest.approx([0.7])
-    assert genie_ada(Labelled({}), images, one, one, unit=False, **options).r.tolist() == pytest.approx([0.6])
+    options |= {"embed": embed, "prototypes": torch.tensor([(0.0, 0.0), aim]), "candidates": (0.5, 0.6, 0.7)}
+    return round(float(genie_ada(Labelled({}), images, one, one, **options).r), 6)
+
+
+def test_the_lengths_of_embeddings_choose_only_where_they_are_kept() -> None:
+    """From (1, 0) to (0, 1): 1 - x + y is -1, 0.2, 1.1 of the candidates, and 0.84, 0.22, 1.45 of their directions."""
+    places = [(1.0, 0.0), (10.0, 8.0), (1.0, 0.2), (0.1, 0.2)]
+    assert chosen_r(places, (0.0, 1.0)) == 0.7
+    assert chosen_r(places, (0.0, 1.0), unit=False) == 0.6
+
+
+def test_the_text_chooses_unless_the_box_is_asked_for() -> None:
+    """The places of the example above, where the two disagree."""
+    places = [(0.0, 0.0), (1.0, 0.0), (2.0, 3.0), (9.0, 1.0)]
+    assert chosen_r(places, (10.0, 0.0), unit=False) == 0.7
+    assert chosen_r(places, (10.0, 0.0), unit=False, formula="box") == 0.6
 
 
 @pytest.mark.parametrize("candidates", [(0.5,), (0.6, 0.5), (0.5, 0.5)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from vitrail.learn.config import GrafitConfig
 from vitrail.learn.grafit import Grafit, instance_loss, triplet_loss
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.measure.retrieval import (
+    Embedded,
     average_precision,
     coarse_bonus,
+    judge_retrieval,
     knn_accuracy,
     knn_probabilities,
     mean_average_precision,
@@ -291,6 +294,38 @@ def test_random_embeddings_reach_the_prior_and_with_an_oracle_the_prior_within_t
     assert oracle == pytest.approx(0.201, abs=0.02)
     with pytest.raises(ValueError, match="a conditioned ranking needs"):
         mean_average_precision(queries, labels[rows], memory, labels, memory_coarse=coarse)
+
+
+def test_retrieval_is_conditioned_on_the_coarse_class_that_neighbours_vote_for() -> None:
+    """Equations 2.5 and 2.6 image by image (§12 item 13), ranked by scikit-learn."""
+    torch.manual_seed(0)
+    coarse_of = torch.tensor([0, 0, 1, 1, 1])
+    fine, memory_fine = torch.randint(5, (12,)), torch.arange(60) % 5
+    centres = torch.randn(5, 6)
+
+    def seen(labels: torch.Tensor) -> Embedded:
+        vectors = centres[labels] + 1.5 * torch.randn(len(labels), 6)
+        return Embedded(vectors, labels, torch.stack([labels, coarse_of[labels]], 1))
+
+    queries, memory = seen(fine), seen(memory_fine)
+    data = SimpleNamespace(split="test", levels=("fine", "coarse"), kept={"test": queries, "train": memory}, loaders={})
+    found = judge_retrieval(torch.nn.Identity(), data)["numbers"]
+    expected: dict[str, list[float]] = {"map": [], "map_conditioned": [], "map_oracle": []}
+    for query, label in zip(queries.embedding, fine.tolist(), strict=True):
+        cosines = [float(torch.cosine_similarity(query, row, dim=0)) for row in memory.embedding]
+        nearest_rows = sorted(range(60), key=lambda j: -cosines[j])[:30]
+        votes = [sum(math.exp(cosines[j] / 0.05) for j in nearest_rows if coarse_of[j % 5] == c) for c in range(2)]
+        for name, chances in (
+            ("map", [0.5, 0.5]),
+            ("map_conditioned", [v / sum(votes) for v in votes]),
+            ("map_oracle", [float(coarse_of[label] == c) for c in range(2)]),
+        ):
+            sure = [min(max(p, 1e-6), 1 - 1e-6) for p in chances]
+            scores = [c + math.log(sure[k] / (1 - sure[k])) for j, c in enumerate(cosines) for k in [coarse_of[j % 5]]]
+            expected[name].append(average_precision_score((memory_fine == label).numpy(), scores))
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(np.mean(values), rel=1e-5), name
+    assert found["map"] < found["map_conditioned"] < found["map_oracle"]
 
 
 def test_coarse_training_is_judged_on_fine_neighbours_and_can_be_evaluated_again(tmp_path: Path) -> None:

@@ -428,6 +428,18 @@ def test_newton_schulz_converges_to_the_square_root() -> None:
     assert errors[-1] < 1e-10
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_newton_schulz_takes_the_steps_of_isqrt(steps: int) -> None:
+    """heads §2.4, one matrix, as written: few steps do not converge, so what they are decides the feature."""
+    X = random_matrix(6, 30).numpy()
+    S, identity = X @ X.T / 30, np.eye(6)
+    Y, Z = S / np.trace(S), identity
+    for _ in range(steps):
+        Y, Z = 0.5 * Y @ (3 * identity - Z @ Y), 0.5 * (3 * identity - Z @ Y) @ Z
+    found = matrix_sqrt_newton_schulz(torch.from_numpy(S), steps).numpy()
+    np.testing.assert_allclose(found, np.trace(S) ** 0.5 * Y, rtol=1e-9, atol=1e-12)
+
+
 def test_newton_schulz_gradient_is_exact_and_safe_at_zero() -> None:
     X = random_matrix(4, 9)
     assert torch.autograd.gradcheck(lambda s: matrix_sqrt_newton_schulz(s, 3), (X @ X.mT / 9).requires_grad_())

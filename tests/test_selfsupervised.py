@@ -72,16 +72,16 @@ def batch_of(step: int = 0, views: int | ViewSpec = 2) -> Batch:
 CONFIGS: dict[str, Any] = {
     "byol": ByolConfig(predictor_hidden=16, momentum_end=1.0),
     "byol both ways": ByolConfig(predictor_hidden=16, symmetric=True),
-    "moco": MocoConfig(bank=16),
-    "isd": IsdConfig(bank=16, predictor_hidden=16),
+    "moco": MocoConfig(bank=16, temperature=0.3),
+    "isd": IsdConfig(bank=16, predictor_hidden=16, temperature=0.12, teacher_temperature=0.03),
     "msf": MsfConfig(bank=16, predictor_hidden=16, k=3),
     "msf bf16": MsfConfig(bank=16, predictor_hidden=16, k=3, bank_precision="bf16"),
     "cmsf self": CmsfConfig(bank=16, predictor_hidden=16, k=3, pool=5),
     "cmsf supervised": CmsfConfig(bank=16, predictor_hidden=16, k=3, constraint="supervised"),
     "cmsf top-all": CmsfConfig(bank=16, predictor_hidden=16, k=None, constraint="supervised"),
     "cmsf semi": CmsfConfig(bank=16, predictor_hidden=16, k=3, constraint="semi", labelled=0.5, threshold=0.3),
-    "compres 1q": CompresConfig(bank=16, teacher="TEACHER"),
-    "compres 2q": CompresConfig(bank=16, teacher="TEACHER", queues=2),
+    "compres 1q": CompresConfig(bank=16, teacher="TEACHER", temperature=0.06),
+    "compres 2q": CompresConfig(bank=16, teacher="TEACHER", queues=2, temperature=0.06),
     "compres cached": CompresConfig(bank=16, teacher="TEACHER", cache=True),
     "simreg": SimregConfig(teacher="TEACHER"),
     "regression": SimregConfig(teacher="TEACHER", layers=1, match="raw"),
@@ -91,7 +91,7 @@ CONFIGS: dict[str, Any] = {
     "dino": DinoConfig(prototypes=12, local_views=2, local_size=14, freeze_last=0.1),
     "dino without small views": DinoConfig(prototypes=12, local_views=0),
     "supcon": SupconConfig(),
-    "protonw": ProtonwConfig(bank=16, predictor_hidden=16),
+    "protonw": ProtonwConfig(bank=16, predictor_hidden=16, temperature=0.15),
 }
 
 
@@ -308,6 +308,20 @@ def test_a_compiled_step_is_the_plain_one_though_the_bank_changes_in_it(name: st
         torch.testing.assert_close(found[1][key], gradient, rtol=1e-5, atol=1e-6, msg=key)
 
 
+@pytest.mark.parametrize("name", ["byol", "moco", "isd", "msf", "cmsf self", "protonw", "compres 2q"])
+def test_after_every_step_the_slow_copy_has_moved_by_its_share(name: str, teacher: str) -> None:
+    objective = made(name, teacher)
+    slow = objective.key if name == "compres 2q" else objective.target
+    before = [p.clone() for p in slow.module.parameters()]
+    objective(batch_of(views=objective.views))
+    for p in objective.model.parameters():
+        p.data.add_(torch.randn_like(p))
+    objective.after_step(0)
+    share = CONFIGS[name].momentum
+    for old, moved, now in zip(before, slow.module.parameters(), objective.model.parameters(), strict=True):
+        torch.testing.assert_close(moved, share * old + (1 - share) * now)
+
+
 # BYOL, MoCo, ISD, MSF
 
 
@@ -350,10 +364,10 @@ def test_an_image_is_never_its_own_anchor(name: str, teacher: str) -> None:
     online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
     target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
     if name == "isd":
-        p = (target @ before.T / 0.01).softmax(1)
-        expected = F.kl_div((online @ before.T / 0.1).log_softmax(1), p, reduction="batchmean")
+        p = (target @ before.T / 0.03).softmax(1)
+        expected = F.kl_div((online @ before.T / 0.12).log_softmax(1), p, reduction="batchmean")
     else:
-        logits = torch.cat([(online * target).sum(1, keepdim=True), online @ before.T], 1) / 0.2
+        logits = torch.cat([(online * target).sum(1, keepdim=True), online @ before.T], 1) / 0.3
         expected = F.cross_entropy(logits, torch.zeros(COUNT, dtype=torch.int64))
     torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(objective.bank.rows[:COUNT], target)
@@ -408,6 +422,23 @@ def test_constrained_neighbours_equal_two_sorted_lists(k: int, pool: int) -> Non
         ranked = sorted(allowed, key=lambda j: -float(target[i] @ rows[j]))
         assert set(found[i].tolist()) == {int(own[i]), *ranked[: k - 1]}
         assert found[i, 0] == own[i]
+
+
+def test_mean_shift_by_an_older_embedding_is_half_plain_and_half_constrained(teacher: str) -> None:
+    objective = made("cmsf self", teacher)
+    for step in range(5):  # beyond the first epoch of 3 steps, where hints differ from targets
+        batch = batch_of(step)
+        twin = copy.deepcopy(objective)
+        online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
+        target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
+        loss, bank, terms = objective(batch)["loss"], objective.bank, []
+        for i in range(COUNT):
+            near = sorted(range(16), key=lambda j: float((target[i] - bank.rows[j]).norm()))
+            own, hint = near[0], bank.beside[near[0]]
+            allowed = sorted(near[1:], key=lambda j: float((hint - bank.beside[j]).norm()))[:4]
+            constrained = [own, *(j for j in near if j in allowed)][:3]
+            terms += [(online[i] - bank.rows[j]).square().sum() for j in (*near[:3], *constrained)]
+        torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_pool_of_the_whole_bank_is_plain_mean_shift(teacher: str) -> None:
@@ -535,8 +566,8 @@ def test_compres_is_the_divergence_over_the_bank_before_the_batch(name: str, tea
         t = F.normalize(twin.embedder.ask(batch.images), dim=1)
         s = F.normalize(twin.adapter(twin.model.outputs(batch.images).embedding), dim=1)
         mine = twin.bank.beside if name.endswith("2q") else twin.bank.rows
-        p = (t @ twin.bank.rows.T / 0.04).softmax(1)
-        expected = F.kl_div((s @ mine.T / 0.04).log_softmax(1), p, reduction="batchmean")
+        p = (t @ twin.bank.rows.T / 0.06).softmax(1)
+        expected = F.kl_div((s @ mine.T / 0.06).log_softmax(1), p, reduction="batchmean")
         torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
         slots = (torch.arange(COUNT) + step * COUNT) % 16
         torch.testing.assert_close(objective.bank.rows[slots], t)
@@ -652,7 +683,7 @@ def test_prototypes_are_the_class_means_of_the_bank(teacher: str) -> None:
     online = F.normalize(twin.predictor(twin.model.outputs(batch.views[1]).embedding), dim=1)
     target = F.normalize(twin.target.module.outputs(batch.views[0]).embedding, dim=1)
     means = torch.stack([F.normalize(target[batch.label == c].mean(0), dim=0) for c in range(2)])
-    expected = F.cross_entropy(online @ means.T / 0.1, batch.label)
+    expected = F.cross_entropy(online @ means.T / 0.15, batch.label)
     torch.testing.assert_close(objective(batch)["loss"], expected, rtol=1e-4, atol=1e-5)
 
 
