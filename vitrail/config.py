@@ -217,14 +217,14 @@ def _writing(config: RunConfig) -> list[str]:
 
 def _class_weights(config: RunConfig) -> list[str]:
     """What cannot be read as weights; whether their names are classes is known with the data."""
-    place, labels = "objective", config.objective
-    if not isinstance(labels, SupervisedConfig):
-        place, labels = "objective.labels", getattr(labels, "labels", None)
-    try:
-        named_weights(labels.class_weights if isinstance(labels, SupervisedConfig) else "none")
-    except ValueError as error:
-        return [f"{place}.class_weights: {error}"]
-    return []
+    places = {"objective": config.objective, "objective.labels": getattr(config.objective, "labels", None)}
+    problems = []
+    for place, labels in places.items():
+        try:
+            named_weights(getattr(labels, "class_weights", "none"))
+        except ValueError as error:
+            problems.append(f"{place}.class_weights: {error}")
+    return problems
 
 
 def _sizes(config: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ from vitrail.api.evaluation import evaluate, load
 from vitrail.api.studies import Study
 from vitrail.api.training import Run, resume, train
 from vitrail.data.open import open_data
+from vitrail.measure.saliency import explain
 from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.cost import cost
 from vitrail.model.fold import fold_affine, fold_layerscale
@@ -21,6 +22,7 @@ __all__ = [
     "cost",
     "create_model",
     "evaluate",
+    "explain",
     "fold_affine",
     "fold_layerscale",
     "list_models",

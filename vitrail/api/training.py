@@ -34,7 +34,7 @@ from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import AttackConfig, MaeConfig
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluate import Loaders, Predictions
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
@@ -273,6 +273,9 @@ class _Trainer:
             skipped = [*skipped, *loader.skipped]
         if self.reference is not None:
             self.reference.close()
+        if self.config.objective.kind in ("supervised", "distillation"):
+            fit.notes += (only := _one_answer(predictions, self.data))
+            _say(self.group, self.quiet, *only)
         model = fit.kept
         model.stated |= {
             "recipe": self.config.recipe,
@@ -427,11 +430,20 @@ def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int, pea
     learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
     high, usual = HIGH_RATES[config.optim.name]
     if learns_weights and config.optim.tune != "head" and peak >= high:
-        scaled = "" if peak == config.optim.lr else f" (optim.lr {config.optim.lr:g} for a batch of {config.data.batch})"
-        said.append(
-            f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual"
-        )
+        scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
+        said.append(f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual")
     return said
+
+
+def _one_answer(predictions: Predictions, data: DataSet) -> list[str]:
+    """A sentence where a model says the same of every image; several labels are not judged."""
+    said = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
+    if len(said) != 1 or len(predictions) < 2:
+        return []
+    return [
+        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(said)]!r}, so nothing was "
+        "learned; train longer, or with another optim.lr"
+    ]
 
 
 def _fingerprint(data: DataSet) -> str:

@@ -23,7 +23,7 @@ def check(
     Exit code: 0 nothing serious, 1 warnings with --strict, 2 errors. Example: vitrail check photos/ --out sheet.png
 
     Args:
-        data: folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion, synthetic:shapes
+        data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
         out: write a sheet of pictures to this PNG
         strict: warnings count, too
         json: print one JSON object
@@ -69,7 +69,7 @@ def pack(
     Example: vitrail pack photos/ packed/ --size 256, then vitrail train vit --data packed/
 
     Args:
-        data: folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion, synthetic:shapes
+        data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
         out: folder to write
         size: longest shorter side, larger images are shrunk to it (0: keep as they are)
         workers: threads that decode (default: one a core, at most 16)

@@ -43,7 +43,7 @@ def evaluate(
 
     Args:
         runs: run folder or model folder; several with --ensemble
-        data: folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion, synthetic:shapes
+        data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
         split: train, val or test (default: test, or val where there is none)
         crop_ratio: side of the centre crop over the shorter side (default: the model's own)
         image_size: side of the model's input in pixels (default: the model's own)

@@ -100,7 +100,8 @@ class DataConfig:
     """Where images come from and how they are batched."""
 
     uri: str = "embedded:fashion"
-    """Folder, packed folder, .csv, .parquet, .npz, torchvision:NAME, embedded:fashion or synthetic:shapes[?n=...];
+    """Folder, packed folder, .csv, .parquet, .npz, .tar files, hf:OWNER/NAME, torchvision:NAME, embedded:fashion or
+    synthetic:shapes[?n=...];
     texts: a folder of GLUE, text:TABLE or synthetic:grammar."""
     batch: Count = 128
     """Images an optimiser step, over all processes and accumulation steps."""

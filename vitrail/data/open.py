@@ -4,6 +4,8 @@
     packed/                             what `vitrail pack` made of any of these
     labels.csv, .tsv, .parquet          columns path, label and perhaps split, coarse, level:NAME
     arrays.npz                          x_train, y_train, x_test, y_test, classes, ...
+    shards/, photos.tar                 tar files, as WebDataset has them, see vitrail/data/tars.py
+    images.parquet, hf:OWNER/NAME       images inside Parquet, as the Hugging Face hub has them, see vitrail/data/hub.py
     torchvision:CIFAR10?root=data       a data set of torchvision
     embedded:fashion                    comes with the package
     synthetic:shapes?n=2000&size=64     made as it is read
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -32,10 +34,10 @@ from vitrail.schema import near
 
 FORMS = (
     "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
-    "torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, text:TABLE or "
-    "synthetic:grammar; of prompts and completions a table or .json file of them, or synthetic:meals"
+    ".tar files, hf:OWNER/NAME, torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, "
+    "text:TABLE or synthetic:grammar; of prompts and completions a table or .json file of them, or synthetic:meals"
 )
-_SCHEMES = ("torchvision", "embedded", "synthetic", "text")
+_SCHEMES = ("torchvision", "hf", "embedded", "synthetic", "text")
 _EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
 _TABLES = (".csv", ".tsv", ".parquet")
 _PROMPTS = (".json", ".jsonl")
@@ -91,15 +93,22 @@ def open_source(uri: str) -> DataSet:
         name, _, query = rest.partition("?")
         return _by_name(scheme, name, uri, _options(query, uri))
     path, options = _locate(uri)
+    from vitrail.data.hub import hub_files
+
+    if inside := hub_files(path):
+        return _hub(inside, uri, options)
     if path.is_dir():
         from vitrail.data.completions import is_completions
         from vitrail.data.folder import open_folder
+        from vitrail.data.tars import inner_files, open_tars
         from vitrail.data.texts import is_text_folder
 
         if is_text_folder(path) or is_completions(path):
             return _texts(uri, uri)
         _refuse_unknown(options, (), uri)
-        return open_packed(path, uri) if is_packed(path) else open_folder(path, uri)
+        if is_packed(path):
+            return open_packed(path, uri)
+        return open_tars(shards, uri) if (shards := inner_files(path, ".tar")) else open_folder(path, uri)
     suffix = path.suffix.lower()
     if suffix in _PROMPTS:
         return _texts(uri, uri)
@@ -113,11 +122,30 @@ def open_source(uri: str) -> DataSet:
 
         _refuse_unknown(options, (), uri)
         return open_arrays(path, uri)
-    packed = "; unpack it and name the folder" if suffix in (".zip", ".tar", ".gz", ".tgz", ".7z") else ""
+    if suffix == ".tar":
+        from vitrail.data.tars import open_tars
+
+        _refuse_unknown(options, (), uri)
+        return open_tars([path], uri)
+    packed = "; unpack it and name the folder" if suffix in (".zip", ".gz", ".tgz", ".7z") else ""
     raise ValueError(f"{path} is a single file and no known kind of data set{packed}; known are {FORMS}")
 
 
+def _hub(files: Sequence[Path], uri: str, options: Mapping[str, str]) -> DataSet:
+    from vitrail.data.hub import OPTIONS, open_hub
+
+    _refuse_unknown(options, OPTIONS, uri)
+    return open_hub(files, uri, options)
+
+
 def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> DataSet:
+    if scheme == "hf":
+        from vitrail.data.hub import fetch, hub_files
+
+        files = hub_files(fetch(name, uri))
+        if not files:
+            raise ValueError(f"{uri} has no Parquet files with images inside; download it, and name its folder")
+        return _hub(files, uri, options)
     if scheme == "torchvision":
         from vitrail.data.named import open_torchvision
 

@@ -1,7 +1,8 @@
 """Decoding every image once before training, and remembering which are unreadable.
 
 What was found is kept in the user's cache folder, by path, size and time of change, so that a second run reads only
-what is new. Sources made of arrays have nothing to decode and are not scanned.
+what is new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources made of arrays have
+nothing to decode and are not scanned.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def scan(
         splits = [splits]
     elif isinstance(splits, DataSet):
         splits = splits.splits.values()
+    splits = list(splits)
     listed = [(s, s.reader) for s in splits if isinstance(s.reader, FileReader)]
-    bad: list[Bad] = []
+    bad = _inside([s for s in splits if getattr(s.reader, "decodes", False)], workers, progress)
     for root in dict.fromkeys(reader.root for _, reader in listed):
         rows = [
             (key, reader.path(int(i)))
@@ -120,6 +122,33 @@ def _reasons(
         if done:
             _remember(cache, {**seen, **found})
     return {path: reason for path, (_, _, reason) in found.items()}
+
+
+def _inside(splits: Sequence[Split], workers: int | None, progress: Callable[[int, int], None] | None) -> list[Bad]:
+    """(key, reason) of every image inside a larger file that cannot be decoded."""
+    rows = [(split, row) for split in splits for row in range(len(split))]
+    blocks = [rows[i : i + _BLOCK] for i in range(0, len(rows), _BLOCK)]
+    bad: list[Bad] = []
+    with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
+        try:
+            for done, found in enumerate(pool.map(_read_inside, blocks)):
+                bad += found
+                if progress is not None:
+                    progress(min(len(rows), (done + 1) * _BLOCK), len(rows))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return bad
+
+
+def _read_inside(block: Sequence[tuple[Split, int]]) -> list[Bad]:
+    bad = []
+    for split, row in block:
+        try:
+            split.read(row)
+        except BadImage as error:
+            bad.append((split.keys[row], error.reason))
+    return bad
 
 
 def _read(block: Sequence[tuple[Path, int, int]]) -> list[str]:

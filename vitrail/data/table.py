@@ -127,7 +127,7 @@ def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], place
 
 def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Mapping[str, list[str]]) -> DataSet:
     paths = columns["path"]
-    classes, labels, multilabel = _labels(columns["label"])
+    classes, labels, multilabel = labels_of(columns["label"])
     names = {level: tuple(sorted(set(texts), key=natural)) for level, texts in levels.items()}
     numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
     coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
@@ -140,7 +140,7 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
         splits = {name: whole.take(np.flatnonzero(meant == name), name) for name in SPLIT_NAMES if name in meant}
         if "train" not in splits:
             raise ValueError(f"{uri} has {' and '.join(splits)} but no rows whose split is train")
-        _refuse_unseen(uri, classes, splits)
+        refuse_unseen(uri, classes, splits)
     repeated = len(paths) - len(set(paths))
     notes = (f"{repeated} paths are listed more than once",) if repeated else ()
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
@@ -159,7 +159,7 @@ def _levels(uri: str, columns: Mapping[str, list[str]], coarse: str) -> dict[str
     return levels
 
 
-def _labels(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], bool]:
+def labels_of(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], bool]:
     """Class names in natural order; labels [images], or 0/1 [images, classes] where any text names several."""
     multilabel = any(_BETWEEN in text for text in texts)
     lists = [[part.strip() for part in text.split(_BETWEEN) if part.strip()] for text in texts]
@@ -173,13 +173,16 @@ def _labels(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], b
     return classes, labels, True
 
 
-def _refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
+def refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
+    """Raise `ValueError` where val or test has a class that train has not; an undivided source has neither."""
+    if "train" not in splits:
+        return
     seen = _present(splits["train"].labels, len(classes))
     for name, split in splits.items():
         unseen = [classes[c] for c in np.flatnonzero(_present(split.labels, len(classes)) & ~seen).tolist()]
         if unseen:
             raise ValueError(
-                f"{uri}: {len(unseen)} classes of {name} are not in train ({_some(unseen)}); add training rows"
+                f"{uri}: {len(unseen)} classes of {name} are not in train ({_some(unseen)}); add training images"
             )
 
 

@@ -20,8 +20,8 @@ TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
 def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     """Freeze everything that `tune` leaves out; returns (trainable, total) parameters.
 
-    full, head, last:N (the last N blocks, final norm and head), norm, bias, attention (each with the head). An adapter has
-    frozen what it does not train already. Raises `ValueError` where the model has no such part.
+    full, head, last:N (the last N blocks, final norm and head), norm, bias, attention (each with the head). An adapter
+    has frozen what it does not train already. Raises `ValueError` where the model has no such part.
     """
     if bank_of(model) is not None:
         if tune != "full":

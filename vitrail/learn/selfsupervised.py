@@ -73,8 +73,8 @@ class SelfSupervised(Objective):
     """
 
     notes = (
-        "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns slowly, "
-        "so early on look at knn (--evaluators classification knn)",
+        "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns "
+        "slowly, so early on look at knn (--evaluators classification knn)",
     )
     capturable = False  # cached teachers and pseudo-labels decide on the host; of the others no capture was compared
 

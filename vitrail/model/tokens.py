@@ -111,7 +111,8 @@ class Probe:
         for name in (*want, *given):
             kept = name in given and name not in want and name.startswith("keep.") and name[5:] in layers
             if name not in known and not kept:
-                raise ValueError(f"no intermediate {name!r}{near(name, known)}; layers count from 0")
+                kinds = ", ".join(sorted({one.partition(".")[0] for one in known}))
+                raise ValueError(f"no intermediate {name!r}{near(name, known)}; there are {kinds}; layers count from 0")
         self.want, self.given = frozenset(want), dict(given)
         self.captured: dict[str, Tensor] = {}
 

@@ -27,6 +27,8 @@ DATA_FORMS = {
     "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
     "PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read",
     "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*, level_NAME_*)",
+    "SHARDS, FILE.tar": "WebDataset: KEY.jpg with KEY.cls or KEY.json, split by shard name; or a tar of class folders",
+    "hf:OWNER/NAME": "a data set of the Hugging Face hub, or a folder of its Parquet files; ?image=NAME&label=NAME",
     "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
     "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",
     "synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0",

@@ -282,6 +282,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     wanted = [
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
         ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
+        ("Validation kNN", [series("val", "knn", "kNN")], percent, whole_percent),
         ("Validation mAP", [series("val", "map", "mAP")], percent, whole_percent),
         ("Validation perplexity", [series("val", "perplexity", "perplexity")], number, "{:g}".format),
         ("Learning rate", [series("train", "lr", "lr")], number, "{:g}".format),
