@@ -131,7 +131,6 @@ def test_a_link_that_leads_back_up_ends(tmp_path):
 def test_unusable_folders_say_what_to_do(tmp_path):
     cases = {
         "empty": lambda p: p.mkdir(),
-        "loose": lambda p: write(p / "0.png"),
         "single": lambda p: tree(p, {"only": 5}),
         "no_train": lambda p: tree(p / "val", {"a": 2, "b": 2}),
         "unseen": lambda p: (tree(p / "train", {"a": 2, "b": 2}), tree(p / "val", {"a": 1, "c": 1})),
@@ -139,7 +138,6 @@ def test_unusable_folders_say_what_to_do(tmp_path):
     }
     words = {
         "empty": "CLASS/",
-        "loose": "no class folders",
         "single": "only one class",
         "no_train": "no train folder",
         "unseen": r"not in train \(c\)",

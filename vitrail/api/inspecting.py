@@ -346,7 +346,7 @@ def _split(
         lambda i: rows.read(chosen[i]),
         box,
         strict=False,
-        labels=kinds[chosen],
+        labels=None if opened.unlabelled else kinds[chosen],
         levels=None if rows.levels is None else rows.levels[chosen],
         classes=opened.classes,
         level_names=tuple(level.name for level in opened.levels),

@@ -65,6 +65,8 @@ def judge(
     model = run if isinstance(run, Classifier) else load(run)
     model.to(place)
     opened = data if isinstance(data, DataSet) else open_data(data)
+    if opened.unlabelled:
+        raise ValueError(f"{opened.uri} has no labels to judge by; name images that have: --data LABELLED")
     if not READ_EMBEDDINGS.issuperset(protocols):
         opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")

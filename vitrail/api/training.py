@@ -31,7 +31,7 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.config import AttackConfig, MaeConfig
+from vitrail.learn.config import AttackConfig, MaeConfig, learns_without_labels
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluate import Loaders, Predictions
@@ -39,6 +39,7 @@ from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
 from vitrail.measure.predictions import write_predictions
+from vitrail.measure.unlabelled import UnlabelledFigures
 from vitrail.model.adapted import save_adapted
 from vitrail.model.adapters.apply import apply, bank_of
 from vitrail.model.adapters.files import base_hash
@@ -153,6 +154,8 @@ class _Trainer:
     def __init__(
         self, config: RunConfig, data: DataSet, bad: Sequence[Bad], group: Group, quiet: bool, folder: RunFolder
     ) -> None:
+        if data.unlabelled:  # nothing to judge by
+            config = replace(config, evaluators=())
         self.config, self.data, self.bad = config, data, bad
         self.group, self.quiet, self.folder = group, quiet, folder
         self.device = choose_device(config.engine.device, group)
@@ -189,7 +192,8 @@ class _Trainer:
         self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
         said = _warnings(config, data, self.parameters, self.tuned, self.schedule.peak)
-        _say(group, quiet, *said, *self.feed.notes, *self.objective.notes)
+        told = () if data.unlabelled else self.objective.notes  # of its top-1
+        _say(group, quiet, *said, *self.feed.notes, *told)
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
@@ -289,7 +293,7 @@ class _Trainer:
             line = {"step": fit.step, "epoch": round(fit.step * fit.batch / fit.images, 6), "split": split}
             if isinstance(figures, LanguageFigures):
                 figures.keep(self.folder.path)
-            else:
+            elif not isinstance(figures, UnlabelledFigures):
                 write_predictions(self.folder.path, predictions)
             self.folder.write_metrics({**line, "final": True, **figures.scalars(), **more})
             stored = self._save(model, fit.notes)
@@ -371,6 +375,12 @@ def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, li
         label_noise=chosen.label_noise,
         limit=chosen.limit,
     )
+    if data.unlabelled and not learns_without_labels(config.objective):
+        raise ValueError(
+            f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
+            f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
+            "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
+        )
     if "val" not in data.splits and "test" not in data.splits:
         raise ValueError(
             f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"

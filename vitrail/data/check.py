@@ -146,6 +146,8 @@ def _balance(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "tiny classes", "warning", len(tiny), f"classes with fewer than {TINY_CLASS} training images", names
         )
+    if data.unlabelled:
+        return
     present = train[train > 0]
     ratio = float(present.max() / present.min())
     largest, smallest = int(train.argmax()), int(np.where(train > 0, train, train.max() + 1).argmin())

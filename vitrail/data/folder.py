@@ -1,4 +1,4 @@
-"""Image folders: CLASS/*.jpg, or train, val and test folders of such."""
+"""Image folders: CLASS/*.jpg, or train, val and test folders of such; images without any folder have no labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.decode import decode
-from vitrail.data.source import DataSet, Split
+from vitrail.data.source import UNLABELLED, DataSet, Split
 from vitrail.data.split import UNDIVIDED
 
 SUFFIXES = frozenset(
@@ -59,7 +59,7 @@ def image_files(folder: str | Path) -> list[Path]:
 
 
 def open_folder(root: Path, uri: str) -> DataSet:
-    """The labelled images below a folder; a class is named by its folder, in natural order.
+    """The images below a folder; a class is named by its folder, in natural order. Without class folders: unlabelled.
 
     Everything below a class folder belongs to the class. Natural order differs from torchvision's plain order where
     names hold numbers of different lengths. Raises `ValueError` for a folder that holds no classes.
@@ -77,7 +77,10 @@ def open_folder(root: Path, uri: str) -> DataSet:
         found = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
     loose = [f for f in _files(root) if _is_image(f)]
     populated = {split: {c: files for c, files in classes.items() if files} for split, classes in found.items()}
-    _refuse_unusable(root, populated, loose)
+    if loose and not any(populated.values()):
+        notes.append("the images have no labels (no class folders): only objectives without labels learn from them")
+        return _assemble(root, uri, {UNDIVIDED: {UNLABELLED: loose}}, [*notes, *walk.notes()])
+    _refuse_unusable(root, populated)
     if loose:
         notes.append(f"ignored {len(loose)} images outside class folders, e.g. {loose[0]}")
     empty = sorted({c for split in found.values() for c, files in split.items() if not files})
@@ -121,14 +124,9 @@ def _divided(
     return found
 
 
-def _refuse_unusable(root: Path, found: dict[str, dict[str, list[str]]], loose: list[str]) -> None:
+def _refuse_unusable(root: Path, found: dict[str, dict[str, list[str]]]) -> None:
     train = found.get("train", found.get(UNDIVIDED, {}))
     if not train:
-        if loose:
-            raise ValueError(
-                f"{root} holds {len(loose)} images but no class folders; put them into {root}/CLASS/, "
-                "or name their labels in a CSV with the columns path,label"
-            )
         raise ValueError(f"{root} holds no images in class folders; expected {root}/CLASS/*.jpg (or .png, ...)")
     for split in ("val", "test"):
         unknown = sorted(set(found.get(split, {})) - set(train), key=natural)

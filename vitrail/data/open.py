@@ -72,10 +72,12 @@ def open_data(
 
     data = open_source(str(uri))
     completions = holds_completions(data)  # they have no classes
-    if len(data.classes) < 2 and not completions:
+    if len(data.classes) < 2 and not completions and not data.unlabelled:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
     if completions and (shots is not None or long_tail is not None or label_noise or level):
         raise ValueError(f"{uri} has no classes, so data.shots, long_tail, label_noise and level mean nothing there")
+    if data.unlabelled and (shots is not None or long_tail is not None or label_noise or level):
+        raise ValueError(f"{uri} has no labels, so data.shots, long_tail, label_noise and level mean nothing there")
     divide = carve_prompts if completions else carve
     data = choose_level(divide(data, val_fraction, test_fraction, split_seed), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)

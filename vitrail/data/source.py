@@ -26,6 +26,10 @@ class BadImage(Exception):
         return f"{self.key}: {self.reason}"
 
 
+UNLABELLED = "unlabelled"
+"""The one class of images that have none."""
+
+
 @dataclass(frozen=True)
 class Split:
     """An ordered list of labelled images."""
@@ -82,6 +86,11 @@ class DataSet:
     levels: tuple[Level, ...] = ()  # of a taxonomy, finest first; none where labels have one level only
     multilabel: bool = False
     notes: tuple[str, ...] = field(default=())  # what a person should know: carved splits, ignored files
+
+    @property
+    def unlabelled(self) -> bool:
+        """Whether nobody said what is on the images."""
+        return self.classes == (UNLABELLED,)
 
     @property
     def things(self) -> str:

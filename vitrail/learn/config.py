@@ -477,3 +477,10 @@ ObjectiveConfig = (
     | AttackConfig
     | DefenceConfig
 )
+
+WITHOUT_LABELS = ("mae", "byol", "moco", "isd", "msf", "compres", "simreg", "clusters", "crd", "dino")
+
+
+def learns_without_labels(config: ObjectiveConfig) -> bool:
+    """Whether labels are for looking only, so that images that have none will do."""
+    return config.kind in WITHOUT_LABELS or (isinstance(config, CmsfConfig) and config.constraint == "self")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.source import UNLABELLED
 from vitrail.measure.classification import MultiLabelFigures, classification
 from vitrail.measure.comparison import Against, Comparison, Failure, Floats, Member, Price, Row, pareto
 from vitrail.measure.disagreement import disagreement
@@ -38,6 +39,12 @@ def compare_members(
     writers = [m.path for m in members if "perplexity" in m.figures]
     if writers:
         raise ValueError(f"{writers[0]} is a language model, and accuracies are compared; see its metrics.jsonl")
+    blind = [m.path for m in members if m.classes == (UNLABELLED,)]
+    if blind:
+        raise ValueError(
+            f"{blind[0]} learned from images without labels, and accuracies are compared; judge it on some that have "
+            "labels: vitrail evaluate RUN --data LABELLED --protocol knn,linear"
+        )
     lacking = [m.path for m in members if figure not in m.figures]
     if lacking:
         raise ValueError(f"{lacking[0]} has no {figure}: runs with one label and with several cannot be compared")

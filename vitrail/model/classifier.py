@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.data.source import UNLABELLED
 from vitrail.model.adaptive.policy import AdaptivePolicy
 from vitrail.model.adaptive.trace import Trace
 from vitrail.model.heads.distilled import DistilledHead
@@ -210,6 +211,11 @@ class Classifier(nn.Module):
 
         if hasattr(self.trunk, "tokeniser"):
             raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")
+        if tuple(self.classes) == (UNLABELLED,):
+            raise ValueError(
+                "this model learned from images without labels and knows no classes; train one on it first: vitrail "
+                "train finetune --model.weights RUN --data LABELLED"
+            )
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', not {errors!r}")
         many = _as_list(images)

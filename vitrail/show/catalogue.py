@@ -23,7 +23,7 @@ from vitrail.recipes import RECIPES, about, recipe, stated
 from vitrail.schema import near, plain
 
 DATA_FORMS = {
-    "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders",
+    "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders; images alone have no labels",
     "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
     "PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read",
     "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*, level_NAME_*)",

@@ -22,13 +22,15 @@ from vitrail.measure.evaluate import Predictions, worst_mistakes
 from vitrail.measure.inspection import Subject
 from vitrail.measure.looker import Looker, map_layers, policy_kind, stages
 from vitrail.measure.speed import throughput
+from vitrail.measure.unlabelled import UnlabelledFigures
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.show.attention import overlay
 from vitrail.show.looking import kept_sheet
-from vitrail.show.quantities import memory
+from vitrail.show.quantities import memory, number
 from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, KeptTokens, Report, write_report
 
+UNFIT = ("confusion matrix", "figures of each class", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
 SLOW_IMAGE = 3e10  # multiply-accumulates of an image, from which on a CPU is timed with one at a time
 
@@ -72,14 +74,21 @@ class Told:
 def report_run(told: Told) -> None:
     """Write `report.html` of a run on images."""
     model, data, split, device = told.model, told.data, told.split, told.device
+    figures, without = told.figures, {}
+    if isinstance(figures, UnlabelledFigures):
+        said = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
+        said += f"differ in about {number(figures.rank, 3)} directions, with a spread of {number(figures.spread, 3)}; "
+        tiles = [("spread", number(figures.spread, 3), "0: all alike"), ("rank", number(figures.rank, 3), "directions")]
+        without = {"verdict": f"{said}neighbours are on the page of vitrail inspect.", "tiles": tiles, "unfit": UNFIT}
     write_report(
         told.folder.report,
         told.report(
             cost=measured_cost(model, device, told.autocast, told.seconds, adapter_rows(told.adapter)),
-            errors=mistakes(data, split, told.predictions),
+            errors=[] if without else mistakes(data, split, told.predictions),
             attention=attention_pictures(model, data, split, device),
             kept=kept_tokens(model, data, split, device),
             inside=f"vitrail inspect {told.folder.path}",
+            **without,
         ),
     )
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.language import LanguageFigures
+from vitrail.measure.unlabelled import UnlabelledFigures
 from vitrail.show.quantities import number, percent, shorten
 
 LONGEST_NAME = 28
@@ -20,6 +21,10 @@ def headline(figures: Figures, title: str = "") -> Table:
     """The figures that are one number each."""
     table = _table(title or f"{figures.count:,} images", "figure", "value")
     scalars = figures.scalars()
+    if isinstance(figures, UnlabelledFigures):
+        table.add_row("spread of embeddings", f"{number(figures.spread, 3)}  (0: all images alike; 1: everywhere)")
+        table.add_row("their effective rank", number(figures.rank, 3))
+        return table
     if isinstance(figures, SingleLabelFigures):
         low, high = figures.top1_interval
         table.add_row("top-1", f"{percent(figures.top1)}  (95 % interval {percent(low)} to {percent(high)})")
