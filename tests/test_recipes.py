@@ -98,6 +98,11 @@ def test_what_depends_on_the_size_follows_the_model() -> None:
     assert (base.data.batch, base.optim.lr, base.optim.weight_decay) == (512, 5e-4, 0.065)
 
 
+def test_a_network_without_drop_path_is_given_none() -> None:
+    assert recipe("finetune").model.drop_path == 0.1
+    assert recipe("finetune", "cifar_resnet20").model.drop_path is None
+
+
 def test_learning_rates_scale_with_the_batch() -> None:
     """§10.2 item 24."""
     from vitrail.engine.schedule import make_schedule

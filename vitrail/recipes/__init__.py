@@ -143,7 +143,8 @@ def recipe(name: str, model: str | None = None) -> RunConfig:
     if model is None or model == made.model.name:
         return made
     changes: Mapping[str, Any] = getattr(module, "BY_MODEL", {}).get(name, {}).get(model, {})
-    return with_values(made, {"model.name": model, **changes})
+    without: Mapping[str, Any] = {"model.drop_path": None} if model.startswith("cifar_resnet") else {}  # it has none
+    return with_values(made, {"model.name": model, **without, **changes})
 
 
 def with_values(config: T, changes: Mapping[str, Any]) -> T:
