@@ -103,6 +103,17 @@ def test_a_padded_crop_is_a_window_of_the_reflected_image_and_all_windows_occur(
     assert seen == set(windows.values())
 
 
+def test_a_crop_along_x_keeps_the_middle_rows_and_moves_sideways():
+    augment = Augment(AugmentConfig(crop="pad", padding=2, flip=0.0, crop_along="x"), SMALL)
+    image = picture(22, 16)  # three rows above and below, or five columns to move over
+    padded = torch.nn.functional.pad(channels_first(image).float()[None], (2, 2, 2, 2), mode="reflect")[0].byte()
+    middle = 2 + (padded.shape[1] - 4 - 16) // 2
+    rows = padded[:, middle : middle + 16]
+    windows = {rows[:, :, j : j + 16].contiguous().numpy().tobytes(): j for j in range(padded.shape[2] - 15)}
+    seen = {windows[augment(image, (0, 0, k)).numpy().tobytes()] for k in range(12 * len(windows))}
+    assert seen == set(windows.values())
+
+
 def test_a_padded_crop_first_resizes_the_shorter_side():
     augment = Augment(AugmentConfig(crop="pad", padding=0, flip=0.0), SMALL)
     assert torch.equal(augment(picture(40, 40), (0,)), channels_first(picture(40, 40).resize((16, 16), 3)))

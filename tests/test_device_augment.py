@@ -105,6 +105,12 @@ def test_a_window_of_the_reflected_image_is_exact(crop):
         np.testing.assert_array_equal(window, padded[i : i + 16, j : j + 16])
 
 
+def test_a_window_along_x_has_the_middle_rows():
+    _, drawn = changed(noise(50, 20, 16), 16, crop="simple", padding=3, flip=0.0, crop_along="x")
+    assert set(drawn["crop_top"]) == {2}
+    assert set(drawn["crop_left"]) == set(range(-3, 4))
+
+
 def test_mirroring_is_exact():
     pixels = noise(50, 16, 16)
     made, drawn = changed(pixels, 16, crop="evaluation")

@@ -90,6 +90,21 @@ def test_class_attention_equals_timms_cait() -> None:
         torch.testing.assert_close(ours.head(Tokens(tokens, 0, (14, 14)))[:, 0], expected)
 
 
+def test_an_mlp_classifier_by_hand() -> None:
+    model = create_model("cifar_resnet20", classes=5, head=Mean(hidden=32, mlp=True)).eval()
+    head = model.head
+    head.act[0].running_mean.uniform_(-1, 1)
+    head.act[0].running_var.uniform_(0.5, 2)
+    tokens = model.tokens(torch.randn(3, 3, 32, 32))
+    hidden = F.linear(tokens.sequence.mean(1), head.wide.weight, head.wide.bias)
+    norm = head.act[0]
+    hidden = (hidden - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
+    expected = F.linear(hidden.relu(), head.fc.weight, head.fc.bias)
+    torch.testing.assert_close(head(tokens)[:, 0], expected)
+    with pytest.raises(ValueError, match=r"head\.hidden"):
+        create_model("cifar_resnet20", classes=5, head=Mean(mlp=True))
+
+
 @pytest.mark.parametrize(("trunk", "start"), [({}, 1.0), ({"layerscale": 1e-4}, 1e-4)])
 def test_gains_of_attention_pooling_start_as_those_of_the_trunk(trunk: dict[str, float], start: float) -> None:
     head = create_model("deit_tiny", classes=3, width=64, depth=1, heads=2, head="attention_pool", **trunk).head

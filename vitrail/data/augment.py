@@ -103,7 +103,8 @@ class Augment:
         size, padding = self.preprocess.size, self.config.padding
         image = resized(image, shorter_side(*image.size, size), self.preprocess)
         width, height = image.size
-        rows = reflected(int(top * (height + 2 * padding - size + 1)) - padding, size, height)
+        down = int(top * (height + 2 * padding - size + 1)) - padding
+        rows = reflected(down if self.config.crop_along == "both" else (height - size) // 2, size, height)
         columns = reflected(int(left * (width + 2 * padding - size + 1)) - padding, size, width)
         pixels: NDArray[np.uint8] = np.asarray(image)[rows][:, columns]
         return pixels

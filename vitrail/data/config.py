@@ -22,7 +22,9 @@ class AugmentConfig:
     ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
     """Aspect ratios of a random resized crop."""
     padding: Whole = 4
-    """Pixels of reflected border before a `pad` crop."""
+    """Pixels of reflected border before a `simple` or `pad` crop."""
+    crop_along: Literal["both", "x"] = "both"
+    """`simple` and `pad`: where the crop may lie, anywhere, or along the x-axis alone (as DeiT III words it)."""
     flip: Fraction = 0.5
     """Probability of a horizontal flip."""
     jitter: NotNegative = 0.0

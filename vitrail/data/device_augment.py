@@ -87,6 +87,8 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     elif config.crop in ("simple", "pad"):
         down, right = _uniform(key, "crop", 2).T
         columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
+        if config.crop_along == "x":
+            columns["crop_top"] = np.full_like(columns["crop_top"], (height - size) // 2)
         columns["crop_left"] = np.floor(right * (width + 2 * config.padding - size + 1)) - config.padding
     if config.flip:
         columns["flip"] = _uniform(key, "flip", 1)[:, 0] < config.flip

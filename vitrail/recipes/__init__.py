@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "transfer-attention",
         "small-transfer",
     ),
-    "grafit": ("grafit-imagenet", "grafit-cifar100", "small-grafit"),
+    "grafit": ("grafit-imagenet", "grafit-transfer", "grafit-cifar100", "small-grafit"),
     "selfsupervised": (
         "byol-asym",
         "moco-v2",

@@ -39,7 +39,17 @@ def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig 
     if isinstance(config, ClassToken):
         return ClassTokenHead(width, classes, config.drop, config.copies, config.hidden)
     if isinstance(config, Mean):
-        return MeanHead(width, classes, config.drop, config.copies, config.hidden, norm_after=config.norm_after)
+        if config.mlp and config.hidden is None:
+            raise ValueError("head.mlp needs the width of its hidden layer; set head.hidden")
+        return MeanHead(
+            width,
+            classes,
+            config.drop,
+            config.copies,
+            config.hidden,
+            mlp=config.mlp,
+            norm_after=config.norm_after,
+        )
     if isinstance(config, Distilled):
         return DistilledHead(width, classes, config.fusion)
     if isinstance(config, Projected):

@@ -30,6 +30,8 @@ class Mean:
     """Classifiers side by side, as a control for heads that have several."""
     hidden: Count | None = None
     """A linear layer to so many features before the classifier, as a control for heads that have more parameters."""
+    mlp: bool = False
+    """BatchNorm and ReLU after the `hidden` layer: the classifier is an MLP (Grafit's transfer)."""
     norm_after: bool = False
     """Apply the final norm to the mean instead of to every token (timm's `fc_norm`)."""
 

@@ -52,15 +52,27 @@ class Head(nn.Module):
 class LinearHead(Head):
     """`copies` linear classifiers on one vector an image (architectures-and-training §2.3), fused by their mean.
 
-    With `hidden`, a linear map to so many features stands before them: parameters without a new kind of feature.
+    With `hidden`, a linear map to so many features stands before them: parameters without a new kind of feature. With
+    `mlp`, too, BatchNorm and ReLU stand between the two maps.
     """
 
-    def __init__(self, width: int, classes: int, drop: float = 0.0, copies: int = 1, hidden: int | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        drop: float = 0.0,
+        copies: int = 1,
+        hidden: int | None = None,
+        *,
+        mlp: bool = False,
+    ) -> None:
         super().__init__()
         self.features = width
         self.classifiers = copies
         self.drop = nn.Dropout(drop)
         self.wide = nn.Identity() if hidden is None else nn.Linear(width, hidden)
+        between = mlp and hidden is not None
+        self.act = nn.Sequential(nn.BatchNorm1d(hidden or 0), nn.ReLU()) if between else nn.Identity()
         self.fc = nn.Linear(width if hidden is None else hidden, copies * classes)
         self.reset_parameters()
 
@@ -76,7 +88,7 @@ class LinearHead(Head):
         return self.wide if isinstance(self.wide, nn.Linear) else self.fc
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return self.fc(self.drop(self.wide(self.embed(tokens)))).unflatten(-1, (self.classifiers, -1))
+        return self.fc(self.drop(self.act(self.wide(self.embed(tokens))))).unflatten(-1, (self.classifiers, -1))
 
 
 def mean_of_probabilities(stack: Tensor) -> Tensor:

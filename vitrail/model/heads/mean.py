@@ -19,10 +19,11 @@ class MeanHead(LinearHead):
         copies: int = 1,
         hidden: int | None = None,
         *,
+        mlp: bool = False,
         norm_after: bool = False,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(width, classes, drop, copies, hidden)
+        super().__init__(width, classes, drop, copies, hidden, mlp=mlp)
         self.own_norm = norm_after
         self.norm = nn.LayerNorm(width, eps=eps) if norm_after else nn.Identity()
 
