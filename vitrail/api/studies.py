@@ -37,7 +37,10 @@ STUDIES = Path("runs") / "studies"
 KEYS = ("name", "base", "variants", "seeds", "budget", "baseline", "test_sets")
 SHARED = "run-"  # how folders of shared runs begin
 # Where a run is made and kept does not change what comes out.
-MACHINE = (("out",), ("data", "workers"), ("engine", "device"), ("engine", "keep"), ("engine", "checkpoint_every"))
+MACHINE = (
+    *(("out",), ("data", "workers"), ("engine", "device")),
+    *(("engine", "keep"), ("engine", "checkpoint_every"), ("engine", "track")),
+)
 LENGTHS = ("epochs", "steps")
 
 

@@ -30,6 +30,7 @@ from vitrail.engine.optimizer import choose_tuned
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
+from vitrail.engine.track import TensorBoard, refuse_untracked
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import AttackConfig, MaeConfig, learns_without_labels
 from vitrail.learn.supervised import class_counts
@@ -158,6 +159,7 @@ class _Trainer:
             config = replace(config, evaluators=())
         self.config, self.data, self.bad = config, data, bad
         self.group, self.quiet, self.folder = group, quiet, folder
+        refuse_untracked(config.engine.track)
         self.device = choose_device(config.engine.device, group)
         self.precision = choose_precision(config.engine.precision, self.device)
         self.compile = prepare(config.engine, config.seed, self.device, group)
@@ -242,6 +244,8 @@ class _Trainer:
                 fit.restore(state)
             if group.main:
                 self.folder.cut_metrics(fit.step)
+                if config.engine.track == "tensorboard":
+                    self.folder.tracker = TensorBoard(self.folder.path, fit.step)
                 self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
             result = fit.run()
         finally:

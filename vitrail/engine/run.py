@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vitrail.engine.track import TensorBoard
 from vitrail.files import write_text
 from vitrail.version import __version__
 
@@ -25,6 +26,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tracker: TensorBoard | None = None
         self._lock: Any = None
 
     @property
@@ -97,6 +99,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
         self.unlock()
 
     def write_environment(self, extra: Mapping[str, Any]) -> None:
@@ -113,6 +117,8 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if self.tracker is not None:
+            self.tracker.write(line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every whole line; a line torn by a kill is left out."""
