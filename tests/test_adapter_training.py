@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopping import stop_after
 from torch import Tensor, nn
 
 import vitrail
 from vitrail import api
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
-from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.ema import Ema
 from vitrail.engine.fit import Stopped
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_groups
-from vitrail.engine.step import TrainStep
 from vitrail.learn.config import DistillationConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adapters.apply import apply, bank_of, base_state, counts, quantise
@@ -184,16 +181,8 @@ def test_a_moving_average_follows_the_adapter_and_keeps_the_base_bits() -> None:
 
 def stop_at_two(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is interrupted after its second step."""
-    feed = TrainStep.feed
-
-    def interrupted(self: TrainStep, piece: Batch) -> bool:
-        done = feed(self, piece)
-        if self.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return done
-
     with monkeypatch.context() as patched:
-        patched.setattr(TrainStep, "feed", interrupted)
+        stop_after(2, patched)
         with pytest.raises(Stopped):
             api.train(config, quiet=True)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from stopping import stop_after
 from torch import Tensor, nn
 
 import vitrail
@@ -458,16 +457,8 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.slow
 def test_an_interrupted_attack_goes_on_as_if_it_had_not_been(saved: Path, tmp_path: Path) -> None:
     whole = attacking.attack(saved, SETTINGS, out=tmp_path / "whole", quiet=True)
-    feed = TrainStep.feed
-
-    def interrupted(self: TrainStep, piece: Batch) -> bool:
-        done = feed(self, piece)
-        if self.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return done
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TrainStep, "feed", interrupted)
+        stop_after(3, patched)
         with pytest.raises(Stopped):
             attacking.attack(saved, SETTINGS, out=tmp_path / "stopped", quiet=True)
     again = attacking.resume_attack(tmp_path / "stopped", quiet=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.api.training import HIGH_RATES, _one_answer
+from vitrail.api.advice import HIGH_RATES, one_answer
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.data.leaks import copied_files, leak_notes
@@ -199,7 +199,7 @@ def test_what_other_evaluators_found_is_printed_and_their_place_explained(photos
 @pytest.mark.parametrize(("guesses", "told"), [([1, 1, 1], True), ([1, 1, 2], False), ([1], False)])
 def test_a_model_that_says_the_same_of_all_images_is_told(guesses: list[int], told: bool) -> None:
     logits = torch.eye(4)[guesses]
-    said = _one_answer(
+    said = one_answer(
         Predictions(torch.arange(len(guesses)), torch.zeros(len(guesses)), logits), DataSet("", tuple("abcd"), {})
     )
     assert [f"all {len(guesses)} images are taken for 'b'" in text for text in said] == [True] * told
@@ -207,7 +207,7 @@ def test_a_model_that_says_the_same_of_all_images_is_told(guesses: list[int], to
 
 def test_several_labels_are_not_judged_by_their_likeliest() -> None:
     logits = torch.tensor([[0.0, 3.0], [0.0, 4.0]])
-    assert _one_answer(Predictions(torch.arange(2), torch.ones(2, 2), logits), DataSet("", ("a", "b"), {})) == []
+    assert one_answer(Predictions(torch.arange(2), torch.ones(2, 2), logits), DataSet("", ("a", "b"), {})) == []
 
 
 def test_the_public_call_gives_a_map_of_every_image_without_a_layer_or_a_reshape() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from stopping import stop_after
 from torch import Tensor
 
 import vitrail
@@ -24,7 +23,6 @@ from vitrail.data.open import open_data
 from vitrail.data.text_loader import TextEvalLoader
 from vitrail.data.texts import Text, texts_of
 from vitrail.engine.fit import Stopped
-from vitrail.engine.step import TrainStep
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.measure.bleu import corpus_bleu
 from vitrail.model.adapters.apply import apply, counts
@@ -507,16 +505,8 @@ def test_a_run_stores_seed_and_coefficients_alone(run: api.Run, kind: str, tmp_p
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(
     run: api.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed = TrainStep.feed
-
-    def interrupted(self: TrainStep, piece: Batch) -> bool:
-        done = feed(self, piece)
-        if done and self.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return done
-
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "feed", interrupted)
+        stop_after(5, patch)
         with pytest.raises(Stopped):
             vitrail.train(configure(tmp_path / "stopped"), quiet=True)
     resumed = api.resume(tmp_path / "stopped", quiet=True)

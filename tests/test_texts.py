@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,17 +18,16 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from stopping import stop_after
 
 import vitrail
 from vitrail import api
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data import grammar
-from vitrail.data.batch import Batch
 from vitrail.data.open import open_data
 from vitrail.data.texts import Text, holds_texts, texts_of
 from vitrail.engine.fit import Stopped
 from vitrail.engine.progress import Progress
-from vitrail.engine.step import TrainStep
 from vitrail.engine.update import Updater
 from vitrail.measure.classification import classification, matthews
 from vitrail.model.store import read_tensors
@@ -302,16 +300,8 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(
 ) -> None:
     changes = {"model.name": name, "engine.ema": 0.9, "engine.accumulate": 2}
     whole = vitrail.train(configure(tmp_path / "whole", **changes), quiet=True)
-    feed = TrainStep.feed
-
-    def interrupted(self: TrainStep, piece: Batch) -> bool:
-        done = feed(self, piece)
-        if done and self.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return done
-
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "feed", interrupted)
+        stop_after(5, patch)
         with pytest.raises(Stopped):
             vitrail.train(configure(tmp_path / "stopped", **changes), quiet=True)
     resumed = api.resume(tmp_path / "stopped", quiet=True)

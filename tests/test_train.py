@@ -17,6 +17,7 @@ import torch
 from hostile import make_hostile
 from PIL import Image
 from safetensors.torch import load_file
+from stopping import stop_after
 
 import vitrail
 from vitrail import api
@@ -145,16 +146,8 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: 
     flags = f"--data {photos} --data.augment.mixup 0.5"
     config = configure(f"{flags} --out {tmp_path / 'stopped'}")
     whole = vitrail.train(configure(f"{flags} --out {tmp_path / 'whole'}"), quiet=True)
-    feed = TrainStep.feed
-
-    def interrupted(self: TrainStep, piece: Batch) -> bool:
-        done = feed(self, piece)
-        if self.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return done
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "feed", interrupted)
+        stop_after(5, patch)
         with pytest.raises(Stopped, match=f"stopped after step 5; continue with: vitrail train --resume {tmp_path}"):
             vitrail.train(config, quiet=True)
     assert_same_run(whole.path, api.resume(tmp_path / "stopped", quiet=True).path)

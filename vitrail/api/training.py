@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vitrail.api.advice import before_training, one_answer
 from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
@@ -32,10 +33,10 @@ from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.track import TensorBoard, refuse_untracked
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.config import AttackConfig, MaeConfig, learns_without_labels
+from vitrail.learn.config import learns_without_labels
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluate import Loaders, Predictions
+from vitrail.measure.evaluate import Loaders
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
@@ -49,22 +50,10 @@ from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
-from vitrail.model.heads.config import Distilled
 from vitrail.model.heads.next_token import writes_texts
-from vitrail.model.zoo import ZOO
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import Told
-
-FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
-HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
-    "adam": (0.01, 1e-3),
-    "adamw": (0.01, 1e-3),
-    "lamb": (0.05, 4e-3),
-    "muon": (0.2, 0.02),
-    "sgd": (5.0, 0.1),
-    "adagrad": (0.5, 0.01),
-}
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ class _Trainer:
         self.compile = self.compile and (self.feed.compiles or bool(config.engine.compile))
         self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
-        said = _warnings(config, data, self.parameters, self.tuned, self.schedule.peak)
+        said = before_training(config, data, self.parameters, self.tuned, self.schedule.peak)
         told = () if data.unlabelled else self.objective.notes  # of its top-1
         _say(group, quiet, *said, *self.feed.notes, *told)
 
@@ -282,7 +271,7 @@ class _Trainer:
         if self.reference is not None:
             self.reference.close()
         if self.config.objective.kind in ("supervised", "distillation"):
-            fit.notes += (only := _one_answer(predictions, self.data))
+            fit.notes += (only := one_answer(predictions, self.data))
             _say(self.group, self.quiet, *only)
         model = fit.kept
         model.stated |= {
@@ -412,52 +401,6 @@ def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, li
     data = drop_bad(data, bad)
     copied = leak_notes(data) if chosen.check == "full" and group.main else ()
     return replace(data, notes=(*data.notes, *copied)), bad
-
-
-def _warnings(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
-    """What a person should hear before a run, though nothing is wrong; `peak` is the learning rate that is reached."""
-    said = []
-    count, adapter = len(data["train"]), config.model.adapter
-    if adapter is not None:
-        said.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
-        if config.model.weights == "none":
-            said.append(
-                "warning: model.weights is none, so the adapter changes random weights; give a run or file to adapt one"
-                " that was trained"
-            )
-    elif config.optim.tune != "full":
-        said.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
-    elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
-        said.append(
-            f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
-            "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
-        )
-    if isinstance(config.objective, MaeConfig):
-        said.append("mae trains no classifier, so top-1 says nothing; judge by knn, or fine-tune: --model.weights RUN")
-    own, chosen = ZOO.get(config.model.name), config.model.head
-    if own is not None and isinstance(own.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
-        said.append(
-            f"warning: model.head {chosen.kind} replaces what {config.model.name} is named for; keep its distillation "
-            "token with --model.head.kind distilled"
-        )
-    learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
-    learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
-    high, usual = HIGH_RATES[config.optim.name]
-    if learns_weights and config.optim.tune != "head" and peak >= high:
-        scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
-        said.append(f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual")
-    return said
-
-
-def _one_answer(predictions: Predictions, data: DataSet) -> list[str]:
-    """A sentence where a model says the same of every image; several labels are not judged."""
-    said = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
-    if len(said) != 1 or len(predictions) < 2:
-        return []
-    return [
-        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(said)]!r}, so nothing was "
-        "learned; train longer, or with another optim.lr"
-    ]
 
 
 def _fingerprint(data: DataSet) -> str:
