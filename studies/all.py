@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -57,6 +58,19 @@ def command(name: str, jobs: int, smoke: bool, minutes: float) -> list[str]:
     return [*words, "--seconds", "0", *extra]
 
 
+def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
+    """Ask a study and its runs to stop, and wait until the last has written what it must; then no longer."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises when none of them is left
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 class Pool:
     """Takes one study after the other, `side` at a time."""
 
@@ -89,7 +103,7 @@ class Pool:
                 code = process.wait(max(0.0, min(self.until - time.monotonic(), threading.TIMEOUT_MAX)))
                 said = "done" if code == 0 else f"failed with exit code {code}: see its log"
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)
+                end(process)
                 code, said = 1, "out of time"
         if code:
             self.failed.append(name)

@@ -109,7 +109,7 @@ def teachers(data: str, smoke: bool) -> list[Study]:
     """
     plain = {"data.augment.mixup": 0.0, "data.augment.cutmix": 0.0}  # teachers of few epochs
     sgd = {"data.batch": 250, "optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 5e-4, "optim.epochs": 16.0}
-    sgd |= {"objective.loss": "cross_entropy", "data.augment.rand_ops": 0}
+    sgd |= {"objective.loss": "cross_entropy", "data.augment.rand_ops": 0, "optim.clip": 0.0}
     convolutional = made(changed(recipe("small-rsb"), {"data.uri": data, **plain, **sgd}, smoke))
     transformer = made(changed(recipe("small-deit"), {"data.uri": data, **plain, **SHORT}, smoke))
     base = changed(recipe("small-deit"), {"data.uri": data, **SHORT}, smoke)

@@ -1,19 +1,24 @@
-"""What trained trunks hold, looked at from outside.
+"""What the runs of a finished study hold, looked at from outside; Markdown, mean and spread over the study's seeds.
 
-    python studies/features.py separability RUN ... --data cifar100.npz
-    python studies/features.py tokens RUN ... --data cifar10.npz
+    python studies/features.py separability runs/studies/grafit --data cifar100.npz --only ce triplet ce-triplet
+    python studies/features.py tokens runs/studies/distillation --data cifar10.npz --only token two-tokens
+    python studies/features.py disagreement runs/studies/distillation --data cifar10.npz --teacher WEIGHTS
 
 Separability (E18, T2.1): the images of each coarse class are cut at random into two halves, and a linear classifier is
-fitted to the resulting labels on frozen features; its *training* accuracy, mean and spread over ten cuts, says how much
-the features keep apart that the labels did not name. A trunk with random weights is the floor. 'conditioned' gives the
-classifier the coarse class. Tokens (E8, section 3.3): cosine of class and distillation token as learned, and of the two
-after each block.
+fitted to the resulting labels on frozen features; its *training* accuracy over ten cuts says how much the features keep
+apart that the labels did not name. A trunk with random weights is the floor. 'conditioned' gives the classifier the
+coarse class. Tokens (E8, section 3.3): cosine of class and distillation token as learned, and of the two after the last
+block. Disagreement (E9, T3.4): the share of test images on which two decide differently; every variant against the
+teacher and the labels.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -25,6 +30,9 @@ from vitrail.data.loader import EvalLoader
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import DataSet
+from vitrail.learn.teacher import load_teacher
+from vitrail.measure.disagreement import LABELS, disagreement
+from vitrail.measure.predictions import read_predictions
 from vitrail.model.build import from_spec
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.mean import MeanHead
@@ -101,31 +109,103 @@ def token_cosines(model: Classifier, data: DataSet, device: torch.device, most: 
     return [*found, *(sums / count).tolist()]
 
 
+@torch.inference_mode()
+def decided(model: Classifier, data: DataSet, device: torch.device, most: int | None) -> dict[int, int]:
+    """What a model says of each test image: its class number, by the image's index."""
+    model.to(device).eval()
+    said: dict[int, int] = {}
+    for batch in batches(model, data, "test", device, most):
+        said |= dict(zip(batch.index.tolist(), model(batch.images).argmax(1).tolist(), strict=True))
+    return said
+
+
+def variants(folder: Path, only: Sequence[str]) -> Iterator[tuple[str, list[Path]]]:
+    """Names of a finished study's variants, and the folders of their runs."""
+    made = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    names = [row["variant"] for row in made["rows"]]
+    if strangers := set(only) - set(names):
+        raise SystemExit(f"{folder} has no variant {sorted(strangers)[0]!r}; it has {', '.join(names)}")
+    for row in made["rows"]:
+        if not only or row["variant"] in only:
+            yield row["variant"], [folder.parent / Path(run["path"]).name for run in row["runs"]]
+
+
+def over(values: Iterable[float], form: str = ".1%") -> str:
+    """Mean and, of several, standard deviation."""
+    many = list(values)
+    spread = f" ± {statistics.stdev(many):{form}}" if len(many) > 1 else ""
+    return f"{statistics.mean(many):{form}}{spread}"
+
+
+def row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def table(*heads: str) -> None:
+    row(*heads)
+    print("|---" * len(heads) + "|")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("separability", "tokens"))
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("what", choices=("separability", "tokens", "disagreement"))
+    parser.add_argument("study", type=Path, help="folder of a finished study")
     parser.add_argument("--data", required=True)
+    parser.add_argument("--only", nargs="+", default=[], help="variants (none: all)")
+    parser.add_argument("--teacher", help="of whom disagreement is asked: a run, or a weights file of a CIFAR ResNet")
     parser.add_argument("--cuts", type=int, default=10)
     parser.add_argument("--most", type=int, help="at most so many images")
     options = parser.parse_args()
+    if options.what == "disagreement" and not options.teacher:
+        parser.error("disagreement is with a --teacher")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = open_data(options.data)
+    data, most = open_data(options.data), options.most
+    chosen = list(variants(options.study, options.only))
+
     if options.what == "tokens":
-        for run in options.runs:
-            values = token_cosines(load(run), data, device, options.most)
-            print(f"{run}: learned {values[0]:.3f}; after blocks " + " ".join(f"{v:.3f}" for v in values[1:]))
+        table("variant", "cosine of the tokens as learned", "after the last block", "seeds")
+        for name, runs in chosen:
+            cosines = [token_cosines(load(run), data, device, most) for run in runs]
+            row(name, over((c[0] for c in cosines), ".3f"), over((c[-1] for c in cosines), ".3f"), str(len(runs)))
         return
-    models = {str(run): load(run) for run in options.runs}
-    first = next(iter(models.values()))
-    torch.manual_seed(0)
-    models["random"] = from_spec(
-        first.spec, classes=first.classes, multilabel=False, preprocess=first.preprocess, device=None
-    )
-    for name, model in models.items():
-        alone, conditioned = separability(*pooled(model, data, device, options.most), options.cuts)
-        parts = [f"{statistics.mean(v):.1%} ± {statistics.stdev(v):.1%}" for v in (alone, conditioned)]
-        print(f"{name}: {parts[0]}, conditioned {parts[1]} over {options.cuts} cuts", flush=True)
+
+    first = load(chosen[0][1][0])
+    if options.what == "disagreement":
+        said = decided(load_teacher(options.teacher, first), data, device, most)
+        table("variant", "differs from the teacher", "from the labels", "from another seed", "seeds")
+        for name, runs in chosen:
+            kept = [stored for run in runs if (stored := read_predictions(run)) is not None]
+            known = torch.tensor([int(i) in said for i in kept[0].index])
+            of_teacher = torch.tensor([said[int(i)] for i in kept[0].index[known]])
+            guesses = {f"seed {n}": stored.guess[known] for n, stored in enumerate(kept)}
+            rates = disagreement({"teacher": of_teacher, **guesses}, kept[0].target[known])
+            others = [rates.between(a, b) for a, b in combinations(guesses, 2)]
+            row(
+                name,
+                over(rates.between("teacher", seed) for seed in guesses),
+                over(rates.between(LABELS, seed) for seed in guesses),
+                over(others) if others else "",
+                str(len(kept)),
+            )
+        row("the teacher", "", f"{rates.between(LABELS, 'teacher'):.1%}", "", "")
+        return
+
+    def separable(model: Classifier) -> tuple[float, float]:
+        alone, conditioned = separability(*pooled(model, data, device, most), options.cuts)
+        return statistics.mean(alone), statistics.mean(conditioned)
+
+    table("variant", f"separable, mean of {options.cuts} cuts", "conditioned", "seeds")
+    for name, runs in chosen:
+        parts = [separable(load(run)) for run in runs]
+        row(name, over(alone for alone, _ in parts), over(known for _, known in parts), str(len(runs)))
+    parts = []
+    for seed in range(len(chosen[0][1])):
+        torch.manual_seed(seed)
+        untrained = from_spec(
+            first.spec, classes=first.classes, multilabel=False, preprocess=first.preprocess, device=None
+        )
+        parts.append(separable(untrained))
+    row("random weights", over(alone for alone, _ in parts), over(known for _, known in parts), str(len(parts)))
 
 
 if __name__ == "__main__":

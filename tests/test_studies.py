@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,61 @@ def test_a_study_in_which_runs_stand_on_others_comes_to_its_report(what: str, se
     assert done.returncode == 0, done.stderr
     report = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("report: ")][-1]
     assert (tmp_path / report).with_name("table.json").is_file()
+
+
+@pytest.mark.slow
+def test_runs_of_a_study_are_looked_at_from_outside(tmp_path: Path) -> None:
+    """Two tokens and their cosine; a run never differs from a teacher that is itself, and does from the labels."""
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        "name: two\nbase: {recipe: small-deit, data: {uri: 'synthetic:shapes?n=90&size=32', batch: 20, workers: 0},"
+        " model: {trunk: {depth: 1, width: 48, heads: 3}}, optim: {steps: 3}, engine: {device: cpu}}\n"
+        "variants: {two: {model: {head: {kind: distilled}}}, one: {}}\nseeds: 2\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def said(*words: str) -> list[list[str]]:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return [[c.strip() for c in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+
+    said("-m", "vitrail", "compare", "study.yaml", "--jobs", "1", "--seconds", "0")
+    folder = tmp_path / "runs" / "studies" / "two"
+    rows = json.loads((folder / "table.json").read_text())["rows"]
+    features = (str(STUDIES / "features.py"), "{}", str(folder), "--data", "synthetic:shapes?n=90&size=32")
+
+    ((name, learned, last, seeds),) = said(*(w.format("tokens") for w in features), "--only", "two")
+    assert (name, seeds) == ("two", "2")
+    assert all(-1 <= float(c.split()[0]) <= 1 for c in (learned, last))
+
+    itself = next(run["path"] for run in rows[1]["runs"] if run["seed"] == 0)
+    *_, one, teacher = said(*(w.format("disagreement") for w in features), "--teacher", itself)
+    wrong = [1 - run["top1"] for run in rows[1]["runs"]]
+    assert float(one[2].split("%")[0]) == pytest.approx(100 * sum(wrong) / 2, abs=0.06)
+    assert float(teacher[2].strip("%")) == pytest.approx(100 * wrong[0], abs=0.06)
+    # with itself 0, with the other seed as often as the two seeds differ
+    assert float(one[1].split("%")[0]) == pytest.approx(float(one[3].strip("%")) / 2, abs=0.06)
+
+
+def test_studies_out_of_time_may_write_what_they_must(tmp_path: Path) -> None:
+    """A run of the study, not the study itself, writes its checkpoint when it is asked to stop."""
+    specification = importlib.util.spec_from_file_location("all_studies", STUDIES / "all.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    wrote, ready = tmp_path / "checkpoint", tmp_path / "ready"
+    run = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal(15, lambda *_: (time.sleep(0.3), pathlib.Path({str(wrote)!r}).touch(), sys.exit()))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)"
+    )
+    study = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {run!r}])"
+    process = subprocess.Popen([sys.executable, "-c", study], start_new_session=True)
+    while not ready.exists():
+        time.sleep(0.02)
+    module.end(process)
+    assert wrote.exists()
+    assert process.returncode is not None
