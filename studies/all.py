@@ -27,6 +27,7 @@ CHAINED = {  # name: arguments of studies/chained.py
     "resolution": ("resolution", "cifar100.npz"),
     "attention": ("attention", "cifar100.npz", "cifar10.npz"),
     "teachers": ("teachers", "cifar10.npz"),
+    "removed": ("removed", "cifar100.npz"),
 }
 UNLABELLED = ("selfsupervised.py", "cifar100.npz", "cifar10.npz", "--part")
 PROGRAMS = {  # name: script and arguments; each has a folder of rows by its name
@@ -41,7 +42,7 @@ PROGRAMS = {  # name: script and arguments; each has a folder of rows by its nam
 STUDIES = (
     *("small-deit", "layerscale", "recipe-ablation", "heads-vit", "second-order", "cait-heads", "grafit"),
     *("resmlp-mixers", "teachers", "heads-resnet", "seeds", "augmentations", "bce", "grafit-weight", "recipe-swap"),
-    *("distillation", "resolution", "crop", "stem-pooling", "attention", "gramian"),
+    *("distillation", "resolution", "crop", "stem-pooling", "attention", "gramian", "removed"),
 )
 
 

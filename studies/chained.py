@@ -3,9 +3,11 @@
     python studies/chained.py resolution cifar100.npz        E22: low resolution first, against the target throughout
     python studies/chained.py attention cifar100.npz cifar10.npz      E26: attention-only fine-tuning on few images
     python studies/chained.py teachers cifar10.npz           E7: a convolutional against a transformer teacher
+    python studies/chained.py removed cifar100.npz           heads §7 item 18: trunks without the heads they grew under
     ... --smoke                                              a minute on a CPU, on whatever data are named
 
-Everything lands in runs/studies, finished runs are never repeated, and the report is that of `vitrail compare`.
+Everything lands in runs/studies, finished runs are never repeated, and the report is that of `vitrail compare`. Where
+weights differ by seed a seed is a study of its own: `studies/tables.py --together` makes one table of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from vitrail.api.comparing import compare_study
-from vitrail.api.studies import STUDIES, Study, run_folder
+from vitrail.api.studies import STUDIES, Study, plan, read_study, run_folder
 from vitrail.config import RunConfig, dump
 from vitrail.engine.run import RunFolder
 from vitrail.files import write_text
@@ -121,19 +123,40 @@ def teachers(data: str, smoke: bool) -> list[Study]:
     return [Study("teachers", base, ways, seeds=(0,) if smoke else (0, 1, 2))]
 
 
+def removed(data: str, smoke: bool) -> list[Study]:
+    """Trunks of studies/heads-resnet.yaml without the heads they were trained under: a linear classifier of their mean.
+
+    Expected (heads §3.5, table B): trunks that grew under Gramian heads are the better ones.
+    """
+    grown = read_study(Path(__file__).with_name("heads-resnet.yaml"))
+    wanted = {name: grown.variants[name] for name in ("mean", "gramian-1", "gramian-5")}
+    base = with_values(grown.base, {"data.uri": data})
+    planned = plan(Study(grown.name, base, wanted, seeds=(0,) if smoke else grown.seeds), {}, STUDIES)
+    fresh = {"model.head": Mean(), "optim.tune": "head", "optim.epochs": 4.0, "optim.warmup": 0.0, "evaluators": ()}
+    studies = []
+    for seed in sorted({one.seed for one in planned}):
+        ways = {
+            one.variant: {"model": {"weights": str(made(changed(one.config, {}, smoke)))}}
+            for one in planned
+            if one.seed == seed
+        }
+        studies.append(Study(f"removed-seed{seed}", changed(base, fresh, smoke), ways, seeds=(seed,)))
+    return studies
+
+
+WHAT = {"resolution": resolution, "attention": attention, "teachers": teachers, "removed": removed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("resolution", "attention", "teachers"))
+    parser.add_argument("what", choices=list(WHAT))
     parser.add_argument("data", nargs="+")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    if options.what == "attention" and len(options.data) != 2:
-        parser.error("attention needs two data sets: where the ViT is trained, and where it is fine-tuned")
-    if options.what == "attention":
-        studies = attention(*options.data, options.smoke)
-    else:
-        studies = (resolution if options.what == "resolution" else teachers)(options.data[0], options.smoke)
+    if len(options.data) != (2 if options.what == "attention" else 1):
+        parser.error("attention needs two data sets (where the ViT is trained, and where it is fine-tuned), others one")
+    studies = WHAT[options.what](*options.data, options.smoke)
     for study in studies:
         found, folder = compare_study(study, jobs=options.jobs, seconds=0.0)
         Console().print(comparison_tables(found))

@@ -1,15 +1,16 @@
 """What finished studies found, as Markdown for docs/results: top-1 over seeds, the difference, the cost.
 
-    python studies/tables.py runs/studies/NAME [...] [--also knn map ...]
+    python studies/tables.py runs/studies/NAME [...] [--also knn map ...] [--together]
 
-`--also` adds columns of other figures, mean over seeds.
+`--also` adds columns of other figures, mean over seeds; `--together` takes the folders for seeds of one study.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,53 @@ def markdown(made: Mapping[str, Any], also: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def together(many: Sequence[Mapping[str, Any]]) -> str:
+    """Studies of one seed each, in one table: differences are paired by seed, and their spread is that over seeds."""
+    baseline = many[0]["baseline"]
+    by_seed = {
+        row["variant"]: {
+            run["seed"]: 100 * run["top1"]
+            for made in many
+            for r in made["rows"]
+            if r["variant"] == row["variant"]
+            for run in r["runs"]
+        }
+        for row in many[0]["rows"]
+    }
+    lines = [
+        f"| variant | top-1 on {many[0]['split']}, % | points against {baseline}, by seed | seeds |",
+        "|---|---|---|---|",
+    ]
+    for variant, found in by_seed.items():
+        gains = [value - by_seed[baseline][seed] for seed, value in found.items() if seed in by_seed[baseline]]
+        cells = [
+            variant,
+            over(found.values(), ".2f"),
+            "" if variant == baseline else over(gains, "+.1f"),
+            str(len(found)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def over(values: Iterable[float], form: str) -> str:
+    """Mean and, of several, standard deviation."""
+    found = list(values)
+    spread = f" ± {statistics.stdev(found):{form.removeprefix('+')}}" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):{form}}".replace("-", MINUS) + spread
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--also", nargs="*", default=[])
+    parser.add_argument("--together", action="store_true")
     options = parser.parse_args()
-    for folder in options.folders:
-        made = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    tables = [json.loads((folder / "table.json").read_text(encoding="utf-8")) for folder in options.folders]
+    if options.together:
+        print(together(tables))
+        return
+    for made in tables:
         print(f"### {made['name']}\n\n{markdown(made, options.also)}\n")
 
 

@@ -141,7 +141,7 @@ def test_features_that_keep_images_apart_can_be_cut_anywhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "sets"), [("resolution", 1), ("teachers", 1), ("attention", 2)])
+@pytest.mark.parametrize(("what", "sets"), [("resolution", 1), ("teachers", 1), ("attention", 2), ("removed", 1)])
 def test_a_study_in_which_runs_stand_on_others_comes_to_its_report(what: str, sets: int, tmp_path: Path) -> None:
     data = ["synthetic:shapes?n=90&size=32"] * sets
     command = [sys.executable, str(STUDIES / "chained.py"), what, *data, "--smoke", "--jobs", "1"]
