@@ -53,7 +53,25 @@ class DeviceRuns:
         compiled: bool = True,
         objective: Callable[[Classifier], Objective] | None = None,
     ) -> tuple[TrainStep, int]:
-        """What `config` describes after `most` steps (none: all), and how many all are.
+        """What `config` describes after `most` steps (none: all), and how many all are."""
+        step, loader, steps = self.prepared(
+            config, seed, model=model, most=most, compiled=compiled, objective=objective
+        )
+        for batch in loader:
+            step.feed(batch)
+        return step, steps
+
+    def prepared(
+        self,
+        config: RunConfig,
+        seed: int,
+        *,
+        model: Classifier | None = None,
+        most: int | None = None,
+        compiled: bool = True,
+        objective: Callable[[Classifier], Objective] | None = None,
+    ) -> tuple[TrainStep, DeviceLoader, int]:
+        """Steps that wait for their batches, the first `most` of these (none: all), and how many all are.
 
         `model` is trained further, in place, instead of a new one; `objective` makes what it learns from, instead of
         the configuration. On CUDA a step is one graph; `compiled=False` spares short runs the half minute that
@@ -92,9 +110,7 @@ class DeviceRuns:
             stop=min(schedule.steps, most or schedule.steps),
             images=self.images[key],
         )
-        for batch in loader:
-            step.feed(batch)
-        return step, schedule.steps
+        return step, loader, schedule.steps
 
     def judged(self, split: str, model: Classifier, most: int | None = None) -> DeviceEvalLoader:
         """Images of a split (the first `most`) as evaluation sees them; they stay on the device."""
