@@ -25,6 +25,7 @@ PLAIN = {"crop": "evaluation", "flip": 0.0}
 STYLES = {
     "timm": AugmentConfig(**PLAIN, rand_ops=2, rand_style="timm", rand_std=0.5),
     "torchvision": AugmentConfig(**PLAIN, rand_ops=2),
+    "big_vision": AugmentConfig(**PLAIN, rand_ops=2, rand_style="big_vision", rand_magnitude=2),
     "trivial": AugmentConfig(**PLAIN, trivial=True),
     "auto": AugmentConfig(**PLAIN, auto=True, auto_policy="cifar10"),
 }
@@ -179,7 +180,9 @@ def test_the_two_styles_differ_where_an_image_has_left():
         ({"trivial": True, "auto": True}, "data.augment.auto: it excludes trivial"),
         ({"rand_ops": 2, "rand_style": "timm", "rand_magnitude": 11}, "above 10"),
         ({"rand_ops": 2, "rand_std": 0.5}, "set rand_style timm"),
-        ({"rand_style": "big_vision"}, "not one of torchvision, timm"),
+        ({"rand_ops": 2, "rand_style": "big_vision", "rand_magnitude": 11}, "above 10, the most of big_vision's"),
+        ({"rand_ops": 2, "rand_style": "big_vision", "rand_std": 0.5}, "set rand_style timm"),
+        ({"rand_style": "other"}, "not one of torchvision, timm, big_vision"),
     ],
 )
 def test_settings_that_exclude_one_another_are_refused(values, message):

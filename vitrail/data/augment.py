@@ -137,6 +137,11 @@ def check_possible(config: AugmentConfig, size: int) -> None:
             f"use at most {size - 1}"
         )
     problems = conflicts(config)
+    if config.rand_ops and config.rand_style == "big_vision" and 10 * config.rand_magnitude >= size:
+        problems.append(
+            f"data.augment.rand_style: big_vision's moves images by {10 * config.rand_magnitude} pixels and these have "
+            f"{size}; use torchvision or timm, or images of 224"
+        )
     if problems:
         raise ValueError("; ".join(problems))
 

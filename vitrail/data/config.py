@@ -40,10 +40,10 @@ class AugmentConfig:
     rand_ops: Whole = 0
     """RandAugment: operations an image (0: off)."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9
-    """RandAugment: magnitude, of 30 in torchvision's style and of 10 in timm's."""
-    rand_style: Literal["torchvision", "timm"] = "torchvision"
-    """Whose RandAugment: the two differ in operations, magnitudes and fill (see vitrail/data/policies.py). timm's is
-    its increasing form, `rand-m9-mstd0.5-inc1`, which DeiT was trained with."""
+    """RandAugment: magnitude, of 30 in torchvision's style and of 10 in timm's and big_vision's."""
+    rand_style: Literal["torchvision", "timm", "big_vision"] = "torchvision"
+    """Whose RandAugment: they differ in operations, magnitudes and fill (see vitrail/data/policies.py). timm's is its
+    increasing form, `rand-m9-mstd0.5-inc1`, which DeiT was trained with; big_vision's is for images of 224 pixels."""
     rand_std: NotNegative = 0.0
     """RandAugment, timm's style: standard deviation of the magnitude."""
     trivial: bool = False
@@ -72,12 +72,12 @@ def conflicts(augment: AugmentConfig, name: str = "data.augment") -> list[str]:
     chosen = [policy for policy in ("rand_ops", "trivial", "auto") if getattr(augment, policy)]
     if len(chosen) > 1:
         problems.append(f"{name}.{chosen[1]}: it excludes {chosen[0]}; set one of rand_ops, trivial and auto")
-    timm = augment.rand_style == "timm"
-    if augment.rand_ops and timm and augment.rand_magnitude > 10:
-        problems.append(f"{name}.rand_magnitude: {augment.rand_magnitude} is above 10, the most of timm's style")
-    if augment.rand_ops and not timm and augment.rand_std:
+    style = augment.rand_style
+    if augment.rand_ops and style != "torchvision" and augment.rand_magnitude > 10:
+        problems.append(f"{name}.rand_magnitude: {augment.rand_magnitude} is above 10, the most of {style}'s style")
+    if augment.rand_ops and style != "timm" and augment.rand_std:
         problems.append(
-            f"{name}.rand_std: torchvision's RandAugment has fixed magnitudes; set rand_style timm, or rand_std 0"
+            f"{name}.rand_std: {style}'s RandAugment has fixed magnitudes; set rand_style timm, or rand_std 0"
         )
     return problems
 

@@ -21,6 +21,7 @@ from vitrail.data.augment import BLUR_SIGMA, check_possible
 from vitrail.data.boxes import BOX_DRAWS, crop_boxes, erasing_boxes
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import bits, seed_of, uniform
+from vitrail.data.device_big_vision import BIG_VISION_DRAWS, big_vision_augmented, draw_big_vision
 from vitrail.data.device_pixels import (
     Boxes,
     blur_weights,
@@ -188,11 +189,12 @@ class DeviceAugment:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
             weights = torch.stack([columns[f"blur_{i}"] for i in range(3)])[:, rows]
             images = images.index_copy(0, rows, blurred(images[rows], weights))
-        smooth = None
-        if self.config.rand_style == "timm" and drawn.bounds:
+        smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
+        if style == "timm" and drawn.bounds:
             smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
         for operations in drawn.turns():
-            images = rand_augmented(images, operations, smooth)
+            big = style == "big_vision"
+            images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
         if "jitter_0" in columns:
             for turn in range(3):
                 images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
@@ -226,6 +228,10 @@ def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> 
     if config.rand_style == "timm":
         numbers = _uniform(key, "timm", TIMM_DRAWS * config.rand_ops).reshape(len(key), config.rand_ops, TIMM_DRAWS)
         return [draw_timm(each, config.rand_magnitude, config.rand_std, size) for each in numbers.swapaxes(0, 1)]
+    if config.rand_style == "big_vision":
+        numbers = _uniform(key, "bigvis", BIG_VISION_DRAWS * config.rand_ops)
+        each_turn = numbers.reshape(len(key), config.rand_ops, BIG_VISION_DRAWS).swapaxes(0, 1)
+        return [draw_big_vision(each, config.rand_magnitude, size, size) for each in each_turn]
     chances = _uniform(key, "rand", 2 * config.rand_ops)
     return [draw_turn(chances[:, 2 * n : 2 * n + 2], config.rand_magnitude, size) for n in range(config.rand_ops)]
 

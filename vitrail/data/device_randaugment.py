@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,13 +28,15 @@ OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"),
     *("Brightness", "Contrast", "Color", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"),
 )
-_MOVES, _ENHANCES = OPERATIONS.index("ShearX"), OPERATIONS.index("Brightness")
+_MOVES, ENHANCES = OPERATIONS.index("ShearX"), OPERATIONS.index("Brightness")
 _SHARPENS = OPERATIONS.index("Sharpness")
-ALL = (*OPERATIONS, "Invert", "SolarizeAdd")  # AutoAugment has the first of these too, timm's RandAugment both
-_GROUPS = (_MOVES, _ENHANCES, *range(_SHARPENS, len(ALL) + 1))  # the first operation of each, and the end
+ALL = (*OPERATIONS, "Invert", "SolarizeAdd", "Cutout")  # of AutoAugment, timm's RandAugment and big_vision's, too
+_GROUPS = (_MOVES, ENHANCES, *range(_SHARPENS, len(ALL) + 1))  # the first operation of each, and the end
 _FIXED = 16  # bits after the point in Pillow's coordinates
 _MAP = ("xx", "xy", "x_whole", "x_part", "yx", "yy", "y_whole", "y_part")
 _COLUMNS = (*_MAP, "factor", "step", "threshold")
+
+Column = Callable[[str], Tensor]  # parameters of a group's images [images], by name
 
 
 class Space(NamedTuple):
@@ -123,34 +126,47 @@ def rand_augmented(images: Tensor, turn: RandTurn, smooth: Smooth | None = None)
 
     `smooth` says how maps in plain numbers are interpolated; without it they are in fixed point, nearest neighbour.
     """
-    columns = turn.columns
+
+    def changed(name: str, mine: Tensor, of: Column) -> Tensor:
+        if name == "ShearX" and smooth is not None:
+            return warped(mine, torch.stack([of(what) for what in AFFINE]), *smooth)
+        if name == "ShearX":
+            return moved(mine, torch.stack([of(what) for what in _MAP]).to(torch.int64))
+        if name == "Brightness":
+            return jittered(mine, of("operation") - ENHANCES, of("factor"))
+        if name == "Sharpness":
+            return blended(mine, smoothed(mine), of("factor"))
+        return recoloured(name, mine, of)
+
+    return in_groups(images, turn, changed)
+
+
+def in_groups(images: Tensor, turn: RandTurn, changed: Callable[[str, Tensor, Column], Tensor]) -> Tensor:
+    """Each image under its operation. `changed` gets the first name of a group, its images, and their columns by name.
+
+    Groups are operations alone, but for those that move pixels ("ShearX") and those that enhance ("Brightness").
+    """
     for group, (begin, end) in enumerate(itertools.pairwise(turn.bounds)):
         if begin == end:
             continue
-        rows = columns["rows"][begin:end].to(torch.int64)
-        mine = images[rows]
-        name = ALL[_GROUPS[group]]
-        if name == "ShearX" and smooth is not None:
-            mine = warped(mine, torch.stack([columns[what][rows] for what in AFFINE]), *smooth)
-        elif name == "ShearX":
-            mine = moved(mine, torch.stack([columns[what][rows] for what in _MAP]).to(torch.int64))
-        elif name == "Brightness":
-            mine = jittered(mine, columns["operation"][rows] - _ENHANCES, columns["factor"][rows])
-        elif name == "Sharpness":
-            mine = blended(mine, smoothed(mine), columns["factor"][rows])
-        elif name == "Posterize":
-            mine = posterised(mine, columns["step"][rows])
-        elif name == "Solarize":
-            mine = torch.where(mine < columns["threshold"][rows].view(-1, 1, 1, 1), mine, 255 - mine)
-        elif name == "Invert":
-            mine = 255 - mine
-        elif name == "SolarizeAdd":
-            added = (mine + columns["add"][rows].view(-1, 1, 1, 1)).clamp_(max=255)
-            mine = torch.where(mine < SOLARISE_FROM, added, mine)
-        else:
-            mine = autocontrasted(mine) if name == "AutoContrast" else equalised(mine)
+        rows = turn.columns["rows"][begin:end].to(torch.int64)
+        mine = changed(ALL[_GROUPS[group]], images[rows], lambda name, rows=rows: turn.columns[name][rows])  # type: ignore[misc]
         images = images.index_copy(0, rows, mine)
     return images
+
+
+def recoloured(name: str, images: Tensor, of: Column) -> Tensor:
+    """What every library does alike: operations on single values, and by the histogram of a channel."""
+    if name == "Posterize":
+        return posterised(images, of("step"))
+    if name == "Solarize":
+        return torch.where(images < of("threshold").view(-1, 1, 1, 1), images, 255 - images)
+    if name == "Invert":
+        return 255 - images
+    if name == "SolarizeAdd":
+        added = (images + of("add").view(-1, 1, 1, 1)).clamp_(max=255)
+        return torch.where(images < SOLARISE_FROM, added, images)
+    return autocontrasted(images) if name == "AutoContrast" else equalised(images)
 
 
 def moved(images: Tensor, maps: Tensor) -> Tensor:
@@ -169,8 +185,11 @@ def moved(images: Tensor, maps: Tensor) -> Tensor:
     return torch.where(inside[:, None], images.flatten(2).gather(2, places).view_as(images), 0.0)
 
 
-def smoothed(images: Tensor) -> Tensor:
-    """Pillow's SMOOTH: the mean of 3 x 3 pixels with the middle five times; the border stays. Exact."""
+def smoothed(images: Tensor, half: float = 0.5) -> Tensor:
+    """Pillow's SMOOTH: the mean of 3 x 3 pixels with the middle five times; the border stays. Exact.
+
+    It rounds; with `half` 0 means are cut to whole numbers.
+    """
     height, width = images.shape[-2:]
     if min(height, width) < 3:
         return images
@@ -179,7 +198,7 @@ def smoothed(images: Tensor) -> Tensor:
         for j in range(3):
             total = total + images[..., i : i + height - 2, j : j + width - 2]
     smooth = images.clone()
-    smooth[..., 1:-1, 1:-1] = (total / 13 + 0.5).floor_()
+    smooth[..., 1:-1, 1:-1] = (total / 13 + half).floor_()
     return smooth
 
 
@@ -201,7 +220,7 @@ def autocontrasted(images: Tensor) -> Tensor:
 def equalised(images: Tensor) -> Tensor:
     """Every channel through the table that flattens its histogram, in whole numbers; exact."""
     count = images.shape[0] * 3
-    values = images.to(torch.int64).view(count, -1)
+    values = images.to(torch.int64).reshape(count, -1)
     # One dimension: that is the form of scatter_add which is the same in every run, on an accelerator too.
     flat = (values + 256 * torch.arange(count, device=images.device)[:, None]).flatten()
     histogram = torch.zeros(count * 256, dtype=torch.int64, device=images.device)

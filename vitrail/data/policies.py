@@ -4,7 +4,8 @@ The same words mean different things. RandAugment(2, 9) is, by torchvision's def
 certain to come, at level 9 of 30, nearest neighbour, black where the image has left. By timm's (`rand-m9-mstd0.5-inc1`,
 what DeiT and its successors trained with): two of 15 operations, among them Invert and SolarizeAdd, each coming with
 probability 1/2, at a level of 10 drawn from N(9, 0.5), interpolated as the crop is, the mean colour where the image has
-left. A recipe says which it uses by `rand_style`.
+left. By big_vision's: two of 16, with Cutout, each certain to come, at level 9 of 10, nearest neighbour, grey where the
+image has left, and with the quirks that `vitrail/data/device_big_vision.py` lists. A recipe says which by `rand_style`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def policy_of(config: AugmentConfig, preprocess: PreprocessConfig) -> Policy | N
     """The policy of a configuration, drawn from torch's generator, on RGB images; picklable."""
     if config.rand_ops and config.rand_style == "timm":
         return TimmRandAugment(config.rand_ops, config.rand_magnitude, config.rand_std, preprocess)
+    if config.rand_ops and config.rand_style == "big_vision":
+        from vitrail.data.device_big_vision import BigVisionRandAugment  # which stands on this file
+
+        return BigVisionRandAugment(config.rand_ops, config.rand_magnitude)
     if config.rand_ops:
         return v2.RandAugment(config.rand_ops, config.rand_magnitude, RAND_MAGNITUDES)
     if config.trivial:
