@@ -248,7 +248,8 @@ def small_deit3() -> RunConfig:
     """DeiT III for 32-pixel images.
 
     Command:   vitrail train small-deit3 --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    with six blocks, Muon at 2e-3 and 20 epochs 25.9 % of CIFAR-100 (std 0.3, three seeds,
+               studies/augmentations.yaml), with its LAMB 16.9 %; 100 epochs not measured yet
     """
     return RunConfig(
         recipe="small-deit3",

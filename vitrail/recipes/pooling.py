@@ -107,7 +107,7 @@ def small_sot() -> RunConfig:
     """SoT for 32-pixel images.
 
     Command:   vitrail train small-sot --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    in 12 epochs 46.6 % of CIFAR-100 (std 0.3, three seeds, studies/second-order.yaml); 100 not measured yet
     """
     return replace(small_deit(), recipe="small-sot", model=ModelConfig(name="sot_7_32", drop_path=0.1))
 

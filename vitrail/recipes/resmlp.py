@@ -87,7 +87,8 @@ def small_resmlp() -> RunConfig:
     """ResMLP for 32-pixel images.
 
     Command:   vitrail train small-resmlp --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    with Muon at 1e-3, batches of 250 and 12 epochs 43.6 % of CIFAR-100 (std 0.6, three seeds,
+               studies/resmlp-mixers.yaml); as it stands not measured yet
     """
     base = small_deit()
     return replace(
