@@ -68,10 +68,8 @@ class FewShots:
         """Rows of the test split that images are made from, [episodes, way, way - 1, shot]."""
         return self.episodes.support[:, self.others]
 
-    def request(
-        self, copy: int = 0, *, shot: int | None = None, swapped: bool = False, device: str | torch.device = "cpu"
-    ) -> Request:
-        """One image a place, flattened; `swapped` changes the parts of own and other images.
+    def request(self, copy: int = 0, *, shot: int | None = None, device: str | torch.device = "cpu") -> Request:
+        """One image a place, flattened.
 
         Seeds are of the places of the most shots: part of a request is made as the whole.
         """
@@ -80,8 +78,6 @@ class FewShots:
         target = self.episodes.classes[:, :, None, None].expand_as(source)
         count = source.numel()
         seeds = torch.arange(copy * count, (copy + 1) * count, device=source.device).view(source.shape)
-        if swapped:
-            source, own = own, source
         source, own, target, seeds = (t[..., :shot].flatten().to(device) for t in (source, own, target, seeds))
         held = self.runs["test"]
         pool, labels = held.pixels.to(device), held.labels.to(device)
@@ -90,15 +86,7 @@ class FewShots:
     def images(self, name: str, copy: int = 0, shot: int | None = None) -> Tensor:
         """What a method makes of all places (of `shot` images a class alone), [images, 3, 32, 32] bytes."""
         if name in CLASSIC:
-            made = make(name, self.request())
-            images = made.images
-            if name in ("mixup", "cutmix"):
-                # Classifiers of episodes take one label an image: the class it was made for has the larger share.
-                foreign = made.weights.gather(1, made.target[:, None])[:, 0] < 0.5
-                images = torch.where(
-                    foreign[:, None, None, None], make(name, self.request(swapped=True)).images, images
-                )
-            return images
+            return make(name, self.request()).images
         tools = Tools(self.models.diffuser, r=FIXED.get(name, 0.8))
         method = "genie" if name in FIXED else name
         assert method in METHODS

@@ -13,8 +13,8 @@ command goes on where a kill, or `--minutes`, ended it.
     cola      the same                                                   8,551 sentences
     grammar   small encoders from scratch, class token first (bert) and last (gpt); agreement and order errors
 
-Learning rates are chosen with seed 0 on a tenth of train (Matthews correlation), one for each way of tuning and data
-set, with the head `both`; runs that are reported train on all of train and are judged on dev, once, by their last
+Learning rates are chosen with seed 0 on a tenth of train (Matthews correlation), one for each head, way of tuning and
+data set; runs that are reported train on all of train and are judged on dev, once, by their last
 weights. The second-order head has one head of 64 x 64 with dropout 0.5 (heads §2.9); separators are no words and the
 class token has no pooler.
 
@@ -30,6 +30,7 @@ import shutil
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,17 @@ class Study:
         finally:
             shutil.rmtree(out, ignore_errors=True)  # 100 MB each, and nothing but its figures is wanted
 
-    def rate(self, part: str, way: str) -> float:
+    def rate(self, part: str, way: str, head: str) -> float:
         """The rate that is best on val, with seed 0."""
         rates = RATES[way][:2] if self.smoke else RATES[way]
         scores = {}
         for rate in rates:
-            config = with_values(
-                self.config(part, "both", way, rate, 0), {"data.val_fraction": 0.1, "data.judge": "val"}
-            )
-            row = self.found.row("choice", f"{part}, {way}", f"rate {rate:g}", 0, lambda c=config: self.judged(c))  # type: ignore[misc]
+            config = with_values(self.config(part, head, way, rate, 0), {"data.val_fraction": 0.1, "data.judge": "val"})
+            row = self.found.row("choice", f"{part}, {way}, {head}", f"rate {rate:g}", 0, partial(self.judged, config))
             if row is not None:
                 scores[rate] = row["matthews"]
         if not scores:
-            raise RuntimeError(f"no rate of {way} on {part} could be tried")
+            raise RuntimeError(f"no rate of {way} with {head} on {part} could be tried")
         return max(scores, key=lambda rate: scores[rate])
 
     def seed(self, part: str, seed: int) -> None:
@@ -129,9 +128,8 @@ class Study:
                         self.found.row(part, f"{kind}, {errors}", head, seed, lambda c=config: self.judged(c))  # type: ignore[misc]
             return
         for way in RATES:
-            rate = self.rate(part, way)
             for head in HEADS:
-                config = self.config(part, head, way, rate, seed)
+                config = self.config(part, head, way, self.rate(part, way, head), seed)
                 self.found.row(part, way, head, seed, lambda c=config: self.judged(c) | {"rate": c.optim.lr})  # type: ignore[misc]
 
 

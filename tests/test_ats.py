@@ -436,3 +436,13 @@ def test_it_is_exported_in_padded_form(tmp_path: Path, write: Any, name: str) ->
     model = vit({"kind": "ats", "cap": (0.6,)}, depth=2)
     differences = write(model, tmp_path / name).differences  # at batches of 1, 2 and 7
     assert max(differences.values()) < 1e-4
+
+
+def test_more_points_than_can_be_counted_are_refused() -> None:
+    """Where scores are whole numbers of 64 bits a sum of so many would overflow, and other tokens would be kept."""
+    plain = create_model("vit_micro_28", classes=3, depth=2, width=16, heads=2)
+    policy = make_adaptive(plain, {"kind": "ats", "layers": (0,), "cap": (1.0,)}).trunk.policy
+    assert isinstance(policy, AtsPolicy)
+    assert policy.room(0, 49) == 49
+    with pytest.raises(ValueError, match="9216 sampling points for 9216 tokens"):
+        policy.room(0, 9216)

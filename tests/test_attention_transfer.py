@@ -568,6 +568,18 @@ for dtype in (torch.float32, torch.bfloat16):
         for a, b in zip(made, expected):
             assert a.dtype == dtype
             assert (a - b).norm() / b.norm() < most, (dtype, tokens)
+# Keys past the end of a tile have logits of 0, far above those of a query whose logits are all low.
+for shifted in (1, 3):  # the student's keys, the teacher's
+    parts = [torch.randn(1, 1, 65, 32) for _ in range(4)]
+    for x in parts[shifted - 1 : shifted + 1]:
+        x[..., 0] = 30.0
+    parts[shifted][..., 0] = -30.0
+    wide = [x.double().requires_grad_() for x in parts]
+    cross, _ = plain_attention_match(*wide)
+    grad = torch.randn_like(cross)
+    *_, lse, lse_t = kernel.forward(*parts)
+    for a, b in zip(kernel.backward(*parts, lse, lse_t, grad.float()), torch.autograd.grad(cross, wide[:2], grad)):
+        assert (a - b).norm() / b.norm() < 1e-4, shifted  # logits of 160 keep 2^-16 in float32
 # The operators, with their gradient and their fakes, on the same kernels.
 from vitrail.kernels import attention_match as operators
 

@@ -6,6 +6,7 @@ import copy
 import math
 import subprocess
 import sys
+from typing import cast
 
 import pytest
 import timm.optim
@@ -27,7 +28,11 @@ from vitrail.engine.step import TrainStep
 from vitrail.engine.update import Meter, Updater
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
+from vitrail.model.adapters.apply import apply
+from vitrail.model.adapters.config import Lora, Nola
 from vitrail.model.build import create_model
+
+CPU = torch.device("cpu")
 
 
 def objective(**changes: object) -> Supervised:
@@ -520,3 +525,68 @@ def test_muon_is_adamw_for_all_but_the_matrices_of_blocks() -> None:
                 assert float(move.norm()) == pytest.approx(float(expected.norm()), rel=0.02), name
         else:
             torch.testing.assert_close(p, q, msg=name)
+
+
+def test_a_skipped_update_leaves_running_statistics_as_they_were() -> None:
+    """Good, bad, good must equal good, good; so must the moving average."""
+
+    def trained(*bad: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = create_model("cifar_resnet20", classes=3, depth=8)
+        config = OptimConfig(name="sgd", lr=0.01, warmup=0, schedule="constant")
+        schedule = make_schedule(config, 4, 40)
+        step = TrainStep(Supervised(model, SupervisedConfig()), config, schedule, device=CPU, ema=0.5)
+        goods = iter(range(10))
+        for spoiled in bad:
+            seed = 99 if spoiled else next(goods)
+            images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+            if spoiled:
+                images[0, 0, 0, 0] = float("nan")
+            step.step = 0 if spoiled else step.step
+            label = torch.tensor([0, 1, 2, 0])
+            step.feed(Batch((images,), label, label, torch.arange(4)))
+        return model.state_dict(), cast("nn.Module", step.model).state_dict()
+
+    for plain, guarded in zip(trained(False), trained(False, True), strict=True):
+        changed = [n for n, v in plain.items() if "num_batches" not in n and not v.isfinite().all()]
+        assert changed == []
+        for name, value in plain.items():
+            if name.endswith(("running_mean", "running_var")):
+                assert torch.equal(guarded[name], value), name
+
+
+@pytest.mark.parametrize("tune", ["head", "last:1", "bias"])
+def test_norms_that_are_frozen_keep_their_statistics(tune: str) -> None:
+    torch.manual_seed(0)
+    model = create_model("cifar_resnet20", classes=3, depth=8)
+    choose_tuned(model, tune)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    config = OptimConfig(name="sgd", lr=0.1, warmup=0, tune=tune)
+    step = TrainStep(Supervised(model, SupervisedConfig()), config, make_schedule(config, 4, 40), device=CPU)
+    label = torch.tensor([0, 1, 2, 0])
+    for seed in range(3):
+        images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        step.feed(Batch((images,), label, label, torch.arange(4)))
+    for name, value in before.items():
+        frozen = not any(p.requires_grad for p in model.get_submodule(name.rpartition(".")[0]).parameters())
+        assert torch.equal(dict(model.named_buffers())[name], value) == frozen, name
+
+
+def test_factors_of_lora_decay_and_coefficients_of_nola_do_not() -> None:
+    for adapter, decayed in ((Lora(), True), (Nola(coefficients=4), False)):
+        model = apply(create_model("vit_micro_28", classes=3, depth=1, width=16, heads=2), adapter)
+        names = [n for n, p in model.named_parameters() if p.requires_grad and ".groups." in n]
+        assert names
+        assert all(decays(n, dict(model.named_parameters())[n]) == decayed for n in names)
+
+
+def test_what_listens_is_clipped_by_itself() -> None:
+    main, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    updater = Updater(torch.optim.SGD([main, other], lr=1.0, fused=True), clip=1.0, listening=[other])
+    main.grad, other.grad = torch.tensor([0.3, 0.0, 0.4]), torch.tensor([0.0, 50.0, 0.0])
+    norm, _ = updater.apply()
+    assert norm == pytest.approx(0.5)
+    assert main.tolist() == pytest.approx([-0.3, 0.0, -0.4])
+    assert other.detach().norm() == pytest.approx(1.0, rel=1e-4)
+    other.grad, main.grad = torch.full((3,), float("nan")), torch.ones(3)
+    assert updater.apply()[1] == 0

@@ -431,6 +431,19 @@ def test_mixtures_are_of_both_images_as_their_labels_say() -> None:
         torch.testing.assert_close(bright, made.weights[:, 1], rtol=0, atol=0.5 / 200 + 1e-6)  # bytes are rounded
 
 
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_of_a_mixture_the_class_it_is_kept_as_has_the_larger_part(name: str) -> None:
+    images = torch.stack([torch.full((3, 8, 8), level, dtype=torch.uint8) for level in (0, 200)])
+    once = all_others(images, torch.tensor([0, 1]), 2)
+    many = {n: getattr(once, n).repeat(60) for n in ("source", "own", "target")}
+    made = make(name, replace(once, **many, seeds=torch.arange(len(many["target"]))))
+    share = made.weights.gather(1, made.target[:, None])
+    assert share.min() >= 0.5
+    assert share.unique().numel() > 10
+    bright = made.images.float().mean((1, 2, 3)) / 200
+    torch.testing.assert_close(bright, made.weights[:, 1], rtol=0, atol=0.5 / 200 + 1e-6)
+
+
 def test_methods_say_what_they_need() -> None:
     request = all_others(*few_shot(3, 1), 3)
     with pytest.raises(ValueError, match="genie needs a diffusion model"):

@@ -237,7 +237,7 @@ def test_nearest_equals_scikit_learn_in_parts() -> None:
     oracle = NearestNeighbors(n_neighbors=5, metric="cosine", algorithm="brute").fit(memory)
     distance, place = oracle.kneighbors(queries)
     for part in (1 << 24, 50):
-        cosines, rows = nearest(torch.tensor(queries), torch.tensor(memory), 5, part)
+        cosines, rows = nearest(torch.tensor(queries), torch.tensor(memory), 5, part=part)
         assert np.array_equal(rows.numpy(), place)
         assert np.allclose(1 - cosines.numpy(), distance, atol=1e-6)
     with pytest.raises(ValueError, match="the memory has 57 rows"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 
 import vitrail
 from vitrail.config import RunConfig, validate
+from vitrail.learn.config import AttentionTransferConfig
 from vitrail.model.build import create_model
+from vitrail.model.config import TrunkConfig
+from vitrail.model.zoo import ZOO
 from vitrail.recipes import FAMILIES, RECIPES, about, recipe, stated, with_values
 from vitrail.schema import plain
 
@@ -183,3 +187,24 @@ def test_a_recipe_trains_for_two_steps(name: str, teacher: Path, tmp_path: Path)
     run = vitrail.train(reduced(name, teacher, tmp_path / "run"), quiet=True)
     assert 0 <= run.figures.scalars()["top1"] <= 1
     assert (run.path / "model").is_dir()
+
+
+PAIRS = [
+    (name, model)
+    for module in sorted(set(RECIPES.values()))
+    for name, models in getattr(importlib.import_module(module), "BY_MODEL", {}).items()
+    for model in models
+]
+
+
+@pytest.mark.parametrize(("name", "model"), PAIRS)
+def test_a_recipe_fits_every_model_that_it_has_values_for(name: str, model: str) -> None:
+    config = recipe(name, model)
+    assert config.model.name == model
+    assert validate(config) == []
+    trunk = ZOO[model].trunk if model in ZOO else None
+    if isinstance(trunk, TrunkConfig):
+        size = config.model.image_size or trunk.image_size
+        assert size % trunk.patch == 0
+        if isinstance(config.objective, AttentionTransferConfig):
+            assert int(config.objective.layers.partition(":")[2] or 0) <= trunk.depth

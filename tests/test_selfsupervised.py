@@ -16,10 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.source import UNLABELLED
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import TrainStep
 from vitrail.kernels.similarity import log_sum, relation_loss, top_rows
 from vitrail.learn.bank import Bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
+from vitrail.learn.collapse import collapse_note
 from vitrail.learn.config import (
     ByolConfig,
     ClustersConfig,
@@ -37,9 +42,10 @@ from vitrail.learn.config import (
 from vitrail.learn.embedder import Embedder, load_embedder
 from vitrail.learn.moco import contrast
 from vitrail.learn.momentum import MomentumCopy
-from vitrail.learn.msf import Msf, purity, shift_loss
+from vitrail.learn.msf import Msf, shift_loss
 from vitrail.learn.objective import Objective
 from vitrail.learn.pseudo import PseudoLabels, draw_labelled
+from vitrail.learn.selfsupervised import purity
 from vitrail.learn.supcon import supervised_contrast
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -100,6 +106,9 @@ def made(name: str, teacher: str, **changes: object) -> Any:
     if hasattr(config, "teacher"):
         config = replace(config, teacher=teacher)
     return build_objective(config, small(), FACTS).train()
+
+
+SCHEDULE = make_schedule(OptimConfig(epochs=10, warmup=0), 6, 60)
 
 
 def unit(*shape: int) -> Tensor:
@@ -470,6 +479,91 @@ def test_the_hint_is_what_the_target_said_when_the_image_last_came_by(teacher: s
             said = first.setdefault(image, objective.bank.rows[slot].clone())
             assert torch.equal(objective.bank.beside[slot], said)  # in the first epoch its own stands for it
     assert not torch.equal(objective.bank.beside, objective.bank.rows)
+
+
+class Shifting(torch.nn.Module):
+    """A guide that would answer otherwise in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return F.dropout(self.norm(batch.images.flatten(1)[:, :5]), 0.5, self.training)
+
+
+def test_a_guide_stays_as_it_is_in_training(teacher: str) -> None:
+    guide = Shifting()
+    objective = Cmsf(small(), CONFIGS["cmsf self"], 20, FACTS.labels, FACTS.index, guide=guide, guide_width=5)
+    before, batch = copy.deepcopy(guide.state_dict()), batch_of()
+    objective.train()
+    wanted = guide.eval()(batch)
+    objective.train()
+    objective(batch)["loss"].backward()
+    torch.testing.assert_close(objective.bank.beside[:COUNT], wanted)
+    assert all(torch.equal(v, guide.state_dict()[k]) for k, v in before.items())
+
+
+def test_labels_that_may_not_be_used_do_not_reach_the_classifier_either(teacher: str) -> None:
+    objective = made("cmsf semi", teacher)
+    batch = batch_of()
+    known = objective.pseudo.true_label(batch.index) >= 0
+    assert 0 < known.sum() < len(known)
+    others = torch.where(known, batch.label, (batch.label + 1) % CLASSES)
+    gradients = []
+    for labels in (batch.label, others):
+        again = made("cmsf semi", teacher)
+        again(replace(batch, label=labels, target=labels))["loss"].backward()
+        gradients.append(again.model.head.fc.weight.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().sum() > 0
+    logits = objective.model.outputs(batch.views[1]).stack[:, 0]
+    wanted = F.cross_entropy(logits[known], batch.label[known])
+    assert made("cmsf semi", teacher)(batch)["probe"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "clusters"])
+def test_of_a_step_without_numbers_nothing_stays(name: str, teacher: str) -> None:
+    """An update that is skipped leaves banks, memories, centres and statistics finite: the next step is a good one."""
+    objective = made(name, teacher)
+    step = TrainStep(objective, OptimConfig(warmup=0), SCHEDULE, device=torch.device("cpu"))
+    bad = batch_of(1, objective.views)
+    bad.views[-1][0] = float("nan")
+    bad.views[0][1] = float("inf")
+    for batch in (batch_of(0, objective.views), bad):
+        step.feed(batch)
+    assert step.updater.look() == (1, 1)
+    wrong = [n for n, t in objective.state_dict().items() if t.is_floating_point() and not t.isfinite().all()]
+    assert wrong == []
+    assert torch.isfinite(objective(batch_of(2, objective.views))["loss"])
+
+
+def test_labels_do_not_shape_the_representation_by_the_norm_that_clips(teacher: str) -> None:
+    trunks = []
+    for shift in (0, 1):
+        objective = made("dino", teacher)
+        config = OptimConfig(lr=0.01, clip=0.1, warmup=0)
+        step = TrainStep(objective, config, SCHEDULE, device=torch.device("cpu"))
+        for n in range(3):
+            batch = batch_of(n, objective.views)
+            labels = (batch.label + shift * n) % CLASSES
+            step.feed(replace(batch, label=labels, target=labels))
+        trunks.append(objective.model.trunk.state_dict())
+    assert all(torch.equal(v, trunks[1][k]) for k, v in trunks[0].items())
+
+
+def test_purity_is_not_told_where_there_are_no_labels(teacher: str) -> None:
+    assert "purity" in made("msf", teacher)(batch_of())
+    alone = replace(CONFIGS["msf"], k=1)
+    assert "purity" not in build_objective(alone, small(), FACTS).train()(batch_of())
+    objective = made("msf", teacher)
+    objective.model.classes = (UNLABELLED,)
+    assert "purity" not in objective(batch_of())
+
+
+def test_a_line_is_told_where_there_are_no_labels_and_not_where_two_ask_for_one() -> None:
+    said = {classes: collapse_note({"spread": 0.5, "rank": 1.05}, 0.5, classes) for classes in (1, 2, 10)}
+    assert [bool(said[n]) for n in (1, 2, 10)] == [True, False, True]
 
 
 def test_another_modality_may_guide(teacher: str) -> None:

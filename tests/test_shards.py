@@ -15,13 +15,16 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.engine.distributed import Group
+from vitrail.engine.update import Statistics
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.bank import Bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
+    AttentionTransferConfig,
     CmsfConfig,
     CompresConfig,
     DinoConfig,
+    GrafitConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
@@ -43,12 +46,14 @@ CONFIGS: dict[str, Any] = {
     "compres 2q": CompresConfig(bank=ROWS, queues=2, teacher="TEACHER"),
     "protonw": ProtonwConfig(bank=ROWS, predictor_hidden=16),
     "dino": DinoConfig(prototypes=12, local_views=1, local_size=14),
+    "grafit": GrafitConfig(views=2, predictor_hidden=16),
+    "attention of a mean image": AttentionTransferConfig(teacher="TEACHER", aggregate="examples", heads="first:1"),
 }
 
 
-def small(seed: int = 0, width: int = 16) -> Any:
+def small(seed: int = 0, width: int = 16, head: Any = None) -> Any:
     torch.manual_seed(seed)
-    head = {"kind": "projected", "width": 8, "hidden": 16}
+    head = head or {"kind": "projected", "width": 8, "hidden": 16}
     return create_model("vit_micro_28", classes=3, depth=1, width=width, heads=2, head=head)
 
 
@@ -67,7 +72,7 @@ def trained(name: str, teacher: str, group: Group) -> dict[str, Any]:
     config = CONFIGS[name]
     if hasattr(config, "teacher"):
         config = replace(config, teacher=teacher)
-    model = small()
+    model = small(head={"kind": "mean"} if isinstance(config, AttentionTransferConfig) else None)
     torch.manual_seed(2)
     objective = build_objective(config, model, TrainingFacts(np.arange(18) % 3, np.arange(18), STEPS))
     objective.eval()  # a BatchNorm that knows its own process's images only would not be one process's
@@ -134,6 +139,11 @@ def one_rank(rank: int, folder: str, teacher: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     try:
         found: dict[str, Any] = {"search": searched(rank, WORLD)}
+        norm = torch.nn.BatchNorm1d(2)
+        norm.running_mean += rank
+        norm.running_var *= 1 + 2 * rank
+        Statistics(torch.nn.Sequential(norm)).agree(Group(rank, WORLD, rank))
+        found["statistics"] = {"mean": norm.running_mean, "var": norm.running_var}
         for name in CONFIGS:
             found[name] = trained(name, teacher, Group(rank, WORLD, rank))
         torch.save(found, f"{folder}/{rank}.pt")
@@ -157,6 +167,12 @@ def two(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     return searched(0, 1)
+
+
+def test_running_statistics_are_the_mean_of_all_processes(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["statistics"]["mean"].tolist() == [0.5, 0.5]
+        assert found["statistics"]["var"].tolist() == [2.0, 2.0]
 
 
 def test_each_process_holds_its_own_rows_and_no_others(two: list[dict[str, Any]]) -> None:

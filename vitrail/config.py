@@ -168,7 +168,7 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config) + _class_weights(config)
+    problems += _adapter(config) + _writing(config) + _class_weights(config) + _smoothed(config)
     if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
         problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
     if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
@@ -176,6 +176,20 @@ def validate(config: RunConfig) -> list[str]:
             "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
         )
     problems += _sizes(config)
+    return problems
+
+
+def _smoothed(config: RunConfig) -> list[str]:
+    """Smoothing before a threshold of 0 would make a target of every class."""
+    own = config.objective
+    problems = []
+    for name, labels in (("objective", own), ("objective.labels", getattr(own, "labels", None))):
+        threshold = getattr(labels, "bce_threshold", None)
+        if getattr(labels, "loss", "") == "bce" and threshold == 0 and getattr(labels, "smoothing", 0.0) > 0:
+            problems.append(
+                f"{name}.smoothing: with bce_threshold 0 every class of smoothed targets would be one to find; set "
+                "smoothing 0, or bce_threshold none"
+            )
     return problems
 
 
@@ -198,6 +212,8 @@ def _adapter(config: RunConfig) -> list[str]:
         problems.append("optim.name: muon is for matrices of blocks, which model.adapter freezes; use adamw or adam")
     if config.objective.kind in ("attack", "defence"):
         problems.append(f"model.adapter: {config.objective.kind} works on a whole model; leave the adapter out")
+    if config.objective.kind == "attention_transfer" and config.objective.mode == "copy":
+        problems.append("model.adapter: copied attention takes the place of adapted layers; use objective.mode distill")
     if getattr(adapter, "head_coefficients", None) is not None and adapter.train_head:
         problems.append("model.adapter.head_coefficients: train_head trains the classifier as a whole; set one of them")
     return problems

@@ -13,6 +13,7 @@ from vitrail.learn.collapse import spread_and_rank
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluate import Predictions, Progress, evaluation_mode, predict_all
 from vitrail.measure.language import language_figures
+from vitrail.measure.ranks import rows_of_all
 from vitrail.measure.unlabelled import UnlabelledFigures
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.next_token import writes_texts
@@ -51,15 +52,17 @@ def _apart(
     autocast: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[UnlabelledFigures, Predictions]:
-    found = []
+    index, found = [], []
     with evaluation_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
         for batch in loader:
             found.append(model.outputs(batch.images.to(device, non_blocking=True)).representation.float())
+            index.append(batch.index.to(device))
             if progress is not None:
                 progress(len(batch))
-    if not found:
+    rows = rows_of_all((torch.cat(index), torch.cat(found)) if found else None)
+    if rows is None:
         raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
-    count, (spread, rank) = sum(map(len, found)), (float(v) for v in spread_and_rank(torch.cat(found)))
+    count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
     none = np.zeros(0)
     figures = UnlabelledFigures(
         (), count, float("nan"), none, none, none, np.zeros(0, np.int64), spread=spread, rank=rank

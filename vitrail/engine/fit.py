@@ -197,8 +197,9 @@ class Fit:
         if self.evaluate is None:
             return
         began = time.monotonic()
+        self.work.agree()
         figures = dict(self.evaluate(self.kept))
-        self.objective.train()
+        self.work.train()
         seconds = round(time.monotonic() - began, 3)
         self._write(
             {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **figures, "seconds": seconds}
@@ -262,6 +263,7 @@ class Fit:
 
     def save(self) -> None:
         """Write a checkpoint. A full disk ends the run with the last good one intact."""
+        self.work.agree()
         state = self.state()
         if self.group.main:
             try:

@@ -55,11 +55,13 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay falls on matrices and filters, not on norms, biases, gains, learned tokens and adapters.
+    """Weight decay falls on matrices, filters and LoRA's factors, not on norms, biases, gains, tokens and coefficients.
 
-    A coefficient of 0 is no simpler than another one, and the paper has no decay on them (efficiency-1 §2.D3).
+    A coefficient of NOLA or PRANC that is 0 is no simpler than another one, and the paper has no decay on them
+    (efficiency-1 §2.D3).
     """
-    return parameter.ndim > 1 and not any(token in name for token in TOKENS) and not of_adapter(name)
+    coefficient = of_adapter(name) and name.endswith((".alpha", ".beta"))
+    return parameter.ndim > 1 and not any(token in name for token in TOKENS) and not coefficient
 
 
 def of_adapter(name: str) -> bool:

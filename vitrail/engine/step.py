@@ -18,7 +18,7 @@ from vitrail.engine.distributed import Group
 from vitrail.engine.ema import Ema
 from vitrail.engine.optimizer import build_optimizer, set_step
 from vitrail.engine.schedule import Schedule
-from vitrail.engine.update import Meter, Updater
+from vitrail.engine.update import Meter, Statistics, Updater
 from vitrail.learn.objective import Objective
 
 WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, optimiser state
@@ -45,11 +45,13 @@ class TrainStep:
         accumulate: int = 1,
         group: Group | None = None,
     ) -> None:
-        self.objective = objective.to(device).train()
+        self.objective = objective.to(device)
+        self.train()
         self.schedule, self.device, self.autocast = schedule, device, autocast
         self.accumulate, self.group = accumulate, group or Group()
         self.optimizer = build_optimizer(objective, optim)
-        self.updater = Updater(self.optimizer, optim.clip)
+        self.updater = Updater(self.optimizer, optim.clip, objective.listening)
+        self.statistics = Statistics(self.objective)
         self.ema = Ema(objective.model, ema) if ema else None
         self.meter = Meter()
         self.step = 0  # the next one
@@ -67,6 +69,14 @@ class TrainStep:
     def model(self) -> nn.Module:
         """The weights that are evaluated and kept: the moving average where there is one."""
         return self.objective.model if self.ema is None else self.ema.model
+
+    def train(self) -> None:
+        """Training mode, but for batch norms of the model that are frozen: their statistics are, too."""
+        self.objective.train()
+        for module in self.objective.model.modules():
+            own = list(module.parameters(recurse=False)) if isinstance(module, nn.modules.batchnorm._BatchNorm) else []
+            if own and not any(p.requires_grad for p in own):
+                module.eval()
 
     def feed(self, piece: Batch) -> bool:
         """Compute a piece; True where it completed a step."""
@@ -94,11 +104,18 @@ class TrainStep:
             self.objective.after_step(self.step - 1)
         return done
 
+    def agree(self) -> None:
+        """Make the model one for all processes before it is judged or stored: weights are, running statistics not."""
+        for module in (self.objective, *(() if self.ema is None else (self.ema.model,))):
+            Statistics(module).agree(self.group)
+
     def _compute(self, piece: Batch) -> bool:
         if self._wrapped is None:
             if self._compile:
                 self.objective.compile(dynamic=False)
             self._wrapped = self.group.wrap(self.objective, self.device)
+        if not self._pieces:
+            self.statistics.keep()
         last = len(self._pieces) == self.accumulate - 1
         waiting = nullcontext() if last or self.group.world == 1 else self._wrapped.no_sync()  # type: ignore[operator]
         with waiting:
@@ -108,6 +125,7 @@ class TrainStep:
         self._pieces.append({name: value.detach() for name, value in losses.items()})
         if last:
             norm, good = self.updater.apply()
+            self.statistics.settle(good)
             if self.ema is not None:
                 self.ema.follow(self.objective.model)
             pieces, self._pieces = self._pieces, []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.engine.distributed import Group
 
@@ -13,25 +13,30 @@ from vitrail.engine.distributed import Group
 class Updater:
     """Clips, guards and applies gradients.
 
-    A gradient with NaN or infinity anywhere skips the whole update on the device (`found_inf` of the fused optimisers
-    and of Lamb); the counters say so at the next logging step.
+    Parameters that only listen to the others are clipped by a norm of their own: they may not make the others' steps
+    smaller. The norm that is told is the others'. A gradient with NaN or infinity anywhere skips the whole update on
+    the device (`found_inf` of the fused optimisers and of Lamb); the counters say so at the next logging step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float, listening: Sequence[Tensor] = ()) -> None:
         self.optimizer, self.clip = optimizer, clip
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        device = self.parameters[0].device
+        apart = {id(p) for p in listening}
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in every if id(p) not in apart]
+        self.listening = [p for p in every if id(p) in apart]
+        device = every[0].device
         self.clock = torch.zeros((), device=device)  # the step that is being made
         self.skipped = torch.zeros((), device=device)  # updates skipped since the last look
         self.last_skipped = torch.full((), -1.0, device=device)  # the step of the last one
 
     def apply(self) -> tuple[Tensor, Tensor]:
         """Apply the gradients and drop them; returns their norm and 1 where the update was made, else 0."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        bad = (~torch.isfinite(norm)).float()
+        groups = [part for part in (self.parameters, self.listening) if part]
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in groups]
+        norm, bad = norms[0], (~torch.isfinite(torch.stack(norms)).all()).float()
         if self.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+            for part, own in zip(groups, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(part, self.clip, own)
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -45,6 +50,39 @@ class Updater:
         count, last = int(self.skipped.item()), int(self.last_skipped.item())
         self.skipped.zero_()
         return count, last
+
+
+class Statistics:
+    """Running statistics of batch norms, which a forward pass moves before anybody knows whether its step counts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+        self._before: Tensor | None = None
+
+    def keep(self) -> None:
+        """Remember them as they are before a step."""
+        if self.buffers:
+            self._before = torch.cat([b.flatten() for b in self.buffers])
+
+    def settle(self, good: Tensor) -> None:
+        """As the step left them where it is good (1), as they were before where it was skipped (0)."""
+        if self._before is None:
+            return
+        now = torch.cat([b.flatten() for b in self.buffers])
+        settled = torch.where(good.bool(), now, self._before)
+        parts = settled.split([b.numel() for b in self.buffers])
+        torch._foreach_copy_(self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)])
+        self._before = None
+
+    def agree(self, group: Group) -> None:
+        """The mean over processes, each of which saw other images (all must call it)."""
+        if group.world == 1 or not self.buffers:
+            return
+        mean = torch.cat([b.flatten() for b in self.buffers])
+        torch.distributed.all_reduce(mean)
+        parts = (mean / group.world).split([b.numel() for b in self.buffers])
+        torch._foreach_copy_(self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)])
 
 
 class Meter:

@@ -157,7 +157,10 @@ def _transformed(request: Request, strong: bool) -> Tensor:
 
 
 def _mixed(request: Request, config: AugmentConfig) -> Made:
-    """An image of the class and one of another, mixed; so are their labels."""
+    """An image of the class and one of another, mixed; so are their labels. The class has the larger share.
+
+    What is made has one label where it is kept as a file, so the two change parts where the other would have more.
+    """
     height, width = request.images.shape[-2:]
     own, other = request.images[request.own].float(), request.images[request.source].float()
     foreign = F.one_hot(request.labels[request.source], request.classes).float()
@@ -165,14 +168,15 @@ def _mixed(request: Request, config: AugmentConfig) -> Made:
     for i, seed in enumerate(request.seeds.tolist()):
         drawn = draw_mix(config, seed, 0, height, width)
         assert drawn is not None
+        below, above = (own[i], other[i]) if drawn.share <= 0.5 else (other[i], own[i])
         if drawn.box is None:
-            made.append(own[i] * (1 - drawn.share) + other[i] * drawn.share)
+            made.append(below * (1 - drawn.share) + above * drawn.share)
         else:
             top, left, bottom, right = drawn.box
-            cut = own[i].clone()
-            cut[:, top:bottom, left:right] = other[i][:, top:bottom, left:right]
+            cut = below.clone()
+            cut[:, top:bottom, left:right] = above[:, top:bottom, left:right]
             made.append(cut)
-        shares.append(drawn.share)
+        shares.append(min(drawn.share, 1 - drawn.share))
     share = torch.tensor(shares, dtype=torch.float32)[:, None]
     images = torch.stack(made).round().to(torch.uint8) if made else request.images[:0]
     return Made(images, request.target, _whole(request) * (1 - share) + foreign * share, 0)

@@ -195,8 +195,9 @@ def _backward(
             kt = _load(KT, start, N, tokens, ktn, DT, DTP)
             s = _logits(q, k, start, N, tokens, scale, IEEE, UP)
             t = _logits(qt, kt, start, N, tokens, scale_t, IEEE, UP)
-            # Keys that are not there have logits of 0 and not minus infinity, but they are rows of zeros.
-            inner = _difference(s, t, LSE, LSET, GRAD, held, M, tokens, plain_scale).to(k.dtype)
+            # Keys that are not there have logits of 0, of which a query of far lower ones would make infinity.
+            inner = _difference(s, t, LSE, LSET, GRAD, held, M, tokens, plain_scale)
+            inner = tl.where((start + tl.arange(0, N))[None, :] < tokens, inner, 0.0).to(k.dtype)
             made += _dot(inner, k, IEEE, UP)
         _store(OUT + row * D, made, held, M, tokens, D, D, DP)
 

@@ -76,9 +76,17 @@ def neighbour_loss(
     return torch.where(counts, every - torch.where(counts, same, 0.0), 0.0).sum() / counts.sum().clamp(min=1)
 
 
-def nearest(queries: Tensor, memory: Tensor, k: int, part: int = PART) -> tuple[Tensor, Tensor]:
-    """Cosines and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part."""
-    return top_rows(F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1), k, part=part)
+def nearest(
+    queries: Tensor, memory: Tensor, k: int, own: Tensor | None = None, part: int = PART
+) -> tuple[Tensor, Tensor]:
+    """Cosines and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part.
+
+    `own` [queries] is each query's own row, which does not count. Raises `ValueError` where there are fewer rows.
+    """
+    itself = int(own is not None)
+    unit, rows = F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1)
+    cosines, found = top_rows(unit, rows, k + itself, own=own, part=part)
+    return cosines[:, itself:], found[:, itself:]
 
 
 def neighbour_probabilities(

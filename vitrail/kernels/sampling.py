@@ -150,13 +150,18 @@ def _whole(wide: Tensor, top: Tensor) -> Tensor:
 
 def _count(points: int | Tensor, tokens: int) -> int | Tensor:
     if isinstance(points, Tensor):
-        return points.long().unsqueeze(-1)
+        return points.long().unsqueeze(-1)  # whoever made it has checked it: asking here would wait for the device
+    check_points(points, tokens)
+    return points
+
+
+def check_points(points: int, tokens: int) -> None:
+    """Raise `ValueError` where so many sampling points among so many tokens cannot be counted in whole numbers."""
     if points < 1 or points * tokens > MOST_PRODUCT:
         raise ValueError(
             f"{points} sampling points for {tokens} tokens: must be at least 1, and points times tokens at most"
             f" {MOST_PRODUCT:,}; use fewer"
         )
-    return points
 
 
 # Scores

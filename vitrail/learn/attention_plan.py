@@ -34,7 +34,8 @@ FEEDING = ("stem", "mixer", "activation", "norm", "norm_eps", "layerscale", "gat
 
 
 def load_source(name: str, student: Classifier) -> Source:
-    """A teacher by name: a run or model folder, timm:NAME, random, or a file of stored tensors.
+    """A teacher by name: a run or model folder, timm:NAME, random, a weights file of the student's own architecture (a
+    published autoencoder, say), or a file of stored maps.
 
     Raises one sentence where there is none.
     """
@@ -45,18 +46,34 @@ def load_source(name: str, student: Classifier) -> Source:
     if name == "random":
         with torch.random.fork_rng(devices=[]):  # the same in every process and when a run is resumed
             torch.default_generator.manual_seed(int(weights_hash(student)[:8], 16))
-            return from_spec(
-                student.spec,
-                classes=student.classes,
-                multilabel=student.multilabel,
-                preprocess=student.preprocess,
-                device=None,
-            )
+            return _like(student)
     if name.startswith("timm:"):
         return _published(name)
     if Path(name).is_file():
-        return read_tensors(Path(name))
+        tensors = read_tensors(Path(name))
+        if not any("blocks." in key for key in tensors):
+            return tensors
+        teacher = _like(student)
+        try:
+            load_weights(teacher, tensors)
+        except ValueError as error:
+            raise ValueError(
+                f"objective.teacher: {name} is taken for a model like the student; {error}; a run or model folder says "
+                "what it is"
+            ) from None
+        return teacher
     return load_teacher(name, student)
+
+
+def _like(student: Classifier) -> Classifier:
+    """A new model of the student's architecture."""
+    return from_spec(
+        student.spec,
+        classes=student.classes,
+        multilabel=student.multilabel,
+        preprocess=student.preprocess,
+        device=None,
+    )
 
 
 def _published(name: str) -> Classifier:
@@ -186,6 +203,11 @@ def readable(model: Classifier, who: str) -> Trunk:
             "(vit_*, deit_*, deit3_*)"
         )
     trunk = cast("Trunk", trunk)
+    if trunk.policy is not None:
+        raise ValueError(
+            f"attention transfer: {who} is adaptive and leaves out tokens, heads or blocks, which then have none; "
+            "use a plain ViT"
+        )
     if trunk.prefix and trunk.config.class_token_at:
         raise ValueError(
             f"attention transfer: the class token of {who} enters late; use --model.trunk.class_token_at 0"

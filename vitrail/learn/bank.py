@@ -134,8 +134,9 @@ class Bank(nn.Module):
     def push(self, values: Tensor, labels: Tensor | None = None, beside: Tensor | None = None) -> Tensor:
         """Overwrite a queue's oldest rows with `values` [batch, width]; returns the slots of these rows [batch].
 
-        In a process group the rows of all processes are pushed, in rank order. Nothing here waits for the device.
-        Raises `ValueError` where the batch is larger than the queue.
+        In a process group the rows of all processes are pushed, in rank order. A row that holds no number (of a step
+        that will be skipped) leaves the old one. Nothing here waits for the device. Raises `ValueError` where the batch
+        is larger than the queue.
         """
         labels = torch.full_like(self.labels[:1], UNKNOWN).expand(len(values)) if labels is None else labels
         count = len(values)
@@ -146,10 +147,12 @@ class Bank(nn.Module):
             raise ValueError(f"a bank of {self.total} rows cannot take a batch of {len(values)}; raise objective.bank")
         slots = (self.oldest + torch.arange(len(values), device=self.rows.device)) % self.total
         places = self.local(slots) if self.sharded else slots
-        self.rows.index_copy_(0, places, values.detach().to(self.rows.dtype))
-        self.labels.index_copy_(0, slots, labels)
+        good = values.isfinite().all(1)
         if beside is not None:
-            self.beside.index_copy_(0, places, beside.detach().to(self.beside.dtype))
+            good = good & beside.isfinite().all(1)
+            self.beside.index_copy_(0, places, _or_old(good[:, None], beside, self.beside[places]))
+        self.rows.index_copy_(0, places, _or_old(good[:, None], values, self.rows[places]))
+        self.labels.index_copy_(0, slots, _or_old(good, labels, self.labels[slots]))
         self.oldest.copy_((self.oldest + len(values)) % self.total)
         return slots[first : first + count]
 
@@ -162,12 +165,17 @@ class Bank(nn.Module):
     def update(self, index: Tensor, values: Tensor, share: float = 0.5) -> None:
         """Move the rows of these images towards `values` [batch, width]: row <- (1 - share) row + share value.
 
-        An image that comes twice moves to the last of its values.
+        An image that comes twice moves to the last of its values; what is no number moves nothing.
         """
         values = values.detach().to(self.rows.dtype)
         index, values = of_all(index), of_all(values)
         at = self.where(index)
-        self.rows[at] = torch.lerp(self.rows[at], values, share)
+        old = self.rows[at]
+        self.rows[at] = _or_old(values.isfinite().all(1, keepdim=True), torch.lerp(old, values, share), old)
+
+
+def _or_old(good: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(good, new.detach().to(old.dtype), old)
 
 
 def _directions(count: int, width: int) -> Tensor:

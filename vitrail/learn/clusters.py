@@ -57,7 +57,8 @@ def cluster_images(
 class Clusters(SelfSupervised):
     """Cross entropy of a linear classifier on the embedding; its labels are the clusters [images] of the training set.
 
-    Clusters are found once, before the run, of un-augmented images; they are in checkpoints, the teacher is not needed.
+    Clusters are found before the run, of un-augmented images, and are in checkpoints. A run that goes on asks its
+    teacher again, and takes those of the checkpoint.
     """
 
     views = ViewSpec(1)

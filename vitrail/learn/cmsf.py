@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.learn.bank import UNKNOWN, Bank, sum_of_all
 from vitrail.learn.config import CmsfConfig
-from vitrail.learn.msf import purity, shift_loss
+from vitrail.learn.msf import shift_loss
 from vitrail.learn.pseudo import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
 from vitrail.learn.shards import nearest, rows_of
@@ -79,7 +79,7 @@ class Cmsf(MomentumPair):
             raise ValueError("a guide of another modality wants guide_width, the width of its embeddings")
         self.options, self.guide = config, guide
         if isinstance(guide, nn.Module):
-            guide.requires_grad_(False)
+            guide.requires_grad_(False).eval()
             self.frozen = ("guide",)
         width, dtype = self.head.features, PRECISIONS[config.bank_precision]
         second = (guide_width if guide else width) if config.constraint == "self" else 0
@@ -93,23 +93,29 @@ class Cmsf(MomentumPair):
             self.pseudo = PseudoLabels(index[labelled], labels[labelled], width, len(model.classes), config.threshold)
             self.images = len(index)
 
+    def train(self, mode: bool = True) -> Cmsf:
+        super().train(mode)
+        if isinstance(self.guide, nn.Module):
+            self.guide.eval()  # it is another's, and as it is
+        return self
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)
         if self.options.constraint == "self":
             loss, found = self.by_hint(batch, online, target)
-            pure = {"purity": purity(found, one_label(batch), self.bank.labels)} if found.shape[1] > 1 else {}
-            return self.losses(loss, seen, batch, **pure)
-        labels = batch.label
+            return self.losses(loss, seen, batch, **self.purity(found, batch, self.bank))
+        labels, known = batch.label, None
         others = {}
         if self.pseudo is not None:
+            known = self.pseudo.true_label(batch.index) != UNKNOWN
             labels = self.pseudo.see(batch, target)
             others["confident"] = (labels != UNKNOWN).float().mean()
         own = self.bank.push(target, labels)
         if self.options.k is None:
-            return self.losses(self.to_class_mean(online, own, labels), seen, batch, **others)
+            return self.losses(self.to_class_mean(online, own, labels), seen, batch, known, **others)
         scores, found = nearest(self.bank, target, self.options.k, own, labels)
         valid = scores > float("-inf")
-        return self.losses(shift_loss(online, rows_of(self.bank, found), valid), seen, batch, **others)
+        return self.losses(shift_loss(online, rows_of(self.bank, found), valid), seen, batch, known, **others)
 
     def by_hint(self, batch: Batch, online: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Half plain mean shift, half among the rows that the hint allows; the loss, and those rows [batch, k].
@@ -120,7 +126,8 @@ class Cmsf(MomentumPair):
         config, bank = self.options, self.bank
         assert config.k is not None
         if self.guide is not None:
-            hint = self.guide(batch)
+            with torch.no_grad():
+                hint = self.guide(batch)
         else:
             assert self.earlier is not None
             known = self.earlier.known(batch.index)[:, None]

@@ -102,6 +102,7 @@ class Dino(SelfSupervised):
             dist.all_reduce(mean)
             mean /= processes()
         if self.training:
+            mean = torch.where(mean.isfinite(), mean, self.centre)  # of a step that will be skipped nothing stays
             self.centre.lerp_(mean, 1 - self.options.centre_momentum)
         return found.unflatten(0, (LARGE, len(batch)))
 

@@ -13,6 +13,8 @@ detail that the labels do not name. The baselines of the study (§3.6) are the s
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -60,7 +62,10 @@ def triplet_loss(embedding: Tensor, labels: Tensor, margin: float) -> Tensor:
 
 
 class Grafit(Supervised):
-    """See the module. Raises `ValueError` where the model has no projected head, or views are too few."""
+    """See the module. Without `classification` the classifier listens: it learns the labels and shapes nothing.
+
+    Raises `ValueError` where the model has no projected head, or views are too few.
+    """
 
     options: GrafitConfig
     capturable = False  # what the memory is updated with is handed over on the host
@@ -100,6 +105,10 @@ class Grafit(Supervised):
             self.target = MomentumCopy(model, config.momentum)
         self._seen: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def listening(self) -> list[nn.Parameter]:
+        return [] if self.options.classification else list(cast("ProjectedHead", self.model.head).fc.parameters())
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, count = self.options, len(batch)
         images = torch.cat(batch.views) if len(batch.views) > 1 else batch.images
@@ -124,7 +133,13 @@ class Grafit(Supervised):
         if config.triplet:
             losses["triplet"] = triplet_loss(first, batch.label, config.triplet_margin)
         total = sum((getattr(config, name) * value for name, value in losses.items()), torch.zeros_like(first[0, 0]))
-        return {"loss": total.float(), **{name: value.detach() for name, value in losses.items()}}
+        total = total.float()
+        if not config.classification:
+            pooled = cast("ProjectedHead", out.head).pooled(out.tokens)[:count].detach()
+            listening = self.criterion(cast("ProjectedHead", out.head).fc(pooled), batch.target)
+            total = total + listening - listening.detach()  # to its gradient and not to its value
+            losses["probe"] = listening
+        return {"loss": total, **{name: value.detach() for name, value in losses.items()}}
 
     def after_step(self, step: int) -> None:
         if self.bank is not None:

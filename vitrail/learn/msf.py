@@ -24,11 +24,6 @@ def shift_loss(online: Tensor, near: Tensor, valid: Tensor | None = None) -> Ten
     return (torch.where(valid, apart, 0.0).sum(1) / valid.sum(1)).mean()
 
 
-def purity(found: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
-    """Share of the neighbours [batch, k] after the first, which is the image itself, that have its label [batch]."""
-    return (bank_labels[found[:, 1:]] == labels[:, None]).float().mean()
-
-
 class Msf(MomentumPair):
     """The target's embedding is pushed first and is its own first neighbour, so with k = 1 this is BYOL, exactly."""
 
@@ -41,8 +36,7 @@ class Msf(MomentumPair):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)
-        labels = one_label(batch)
-        own = self.bank.push(target, labels)  # labels are for looking only
+        own = self.bank.push(target, one_label(batch))  # labels are for looking only
         found = own[:, None] if self.k == 1 else nearest(self.bank, target, self.k, own)[1]
-        pure = {} if self.k == 1 else {"purity": purity(found, labels, self.bank.labels)}
+        pure = self.purity(found, batch, self.bank)
         return self.losses(shift_loss(online, rows_of(self.bank, found)), seen, batch, **pure)

@@ -31,6 +31,11 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    @property
+    def listening(self) -> list[nn.Parameter]:
+        """Parameters that learn from the others and must not touch them, not even by the norm that clips gradients."""
+        return []
+
     @cached_property
     def identities(self) -> dict[str, str]:
         """Name and hash of every frozen module: a run goes on only with those that it began with."""

@@ -54,7 +54,7 @@ class PseudoLabels(nn.Module):
         self.seen += len(batch) * processes()
         with torch.no_grad():
             index, values = of_all(batch.index), of_all(embedding)
-            labelled = self.true_label(index) != UNKNOWN
+            labelled = (self.true_label(index) != UNKNOWN) & values.isfinite().all(1)
             self.bank.rows[self.bank.where(index[labelled])] = values[labelled]
             truth = self.true_label(batch.index)
             with torch.autocast(embedding.device.type, enabled=False):

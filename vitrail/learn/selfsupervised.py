@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.mixing import soft
-from vitrail.learn.bank import UNKNOWN
+from vitrail.data.source import UNLABELLED
+from vitrail.learn.bank import UNKNOWN, Bank
 from vitrail.learn.collapse import collapse_note, spread_and_rank
 from vitrail.learn.config import PairConfig
 from vitrail.learn.momentum import MomentumCopy
@@ -45,6 +46,11 @@ def predictor(width: int, hidden: int) -> nn.Sequential:
 def one_label(batch: Batch) -> Tensor:
     """The class of each image [batch]; UNKNOWN where several may hold. For looking at neighbours, not for learning."""
     return batch.label if batch.label.ndim == 1 else torch.full_like(batch.index, UNKNOWN)
+
+
+def purity(found: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
+    """Share of the neighbours [batch, k] after the first, which is the image itself, that have its label [batch]."""
+    return (bank_labels[found[:, 1:]] == labels[:, None]).float().mean()
 
 
 def refuse_several(model: Classifier, name: str) -> None:
@@ -91,24 +97,38 @@ class SelfSupervised(Objective):
     def head(self) -> ProjectedHead:
         return cast("ProjectedHead", self.model.head)
 
+    @property
+    def listening(self) -> list[nn.Parameter]:
+        return list(self.head.fc.parameters())
+
     def encode(self, images: Tensor) -> Encoded:
         pooled = self.head.pooled(self.model.tokens(images))
         return Encoded(self.head.projector(pooled), pooled)
 
-    def losses(self, loss: Tensor, seen: Encoded, batch: Batch, **others: Tensor) -> dict[str, Tensor]:
+    def losses(
+        self, loss: Tensor, seen: Encoded, batch: Batch, known: Tensor | None = None, **others: Tensor
+    ) -> dict[str, Tensor]:
         """The loss with the classifier's added to its gradient and not to its value; `seen` is one view of the batch.
 
-        Beside it what is logged: the classifier's loss, `spread` and `rank` of the embeddings, and the `others`.
+        `known` [batch] says whose labels may be used (none: all). Beside it what is logged: the classifier's loss,
+        `spread` and `rank` of the embeddings, and the `others`.
         """
         logits = self.head.fc(seen.pooled.detach()).float()
         dense = soft(batch.target, logits.shape[-1])
         if self.model.multilabel:
-            listening = F.binary_cross_entropy_with_logits(logits, dense)
+            each = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
         else:
-            listening = F.cross_entropy(logits, dense)
+            each = F.cross_entropy(logits, dense, reduction="none")
+        listening = each.mean() if known is None else (each * known).sum() / known.sum().clamp(min=1)
         values = {name: value.detach() for name, value in others.items()}
         values["spread"], values["rank"] = spread_and_rank(seen.embedding.detach())
         return {"loss": loss + listening - listening.detach(), "probe": listening.detach(), **values}
+
+    def purity(self, found: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
+        """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label to look at."""
+        if found.shape[1] == 1 or batch.label.ndim > 1 or tuple(self.model.classes) == (UNLABELLED,):
+            return {}
+        return {"purity": purity(found, batch.label, bank.labels)}
 
     def alarm(self, means: Mapping[str, float], done: float) -> str:
         return collapse_note(means, done, len(self.model.classes))

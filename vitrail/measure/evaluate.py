@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.measure.classification import Figures, SingleLabelFigures, classification
+from vitrail.measure.ranks import rows_of_all
 
 Model = Callable[[Tensor], Tensor]  # images [batch, 3, height, width] -> logits [batch, classes]
 Progress = Callable[[int], None]  # called with the number of images just handed to the model
@@ -137,11 +137,10 @@ def predict_all(
     if waiting:
         pieces.append(_fetch(waiting))
     own = _fetch(pieces) if pieces else None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        own = _gather(own)
-    if own is None:
+    found = rows_of_all(None if own is None else (own.index, own.target, own.logits))
+    if found is None:
         raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
-    return own
+    return Predictions(*(column.cpu() for column in found))
 
 
 def evaluate(
@@ -226,29 +225,3 @@ def _fetch(pieces: Sequence[Predictions]) -> Predictions:
         torch.cat([p.target for p in pieces]).cpu(),
         torch.cat([p.logits for p in pieces]).cpu(),
     )
-
-
-def _gather(own: Predictions | None) -> Predictions | None:
-    """The rows of all ranks, ordered by index. A rank may have no rows at all, and then knows no shapes."""
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
-    shape = [0, 0, 0] if own is None else [len(own), own.logits.shape[1], int(own.multilabel)]
-    shapes = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(shapes, torch.tensor(shape, device=device))
-    counts = [int(s[0]) for s in shapes]
-    most, classes, multilabel = max(counts), max(int(s[1]) for s in shapes), any(int(s[2]) for s in shapes)
-    if not most:
-        return None
-
-    def all_rows(values: Tensor | None, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        padded = torch.zeros(most, *width, dtype=dtype, device=device)  # ranks must send equal sizes
-        if values is not None:
-            padded[: len(values)] = values
-        received = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(received, padded)
-        return torch.cat([rows[:n].cpu() for rows, n in zip(received, counts, strict=True)])
-
-    index = all_rows(None if own is None else own.index, (), torch.int64)
-    target = all_rows(None if own is None else own.target, (classes,) if multilabel else (), torch.int64)
-    logits = all_rows(None if own is None else own.logits, (classes,), torch.float32)
-    order = index.argsort(stable=True)
-    return Predictions(index[order], target[order], logits[order])

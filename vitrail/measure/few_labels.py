@@ -108,6 +108,8 @@ def judge_few(
     autocast: torch.dtype | None = None,
 ) -> Findings:
     """The evaluator "few": kNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
+    if data.split == "train":
+        raise ValueError("few: the images that are labelled are drawn from train; judge another split")
     train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
     made = few_labels((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
     numbers = {

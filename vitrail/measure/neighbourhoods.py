@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vitrail.kernels.similarity import PART, parts, top_rows
 from vitrail.measure.evaluate import EvaluationData, Findings, Model
-from vitrail.measure.retrieval import embedded_split
+from vitrail.measure.retrieval import embedded_split, own_rows
 
 KIN = 5  # CMSF looks at five
 
@@ -73,7 +73,7 @@ def judge_purity(
     """
     queries, memory = (embedded_split(model, data, split, device, autocast) for split in (data.split, "train"))
     four = (queries.embedding, queries.label, memory.embedding, memory.label)
-    own = torch.arange(len(queries), device=queries.label.device) if data.split == "train" else None
+    own = own_rows(data, queries)
     numbers = {"purity": neighbour_purity(*four, KIN, own=own)}
     itself = int(own is not None)  # one's own image is its nearest
     ranks = kin_ranks(*four, KIN + itself) - itself

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.kernels.neighbours import nearest, neighbour_probabilities
 from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.measure.ranks import rows_of_all
 from vitrail.model.classifier import Classifier
 
 NEIGHBOURS = (10, 15, 20, 25, 30)
@@ -39,21 +40,26 @@ def embed_all(
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
 ) -> Embedded:
-    """How a classifier represents every image of `loader`, in evaluation mode; training flags are put back."""
+    """How a classifier represents every image of `loader`, in evaluation mode; training flags are put back.
+
+    In a process group all ranks get the images of all ranks, ordered by index.
+    """
     if not isinstance(model, Classifier):
         raise ValueError(f"embeddings need a classifier of ours, not {type(model).__name__}")
-    vectors, labels, levels = [], [], []
+    index, vectors, labels, levels = [], [], [], []
     with evaluation_mode(model):
         for batch in loader:
             images = batch.images if device is None else batch.images.to(device, non_blocking=True)
             with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
                 vectors.append(model.outputs(images).representation.float())
+            index.append(batch.index.to(images.device))
             labels.append(batch.label.to(images.device))
             if batch.levels is not None:
                 levels.append(batch.levels.to(images.device))
-    if not vectors:
+    found = rows_of_all([torch.cat(column) for column in (index, vectors, labels, levels) if column] or None)
+    if found is None:
         raise ValueError("there is nothing to embed: the loader gave no images; check that the split is not empty")
-    return Embedded(torch.cat(vectors), torch.cat(labels), torch.cat(levels) if levels else None)
+    return Embedded(found[1], found[2], found[3] if len(found) > 3 else None)
 
 
 def embedded_split(
@@ -85,10 +91,19 @@ def embedded_split(
 
 
 def knn_probabilities(
-    queries: Tensor, memory: Tensor, memory_labels: Tensor, classes: int, k: int, temperature: float = TEMPERATURE
+    queries: Tensor,
+    memory: Tensor,
+    memory_labels: Tensor,
+    classes: int,
+    k: int,
+    temperature: float = TEMPERATURE,
+    own: Tensor | None = None,
 ) -> Tensor:
-    """On-the-fly classification: [queries, classes] from the k nearest of the memory (eq. 2.6)."""
-    cosines, rows = nearest(queries, memory, min(k, len(memory)))
+    """On-the-fly classification: [queries, classes] from the k nearest of the memory (eq. 2.6).
+
+    `own` [queries] is each query's own row of the memory, which does not count.
+    """
+    cosines, rows = nearest(queries, memory, min(k, len(memory) - (own is not None)), own)
     return neighbour_probabilities(cosines, rows, memory_labels, classes, temperature)
 
 
@@ -100,11 +115,17 @@ def knn_accuracy(
     *,
     neighbours: Sequence[int] = NEIGHBOURS,
     temperature: float = TEMPERATURE,
+    own: Tensor | None = None,
 ) -> dict[int, float]:
-    """Top-1 share of right answers for each number of neighbours; one search serves all."""
-    most = min(max(neighbours), len(memory))
+    """Top-1 share of right answers for each number of neighbours; one search serves all.
+
+    `own` [queries] is each query's own row of the memory, which does not count.
+    """
     classes = int(max(labels.max(), memory_labels.max())) + 1
-    cosines, rows = nearest(queries, memory, most)
+    most = min(max(neighbours), len(memory) - (own is not None))
+    if most < 1:
+        raise ValueError("there are no neighbours: the memory has no other image")
+    cosines, rows = nearest(queries, memory, most, own)
     found = {}
     for k in neighbours:
         shares = neighbour_probabilities(cosines[:, :k], rows[:, :k], memory_labels, classes, temperature)
@@ -138,12 +159,14 @@ def mean_average_precision(
     *,
     coarse: Tensor | None = None,
     memory_coarse: Tensor | None = None,
+    own: Tensor | None = None,
     part: int = 1 << 24,
 ) -> float:
     """Mean over queries of the average precision of a ranking of the whole memory; relevant: the same label.
 
     With `coarse` [queries, coarse classes] the ranking is conditioned on those probabilities of the query and the
     known coarse class of each item; one-hot rows are the oracle: everything of the true coarse class comes first.
+    `own` [queries] is each query's own item, which is no find.
     """
     if (coarse is None) != (memory_coarse is None):
         raise ValueError("a conditioned ranking needs coarse probabilities of queries and coarse classes of items")
@@ -156,6 +179,9 @@ def mean_average_precision(
         if coarse is not None and memory_coarse is not None:
             scores = scores + coarse_bonus(coarse[chosen], memory_coarse)
         relevant = labels[chosen, None] == memory_labels[None]
+        if own is not None:
+            itself = own[chosen, None]
+            scores, relevant = scores.scatter(1, itself, float("-inf")), relevant.scatter(1, itself, False)
         total += float(average_precision(scores, relevant).sum())
     return total / len(queries)
 
@@ -165,6 +191,11 @@ def _both(
 ) -> tuple[Embedded, Embedded]:
     queries = embedded_split(model, data, data.split, device, autocast)
     return queries, embedded_split(model, data, "train", device, autocast)
+
+
+def own_rows(data: EvaluationData, queries: Embedded) -> Tensor | None:
+    """Where each query is itself in the memory [queries]; none where the two are of different splits."""
+    return torch.arange(len(queries), device=queries.label.device) if data.split == "train" else None
 
 
 def _granularities(data: EvaluationData, queries: Embedded, memory: Embedded) -> dict[str, tuple[Tensor, Tensor]]:
@@ -187,8 +218,9 @@ def judge_neighbours(
     The figure `knn` is that of the finest level with 20 neighbours; the table has all.
     """
     queries, memory = _both(model, data, device, autocast)
+    own = own_rows(data, queries)
     found = {
-        name: knn_accuracy(queries.embedding, mine, memory.embedding, theirs, neighbours=(1, *NEIGHBOURS))
+        name: knn_accuracy(queries.embedding, mine, memory.embedding, theirs, neighbours=(1, *NEIGHBOURS), own=own)
         for name, (mine, theirs) in _granularities(data, queries, memory).items()
     }
     numbers = {f"knn{name}": values[20] for name, values in found.items()}
@@ -212,12 +244,15 @@ def judge_retrieval(
     queries, memory = _both(model, data, device, autocast)
     levels = list(_granularities(data, queries, memory).values())
     (fine, memory_fine), (coarse, memory_coarse) = levels[0], levels[-1]
-    pairs = (queries.embedding, fine, memory.embedding, memory_fine)
-    numbers = {"map": mean_average_precision(*pairs)}
+    pairs, own = (queries.embedding, fine, memory.embedding, memory_fine), own_rows(data, queries)
+    numbers = {"map": mean_average_precision(*pairs, own=own)}
     if len(levels) > 1:
         classes = int(max(coarse.max(), memory_coarse.max())) + 1
-        guessed = knn_probabilities(queries.embedding, memory.embedding, memory_coarse, classes, max(NEIGHBOURS))
+        most = max(NEIGHBOURS)
+        guessed = knn_probabilities(queries.embedding, memory.embedding, memory_coarse, classes, most, own=own)
         known = F.one_hot(coarse, classes).float()
         for name, chances in (("conditioned", guessed), ("oracle", known)):
-            numbers[f"map_{name}"] = mean_average_precision(*pairs, coarse=chances, memory_coarse=memory_coarse)
+            numbers[f"map_{name}"] = mean_average_precision(
+                *pairs, coarse=chances, memory_coarse=memory_coarse, own=own
+            )
     return {"numbers": numbers, "tables": {}, "pictures": {}}

@@ -56,7 +56,7 @@ def complete(model: Classifier, prompts: Sequence[str], *, batch: int = 16) -> l
                     max_new_tokens=room,
                     do_sample=False,
                     num_beams=how.beams,
-                    no_repeat_ngram_size=how.no_repeat,
+                    logits_processor=_no_repeats(how.no_repeat, longest),
                     **({"length_penalty": how.length_penalty} if how.beams > 1 else {}),
                     eos_token_id=tokeniser.end,
                     pad_token_id=tokeniser.pad if tokeniser.end is None else tokeniser.end,  # behind those that ended
@@ -68,6 +68,22 @@ def complete(model: Classifier, prompts: Sequence[str], *, batch: int = 16) -> l
     finally:
         model.train(was_training)
     return written
+
+
+def _no_repeats(count: int, prompt: int) -> Any:
+    """No sequence of so many tokens twice (0: any) in what is written; what a prompt says may be said again.
+
+    transformers' own option counts the prompt, too, and would forbid a name of that many tokens.
+    """
+    package = transformers()
+    if not count:
+        return package.LogitsProcessorList()
+    rule = package.NoRepeatNGramLogitsProcessor(count)
+
+    def of_written(ids: Tensor, scores: Tensor) -> Tensor:
+        return cast("Tensor", rule(ids[:, prompt:], scores))
+
+    return package.LogitsProcessorList([of_written])
 
 
 def _writer(trunk: TextTrunk, head: NextTokenHead) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -141,8 +142,13 @@ class Guide(nn.Module):
         now = torch.stack([m.float().mean(0) for m in maps.values()])
         count = len(next(iter(maps.values())))
         if learn:
-            self.seen += count
-            self.mean += (now - self.mean) * (count / self.seen)
+            fresh, total = now, count
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:  # equally many of each
+                total = count * dist.get_world_size()
+                dist.all_reduce(fresh := now.clone())
+                fresh /= dist.get_world_size()
+            self.seen += total
+            self.mean += (fresh - self.mean) * (total / self.seen)
         mean = torch.where(self.seen > 0, self.mean, now)  # before any training: of this batch
         return {name: m.expand(count, *m.shape) for name, m in zip(maps, mean, strict=True)}
 

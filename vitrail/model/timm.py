@@ -77,6 +77,9 @@ def our_name(name: str, table: Renames) -> str:
     return f"trunk.{name}"
 
 
+AUTOENCODER = ("trunk.decoder_", "trunk.mask_token")  # in files of masked autoencoders, beside the encoder
+
+
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours, as timm's or as ports of CIFAR ResNets, into `model`; returns what was adapted.
 
@@ -91,6 +94,9 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     else:
         named = from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
+    if decoder := [name for name in named if name.startswith(AUTOENCODER)]:
+        notes.append("the decoder of a masked autoencoder is left out")
+        named = {name: tensor for name, tensor in named.items() if name not in decoder}
     if isinstance(model.trunk, Trunk):
         notes += _fit_to_grid(model.trunk, named)
     ready: dict[str, Tensor] = {}

@@ -29,7 +29,10 @@ BY_MODEL = {
             "data.batch": 384,
         }
     },
-    "attack-avit": {"deit_small": {"model.trunk": {"adaptive": Avit(gate_center=75.0)}}},
+    **{
+        name: {"deit_small": {"model.trunk": {"adaptive": Avit(gate_center=75.0)}}}
+        for name in ("attack-avit", "attack-avit-defence", "attack-cifar", "defence")
+    },
 }
 
 PATCH = {"objective.size": 64, "objective.place": "top_left", "optim.name": "adamw"}

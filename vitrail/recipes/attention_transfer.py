@@ -114,6 +114,7 @@ STATED: dict[str, dict[str, Any]] = {
     },
 }
 
+PARTS = {"vit_base": "last:8", "vit_large": "last:15", "vit_huge": "last:20"}
 BY_MODEL: dict[str, dict[str, dict[str, Any]]] = {
     "mae-finetune": {
         "vit_base": {"optim.epochs": 100},
@@ -121,7 +122,9 @@ BY_MODEL: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mae-scratch": {"vit_base": {"optim.epochs": 300, "model.drop_path": 0.1}},
     "attention-copy": {size: {"objective.teacher": name} for size, name in TEACHERS.items()},
-    "attention-copy-part": {size: {"objective.teacher": name} for size, name in TEACHERS.items()},
+    "attention-copy-part": {  # as large a part of the depth as 15 of 24
+        size: {"objective.teacher": name, "objective.layers": PARTS[size]} for size, name in TEACHERS.items()
+    },
     "attention-distill": {  # three quarters of the depth; the paper does not say (§2.17)
         "vit_base": {"objective.teacher": TEACHERS["vit_base"], "objective.layers": "first:9"},
         "vit_huge": {"objective.teacher": TEACHERS["vit_huge"], "objective.layers": "first:24"},

@@ -19,18 +19,26 @@ DROP_21K = {**DROP_1K, "large": 0.3}
 """Drop path by size (table 6.14)."""
 
 
-def _drops(table: dict[str, float], more: float = 0.0) -> dict[str, dict[str, float]]:
-    return {f"deit3_{size}": {"model.drop_path": round(rate + more, 3)} for size, rate in table.items()}
+LOW = {"huge": 154, "huge52": 126, "huge26x2": 126}  # of 14 pixels a patch (table 6.6)
+
+
+def _drops(
+    table: dict[str, float], more: float = 0.0, sizes: dict[str, int] | None = None
+) -> dict[str, dict[str, float]]:
+    made = {f"deit3_{size}": {"model.drop_path": round(rate + more, 3)} for size, rate in table.items()}
+    for size, pixels in (sizes or {}).items():
+        made[f"deit3_{size}"]["model.image_size"] = pixels
+    return made
 
 
 BY_MODEL = {
     "deit3-1k-400": _drops(DROP_1K),
     "deit3-1k-800": _drops(DROP_1K, 0.1),
-    "deit3-lowres": _drops(DROP_1K),
+    "deit3-lowres": _drops(DROP_1K, sizes=LOW),
     "deit3-21k-90": _drops(DROP_21K),
     "deit3-21k-240": _drops(DROP_21K, 0.05),
     "deit3-21k-to-1k": _drops(DROP_21K),
-    "deit3-resolution": _drops(DROP_1K),
+    "deit3-resolution": _drops(DROP_1K, sizes=dict.fromkeys(LOW, 224)),  # what they are fine-tuned at
 }
 
 _COMMON = {

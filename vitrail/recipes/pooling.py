@@ -62,8 +62,6 @@ BY_MODEL = {
     "gramian": {
         "ga_convnext_small": {"model.drop_path": 0.4},
         "ga_convnext_base": {"model.drop_path": 0.5},
-        "ga_cswin_tiny": {"optim.lr": 2e-3},
-        "ga_cswin_small": {"optim.lr": 2e-3, "model.drop_path": 0.4},
     },
 }
 

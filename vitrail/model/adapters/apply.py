@@ -196,7 +196,12 @@ def remove(model: M, name: str) -> M:
 
 
 def quantise(model: M, bits: int, name: str | None = None) -> M:
-    """Round the coefficients (or factors) of an adapter to `bits` bits, in place: quantisation after training."""
+    """Round the coefficients (or factors) of an adapter to `bits` bits, in place: quantisation after training.
+
+    Raises `ValueError` where it is merged: the weights would stay as they are.
+    """
+    if (merged := _bank(model).merged) is not None:
+        raise ValueError(f"adapter {merged!r} is merged into the weights; unmerge it before you round it")
     adapter = _bank(model).adapter(_chosen(model, name))
     with torch.no_grad():
         for parameter in adapter.groups.parameters():

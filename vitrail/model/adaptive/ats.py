@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitrail.kernels.ragged_attention import pack, ragged_attention
 from vitrail.kernels.sampling import (
+    check_points,
     class_scores,
     compact,
     inverse_sample,
@@ -104,6 +105,7 @@ class AtsPolicy(AdaptivePolicy):
         """Patches that an image of so many can keep at most."""
         cap = self.cap[i]
         points = int(cap) if cap > 1 else max(self.config.least, math.floor(cap * patches + 1e-4))
+        check_points(points, patches)
         return min(points, patches)
 
 
