@@ -771,3 +771,11 @@ def test_an_accelerator_rebuilds_the_weights_to_rounding(config: Any) -> None:
         torch.testing.assert_close(made(model, name).cpu(), weight, rtol=1e-5, atol=1e-5)
     found = model(images().cuda())
     torch.testing.assert_close(merge(model)(images().cuda()), found, rtol=1e-2, atol=1e-2)  # TF32 may be on
+
+
+def test_a_merged_adapter_is_not_rounded_in_silence() -> None:
+    model = apply(create_model("vit_micro_28", classes=3, depth=1, width=16, heads=2), Nola(coefficients=4))
+    merge(model)
+    with pytest.raises(ValueError, match="is merged into the weights; unmerge it before you round it"):
+        quantise(model, 4)
+    quantise(unmerge(model), 4)

@@ -31,10 +31,11 @@ from vitrail.learn.attention_plan import chosen, load_source
 from vitrail.learn.attention_transfer import AttentionTransfer, unused_parameters
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.supervised import Supervised
-from vitrail.model.build import create_model
+from vitrail.model.build import create_model, make_adaptive
 from vitrail.model.classifier import Classifier
 from vitrail.model.guided import draw_keep
 from vitrail.model.heads.head import mean_of_probabilities
+from vitrail.model.weights import start_from
 from vitrail.recipes import recipe, with_values
 
 SMALL: dict[str, Any] = {"classes": 3, "depth": 3, "width": 32, "heads": 4, "image_size": 16, "patch": 4}
@@ -722,3 +723,28 @@ def test_a_copying_run_goes_on_where_it_was_and_with_no_other_teacher(teacher: P
     other.save(tmp_path / "teacher")
     with pytest.raises(ValueError, match=r"can only be resumed with the model\.trunk\.guide\.source it began with"):
         api.resume(run.path, quiet=True)
+
+
+def test_an_adaptive_model_neither_gives_nor_takes_attention(tmp_path: Path) -> None:
+    adaptive = make_adaptive(vit(), "ats")
+    for student, teacher in ((adaptive, vit()), (vit(), adaptive)):
+        with pytest.raises(ValueError, match="is adaptive and leaves out tokens, heads or blocks"):
+            transfer(student, teacher)
+
+
+def test_a_weights_file_of_an_autoencoder_is_a_teacher_and_a_start(tmp_path: Path) -> None:
+    """As they are published: timm's names, a decoder and a mask token beside the encoder, no classifier."""
+    source = vit()
+    names = {n.removeprefix("trunk."): t for n, t in source.state_dict().items() if n.startswith("trunk.")}
+    more = {"mask_token": torch.zeros(1, 1, 8), "decoder_pos_embed": torch.zeros(1, 5, 8)}
+    torch.save({"model": {**names, **more, "decoder_blocks.0.norm1.weight": torch.ones(8)}}, tmp_path / "mae.pth")
+    teacher = load_source(str(tmp_path / "mae.pth"), vit())
+    assert isinstance(teacher, Classifier)
+    for name, tensor in source.trunk.state_dict().items():
+        assert torch.equal(teacher.trunk.state_dict()[name], tensor)
+    started = vit()
+    notes = start_from(started, "vit_micro_28", str(tmp_path / "mae.pth"))
+    assert notes[0] == "the decoder of a masked autoencoder is left out"
+    assert torch.equal(started.trunk.blocks[0].attn.qkv.weight, source.trunk.blocks[0].attn.qkv.weight)
+    with pytest.raises(ValueError, match=r"taken for a model like the student; these weights do not fit"):
+        load_source(str(tmp_path / "mae.pth"), vit(width=96))

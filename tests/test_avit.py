@@ -21,6 +21,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import load_model
 from vitrail.model.tokens import Tokens, reset
+from vitrail.model.weights import start_from
 
 DEPTH, TOKENS = 4, 17
 MIXED = Avit(gate_scale=2.0, gate_center=1.0)  # tokens halt at every depth, some run to the end
@@ -389,3 +390,13 @@ def test_packed_on_cuda_equals_the_padded_form(half: bool) -> None:
     else:
         torch.testing.assert_close(packed.stack, padded.stack, atol=1e-4, rtol=1e-4)
         assert torch.equal(packed.trace.blocks[3].entering, padded.trace.blocks[3].entering)
+
+
+def test_weights_that_were_trained_with_another_gate_say_so(tmp_path: Path) -> None:
+    def gated(center: float) -> Classifier:
+        return create_model("vit_micro_28", classes=3, depth=2, width=16, heads=2, adaptive=Avit(gate_center=center))
+
+    folder = gated(75.0).save(tmp_path / "model")
+    assert start_from(gated(75.0), "vit_micro_28", str(folder)) == []
+    (note,) = start_from(gated(30.0), "vit_micro_28", str(folder))
+    assert note.endswith("gate_center 30.0 in place of 75.0")

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,3 +222,27 @@ def test_a_model_without_maps_says_what_it_has_instead() -> None:
         ValueError, match=r"no intermediate 'attention\.1'.*; there are .*tokens.*; layers count from 0"
     ):
         model.outputs(torch.randn(1, 3, 32, 32), want={"attention.1"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"objective": {"loss": "bce", "bce_threshold": 0.0, "smoothing": 0.1}}, "every class of smoothed targets"),
+        (
+            {
+                "objective": {"kind": "attention_transfer", "mode": "copy", "teacher": "random"},
+                "model": {"adapter": {"kind": "nola"}},
+                "optim": {"name": "adamw"},
+            },
+            "copied attention takes the place of adapted layers",
+        ),
+    ],
+)
+def test_what_would_quietly_teach_something_else_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(values, recipe("demo"))
+
+
+def test_smoothing_and_thresholds_that_agree_are_taken() -> None:
+    for objective in ({"loss": "bce", "bce_threshold": 0.0}, {"loss": "bce", "smoothing": 0.1}):
+        assert validate(from_mapping({"objective": objective}, recipe("demo"))) == []

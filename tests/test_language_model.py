@@ -39,7 +39,7 @@ from vitrail.data.completion_tokens import encode_completions, encode_prompts  #
 from vitrail.data.tokenise import END, PADDING, TOKENIZER, Tokeniser, word_tokenizer  # noqa: E402
 from vitrail.learn.language_model import LanguageModel  # noqa: E402
 from vitrail.measure.language import language_figures, token_loss  # noqa: E402
-from vitrail.model.completing import complete  # noqa: E402
+from vitrail.model.completing import _no_repeats, complete  # noqa: E402
 
 TEXTS = [Text("a b c", "d e"), Text("f", "a b c d"), Text("b b e a c", "f"), Text("c d", "e f a")]
 WORDS = word_tokenizer(TEXTS, "last")  # [PAD] 0, [UNK] 1, <|endoftext|> 2, then a to f
@@ -632,3 +632,14 @@ MAKERS: list[tuple[Callable[[], object], str]] = [
 def test_only_decoders_write(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_what_is_written_may_say_what_the_prompt_said_but_nothing_twice() -> None:
+    """transformers' own rule counts the prompt, and would forbid a name of as many tokens."""
+    rules = _no_repeats(2, prompt=4)
+    ids = torch.tensor([[3, 4, 5, 6, 3], [3, 4, 5, 6, 5]])
+    scores = rules(ids, torch.zeros(2, 9))
+    assert scores.isfinite().all()  # 3 4 stands in the prompt alone
+    scores = rules(torch.tensor([[3, 4, 5, 6, 7, 8, 7]]), torch.zeros(1, 9))
+    assert scores.isinf().nonzero().tolist() == [[0, 8]]
+    assert _no_repeats(0, prompt=4)(ids, torch.zeros(2, 9)).isfinite().all()

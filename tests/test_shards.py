@@ -75,7 +75,8 @@ def trained(name: str, teacher: str, group: Group) -> dict[str, Any]:
     model = small(head={"kind": "mean"} if isinstance(config, AttentionTransferConfig) else None)
     torch.manual_seed(2)
     objective = build_objective(config, model, TrainingFacts(np.arange(18) % 3, np.arange(18), STEPS))
-    objective.eval()  # a BatchNorm that knows its own process's images only would not be one process's
+    # A BatchNorm that knows its own process's images only would not be one process's; a mean image is of training.
+    objective.train(isinstance(config, AttentionTransferConfig))
     wrapped = group.wrap(objective, torch.device("cpu"))
     optimizer = torch.optim.SGD([p for p in objective.parameters() if p.requires_grad], lr=0.1)
     each = COUNT // group.world

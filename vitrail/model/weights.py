@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import WEIGHTS, load_model, model_folder, read_description, read_tensors
@@ -35,11 +37,24 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
             used = build(PreprocessConfig, described["preprocess"])
             model.preprocess = replace(used, size=model.preprocess.size)
             tensors = load_model(folder).state_dict() if "adapter" in described else read_tensors(folder / WEIGHTS)
-            notes = load_weights(model, tensors)
+            notes = load_weights(model, tensors) + _other_policy(described["spec"], model.spec)
         else:
             notes = load_weights(model, read_tensors(path))
     model.stated["weights"] = {"from": weights, "adapted": notes}
     return notes
+
+
+def _other_policy(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What is said where weights of an adaptive model go into one that decides otherwise."""
+    there, here = (dict((spec.get("trunk") or {}).get("adaptive") or {}) for spec in (theirs, ours))
+    if not there or not here or there.get("kind") != here.get("kind"):
+        return []
+    apart = [
+        f"{name} {here.get(name)} in place of {value}"
+        for name, value in there.items()
+        if here.get(name, value) != value
+    ]
+    return [f"tokens are chosen otherwise than where the weights come from: {', '.join(apart)}"] if apart else []
 
 
 def _published(model: Classifier, name: str) -> list[str]:
