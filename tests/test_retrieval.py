@@ -114,3 +114,27 @@ def test_images_that_are_labelled_are_not_judged() -> None:
     assert "few" in EVALUATORS
     with pytest.raises(ValueError, match="judge another split"):
         judge_few(model(), kept("train"))  # type: ignore[arg-type]
+
+
+def test_recall_is_that_of_a_sorted_list() -> None:
+    data = kept("train")
+    vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    numbers = judge_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
+    for k in (1, 2, 4, 8):
+        hits = []
+        for i in range(len(unit)):
+            order = [j for j in np.argsort(-(unit @ unit[i])) if j != i][:k]
+            hits.append(labels[i] in labels[order])
+        assert numbers[f"recall{k}"] == pytest.approx(np.mean(hits))
+
+
+def test_the_published_probe_has_one_rate_and_no_choice() -> None:
+    from vitrail.measure.probe import LINEAR, linear_probe
+
+    data = kept("test")
+    train = data.kept["train"]
+    pair = (train.embedding, train.label)
+    expected = linear_probe(pair, pair, 4, settings=LINEAR).accuracy
+    found = EVALUATORS["linear_published"](model(), data)["numbers"]  # type: ignore[arg-type]
+    assert found == {"linear_published": expected}

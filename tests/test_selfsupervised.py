@@ -623,6 +623,9 @@ def test_pseudo_labels_are_true_where_known_guessed_where_sure_and_absent_before
     for seed in range(300):
         pseudo.round(seed)
     assert pseudo.see(batch, vectors).tolist() == [2, 0, 1, 0, -1]  # like the second image; like none
+    guess = pseudo.net(vectors[3:]).argmax(1)  # of the two whose labels may not be used, which are 0
+    assert pseudo.right["pseudo"] == (guess == 0).float().mean()
+    assert pseudo.right["pseudo_confident"] == 1
     assert not any(p.requires_grad for p in pseudo.parameters())
 
 

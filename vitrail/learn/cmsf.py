@@ -105,11 +105,11 @@ class Cmsf(MomentumPair):
             loss, found = self.by_hint(batch, online, target)
             return self.losses(loss, seen, batch, **self.purity(found, batch, self.bank))
         labels, known = batch.label, None
-        others = {}
+        others: dict[str, Tensor] = {}
         if self.pseudo is not None:
             known = self.pseudo.true_label(batch.index) != UNKNOWN
             labels = self.pseudo.see(batch, target)
-            others["confident"] = (labels != UNKNOWN).float().mean()
+            others |= {"confident": (labels != UNKNOWN).float().mean(), **self.pseudo.right}
         own = self.bank.push(target, labels)
         if self.options.k is None:
             return self.losses(self.to_class_mean(online, own, labels), seen, batch, known, **others)

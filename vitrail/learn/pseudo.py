@@ -45,6 +45,7 @@ class PseudoLabels(nn.Module):
         place[torch.from_numpy(index)] = torch.from_numpy(labels.copy())
         self.register_buffer("truth", place, persistent=False)
         self.seen = 0  # images of the step that is being made
+        self.right: dict[str, Tensor] = {}  # shares of guesses that were right in it: all, and confident ones
 
     def see(self, batch: Batch, embedding: Tensor) -> Tensor:
         """Label of each image [batch]: its own where it may be used, else a confident guess, else UNKNOWN.
@@ -60,7 +61,13 @@ class PseudoLabels(nn.Module):
             with torch.autocast(embedding.device.type, enabled=False):
                 sure, guess = self.net(embedding.float()).softmax(-1).max(-1)
             guessed = torch.where((sure > self.threshold) & self.ready, guess, UNKNOWN)
-            return torch.where(truth == UNKNOWN, guessed, truth)
+            hidden = truth == UNKNOWN
+            right, confident = (guess == batch.label) & hidden, hidden & (guessed != UNKNOWN)
+            self.right = {  # for looking only: labels that nothing learns from
+                "pseudo": right.sum() / hidden.sum().clamp(min=1),
+                "pseudo_confident": (right & confident).sum() / confident.sum().clamp(min=1),
+            }
+            return torch.where(hidden, guessed, truth)
 
     def true_label(self, index: Tensor) -> Tensor:
         """Label of each image [batch] that may be used, else UNKNOWN."""

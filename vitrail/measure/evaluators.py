@@ -12,7 +12,7 @@ from vitrail.measure.language import judge_bleu, judge_perplexity
 from vitrail.measure.long_tail import judge_long_tail, judge_thirds
 from vitrail.measure.members import judge_members
 from vitrail.measure.neighbourhoods import judge_purity
-from vitrail.measure.probe import judge_linear
+from vitrail.measure.probe import judge_linear, judge_published
 from vitrail.measure.retrieval import judge_neighbours, judge_retrieval
 
 EVALUATORS: dict[str, Evaluator] = {
@@ -21,6 +21,7 @@ EVALUATORS: dict[str, Evaluator] = {
     "retrieval": judge_retrieval,
     "members": judge_members,
     "linear": judge_linear,
+    "linear_published": judge_published,
     "clusters": judge_clusters,
     "few": judge_few,
     "purity": judge_purity,
@@ -32,7 +33,7 @@ EVALUATORS: dict[str, Evaluator] = {
     "perplexity": judge_perplexity,
     "bleu": judge_bleu,
 }
-WANT_TRAINING_IMAGES = frozenset({"knn", "retrieval", "linear", "clusters", "few", "purity"})
+WANT_TRAINING_IMAGES = frozenset({"knn", "retrieval", "linear", "linear_published", "clusters", "few", "purity"})
 """Those that compare with training images: their data must have a loader of them, as evaluation sees them."""
 READ_EMBEDDINGS = WANT_TRAINING_IMAGES | {"episodes"}
 """Those that read the model's embedding alone: data with other classes than the model's will do."""

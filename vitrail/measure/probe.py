@@ -212,6 +212,21 @@ def judge_linear(
     return {"numbers": {"linear": found.accuracy}, "tables": {"linear": found.to_json()}, "pictures": {}}
 
 
+def judge_published(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "linear_published": one rate and decay for all models and data, as CompRes to CMSF state it."""
+    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    found = linear_probe(
+        (train.embedding, train.label), (test.embedding, test.label), len(data.classes), settings=LINEAR
+    )
+    return {"numbers": {"linear_published": found.accuracy}, "tables": {}, "pictures": {}}
+
+
 def _divided(
     features: Tensor, labels: Tensor, settings: ProbeSettings
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

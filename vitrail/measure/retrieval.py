@@ -16,6 +16,7 @@ from vitrail.measure.ranks import rows_of_all
 from vitrail.model.classifier import Classifier
 
 NEIGHBOURS = (10, 15, 20, 25, 30)
+RANKS = (1, 2, 4, 8)  # of R@k
 TEMPERATURE = 0.05
 CERTAIN = 1e-6  # probabilities of a coarse class are kept this far from 0 and 1
 
@@ -133,6 +134,21 @@ def knn_accuracy(
     return found
 
 
+def recall_at(
+    queries: Tensor,
+    labels: Tensor,
+    memory: Tensor,
+    memory_labels: Tensor,
+    *,
+    ranks: Sequence[int] = RANKS,
+    own: Tensor | None = None,
+) -> dict[int, float]:
+    """R@k: share of queries with an item of their label among the k nearest; `own` as for `knn_accuracy`."""
+    most = min(max(ranks), len(memory) - (own is not None))
+    hits = memory_labels[nearest(queries, memory, most, own)[1]] == labels[:, None]
+    return {k: float(hits[:, :k].any(1).float().mean()) for k in ranks}
+
+
 def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     """Average precision of every query: scores and relevance [queries, items] -> [queries]; 0 without a relevant item.
 
@@ -236,7 +252,7 @@ def judge_retrieval(
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
 ) -> Findings:
-    """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level.
+    """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level, and R@k.
 
     With a taxonomy also conditioned on the coarsest level as its neighbours predict it (architectures-and-training §12
     item 13; the thesis takes a classifier's own probabilities where there is one), and with that level known.
@@ -255,4 +271,6 @@ def judge_retrieval(
             numbers[f"map_{name}"] = mean_average_precision(
                 *pairs, coarse=chances, memory_coarse=memory_coarse, own=own
             )
+    recall = recall_at(*pairs, own=own)
+    numbers |= {f"recall{k}": value for k, value in recall.items()}
     return {"numbers": numbers, "tables": {}, "pictures": {}}
