@@ -54,8 +54,8 @@ def evaluate(
         per_class: print every class, too
         head: which classifier of a distilled model predicts (default: both, fused)
         attack: what `vitrail attack` left: accuracy and compute of an adaptive model with its patch, too
-        protocol: knn, linear, clusters, few, episodes, purity, retrieval, corruptions, members, classification,
-            long_tail, long_tail_thirds: judge by these
+        protocol: knn, linear, linear_published, clusters, few, episodes, purity, retrieval, corruptions, members,
+            classification, long_tail, long_tail_thirds: judge by these
         classes: only these can be chosen, and images of others are left out; episodes are drawn from these
         ensemble: average the probabilities of several runs, and tell what that gains over the best of them
         control: as many runs that differ in their seed only: what an ensemble gains by itself
