@@ -197,11 +197,12 @@ def test_tune_head_of_a_timm_model_is_its_own_classifier(name: str) -> None:
 # Optimisers
 
 
-def test_sgd_looks_ahead_along_its_momentum() -> None:
-    """Nesterov, as Grafit's recipe asks (architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g."""
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_sgd_looks_ahead_along_its_momentum_where_it_is_nesterovs(nesterov: bool) -> None:
+    """As Grafit's recipe asks (architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g; plain: p -= lr v."""
     torch.manual_seed(0)
     made = objective()
-    config = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9)
+    config = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9, nesterov=nesterov)
     optimizer = build_optimizer(made, config)
     weight = made.model.head.fc.weight
     expected, velocity = weight.detach().clone(), torch.zeros_like(weight)
@@ -209,7 +210,7 @@ def test_sgd_looks_ahead_along_its_momentum() -> None:
         for parameter in made.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         velocity = 0.9 * velocity + weight.grad
-        expected -= 0.1 * (weight.grad + 0.9 * velocity)
+        expected -= 0.1 * (weight.grad + 0.9 * velocity if nesterov else velocity)
         optimizer.step()
     torch.testing.assert_close(weight.detach(), expected)
 

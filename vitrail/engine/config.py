@@ -37,6 +37,8 @@ class OptimConfig:
     weight_decay_end: NotNegative | None = None
     """Weight decay at the end, on a cosine from `weight_decay` (none: constant)."""
     momentum: Fraction = 0.9
+    nesterov: bool = True
+    """SGD: Nesterov's momentum; off where a paper says SGD alone."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Positive = 1e-8
     clip: NotNegative = 0.0

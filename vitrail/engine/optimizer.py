@@ -108,7 +108,9 @@ def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Op
     if config.name == "lamb":
         return Lamb(groups, betas=config.betas, eps=config.eps, **common)
     if config.name == "sgd":
-        made = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, fused=True, **common)
+        made = torch.optim.SGD(
+            groups, momentum=config.momentum, nesterov=config.nesterov and config.momentum > 0, fused=True, **common
+        )
         if (
             config.momentum
         ):  # as torch would, but before the first step: a first step that is skipped leaves it undefined

@@ -63,7 +63,15 @@ def resmlp_oldstyle_90() -> RunConfig:
         data=DataConfig(uri="", batch=256, augment=AugmentConfig()),
         model=ModelConfig(name="resmlp_s12"),
         optim=OptimConfig(
-            name="sgd", lr=0.1, lr_batch=256, epochs=90, schedule="step", step_every=30, warmup=0, weight_decay=1e-4
+            name="sgd",
+            lr=0.1,
+            lr_batch=256,
+            nesterov=False,
+            epochs=90,
+            schedule="step",
+            step_every=30,
+            warmup=0,
+            weight_decay=1e-4,
         ),
     )
 

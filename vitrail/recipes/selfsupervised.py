@@ -129,7 +129,7 @@ def paper(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=STRONG),
         model=ModelConfig(name=f"timm:{network}", head=Projected(width=512, hidden=4096, norm=True, judged="trunk")),
-        optim=OptimConfig(name="sgd", lr=rate, epochs=epochs, warmup=0, weight_decay=1e-4, floor=0.0),
+        optim=OptimConfig(name="sgd", lr=rate, nesterov=False, epochs=epochs, warmup=0, weight_decay=1e-4, floor=0.0),
         objective=objective,
         evaluators=("classification", "knn"),
     )
@@ -275,7 +275,7 @@ def small_resnet(name: str, objective: ObjectiveConfig, head: Projected | None =
         model=ModelConfig(
             name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True, judged="trunk")
         ),
-        optim=OptimConfig(name="sgd", lr=0.05, epochs=50, warmup=1, weight_decay=1e-4, floor=0.0),
+        optim=OptimConfig(name="sgd", lr=0.05, nesterov=False, epochs=50, warmup=1, weight_decay=1e-4, floor=0.0),
         objective=objective,
         engine=EngineConfig(evaluate_every=10, checkpoint_every=10, log_every=50),
         evaluators=("classification", "knn"),
