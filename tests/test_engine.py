@@ -199,7 +199,7 @@ def test_tune_head_of_a_timm_model_is_its_own_classifier(name: str) -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_sgd_looks_ahead_along_its_momentum_where_it_is_nesterovs(nesterov: bool) -> None:
-    """As Grafit's recipe asks (architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g; plain: p -= lr v."""
+    """Nesterov (Grafit, architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g; plain: p -= lr v."""
     torch.manual_seed(0)
     made = objective()
     config = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9, nesterov=nesterov)
