@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(_UMASK)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -15,6 +18,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        temporary.chmod(0o666 & ~_UMASK)  # some libraries write files that nobody else may read
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)

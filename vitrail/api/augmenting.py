@@ -132,8 +132,8 @@ def augment(
         )
     said = str(model) or "none"
     order = Order(plan, method, said, opened.uri, tuple(opened.classes), prompts, r, seed)
-    begin(folder, order)
     read = _reader(train_split, getattr(diffuser, "size", None))
+    begin(folder, order)
     tools = Tools(diffuser, r=r, candidates=tuple(candidates))
     if method == "genie_ada":
         assert classifier is not None
@@ -237,12 +237,16 @@ def _diffuser(
 
 
 def _reader(split: Split, size: int | None) -> Any:
-    """Training images by their place, as bytes [side, side, 3]: at the model's size, or as the first one is."""
+    """Training images by their place, as bytes [side, side, 3]: at the model's size, or as they are.
+
+    Photographs of many sizes are cut to a square of their usual shorter side.
+    """
     if size is None:
-        first = split.read(0).size
-        if any(split.read(i).size != first for i in range(1, min(len(split), 16))) or first[0] != first[1]:
-            raise ValueError("images must be square and of one size for this; pack them first: vitrail pack")
-        return lambda place: np.asarray(split.read(place).convert("RGB"))
+        some = np.linspace(0, len(split) - 1, min(len(split), 32)).astype(int).tolist()
+        sizes = [split.read(i).size for i in some]
+        size = int(np.median([min(one) for one in sizes]))
+        if set(sizes) == {(size, size)}:
+            return lambda place: np.asarray(split.read(place).convert("RGB"))
     ready = Preprocess(PreprocessConfig(size=size, crop_ratio=1.0))
     return lambda place: ready(split.read(place)).permute(1, 2, 0).numpy()
 

@@ -315,8 +315,9 @@ def _files(paths: Sequence[str | Path]) -> Pictures:
     if not many:
         raise ValueError(f"no images in {', '.join(map(str, paths))}")
     source = str(paths[0]) if len(paths) == 1 else f"{len(many)} files"
+    named = not any(Path(path).is_dir() for path in paths)
     return Pictures(
-        source, [p.name for p in many], lambda i: decode(many[i], str(many[i])), lambda i, model: None, strict=True
+        source, [p.name for p in many], lambda i: decode(many[i], str(many[i])), lambda i, model: None, strict=named
     )
 
 

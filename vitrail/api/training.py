@@ -123,8 +123,9 @@ def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: b
     for section, values in changes.items():
         for name in values if isinstance(values, Mapping) else [section]:
             if name not in allowed.get(section, ()):
+                said = f"{section}.{name}" if isinstance(values, Mapping) else section
                 raise ConfigError(
-                    [f"--{section}.{name}: a resumed run keeps its configuration; begin a new one with --config {path}"]
+                    [f"--{said}: a resumed run keeps its configuration; begin a new one with --config {path}"]
                 )
     config = from_mapping(changes, config)
     data, bad = read_data(config, group, quiet)

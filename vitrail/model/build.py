@@ -253,7 +253,7 @@ def make_adaptive(model: Classifier, adaptive: str | AdaptiveConfig | Mapping[st
     own = made.state_dict()
     weights = {name: value for name, value in model.state_dict().items() if not name.startswith("trunk.policy.")}
     made.load_state_dict({**{k: v for k, v in own.items() if k.startswith("trunk.policy.")}, **weights})
-    made.stated = dict(model.stated)
+    made.stated = {name: value for name, value in model.stated.items() if name != "figures"}  # of another model
     return made.to(next(model.parameters()).dtype).train(model.training)
 
 

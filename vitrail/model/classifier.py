@@ -214,8 +214,10 @@ class Classifier(nn.Module):
         if tuple(self.classes) == (UNLABELLED,):
             raise ValueError(
                 "this model learned from images without labels and knows no classes; train one on it first: vitrail "
-                "train finetune --model.weights RUN --data LABELLED"
+                "train small-transfer --data LABELLED --model.weights RUN --model.name NAME (as its config.yaml says)"
             )
+        if top < 1:
+            raise ValueError(f"top: {top} classes are none to tell; ask for at least 1")
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', not {errors!r}")
         many = _as_list(images)

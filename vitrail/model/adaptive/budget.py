@@ -25,19 +25,25 @@ def set_budget(
     tokens: int | None = None,
     ratio: float | None = None,
     gmacs: float | None = None,
-    images: Iterable[Tensor] | None = None,
+    images: Iterable[Tensor] | Tensor | None = None,
 ) -> float | None:
     """Let an ATS model spend less or more from now on, in place and without training (efficiency-1 §2.A).
 
-    One of: `tokens`, the sampling points of every layer; `ratio`, their share of the tokens that enter; `gmacs`, a mean
-    cost in 10^9 multiply-accumulates an image, for which `images` (batches as the model takes them) are needed to find
-    the share. Returns the mean cost on `images` where they are given. Raises `ValueError` for a model without a dial,
-    and for a cost that no share reaches, with the range that can be had.
+    One of: `tokens`, the sampling points of every layer, 2 or more; `ratio`, their share of the patches that enter, at
+    most 1; `gmacs`, a mean cost in 10^9 multiply-accumulates an image, for which `images` (batches as the model takes
+    them, or one) are needed to find the share. Several points may fall on one patch, so that even `ratio=1` saves; and
+    a share never means fewer points than the policy's `least` (8). Returns the mean cost on `images` where they are
+    given. Raises `ValueError` for a model without a dial, and for a cost that no share reaches, with the range that can
+    be had. Figures that the model had before are forgotten: they were of another budget.
     """
     if sum(x is not None for x in (tokens, ratio, gmacs)) != 1:
         raise ValueError("set_budget takes one of tokens, ratio and gmacs")
+    if tokens is not None and tokens < 2:
+        raise ValueError(f"tokens: {tokens} is too few sampling points; use 2 or more")
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"ratio: {ratio:g} is no share of the patches, above 0 and at most 1; tokens= takes a number")
     policy = _policy(model)
-    batches = None if images is None else list(images)
+    batches = None if images is None else [images] if isinstance(images, Tensor) else list(images)
     if gmacs is not None:
         if not batches:
             raise ValueError("what a share costs depends on the images: give some, set_budget(gmacs=..., images=...)")
@@ -101,7 +107,10 @@ def _search(model: Classifier, policy: AtsPolicy, wanted: float, batches: list[T
     least, most = at(low), at(high)
     if not least <= wanted <= most:
         policy.cap = before
-        raise ValueError(f"gmacs: {wanted:g} is out of reach; shares give {least:.4g} to {most:.4g} on these images")
+        raise ValueError(
+            f"gmacs: {wanted:g} is out of reach; shares give {least:.4g} to {most:.4g} on these images (at least "
+            f"{policy.config.least} points a layer: for less, use tokens=, or a policy with a smaller `least`)"
+        )
     found = most
     for _ in range(STEPS):
         if abs(found - wanted) <= CLOSE * wanted:
@@ -117,3 +126,4 @@ def _remember(model: Classifier, policy: AtsPolicy) -> None:
     """What is saved with the weights is how the model is set."""
     adaptive = {**model.spec["trunk"]["adaptive"], "cap": list(policy.cap.values()), "capacity": list(policy.capacity)}
     model.spec = {**model.spec, "trunk": {**model.spec["trunk"], "adaptive": adaptive}}
+    model.stated.pop("figures", None)
