@@ -318,6 +318,28 @@ def test_the_dial_by_tokens_and_by_share(images: Tensor) -> None:
     assert (leaving(model, images)[-1] <= 11).all()
     assert model.set_budget(ratio=0.5, images=[images]) == pytest.approx(mean_gmacs(model, [images]))
     assert (leaving(model, images)[1] <= 33).all()
+    assert model.set_budget(ratio=0.5, images=images) == model.set_budget(ratio=0.5, images=[images])
+
+
+def test_the_dial_does_not_take_one_unit_for_another() -> None:
+    for wrong, says in (
+        ({"tokens": 1}, "1 is too few sampling points"),
+        ({"ratio": 2.0}, "2 is no share of the patches.*tokens= takes a number"),
+        ({"ratio": 0.0}, "0 is no share"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ats().set_budget(**wrong)
+
+
+def test_figures_of_another_budget_are_forgotten() -> None:
+    plain = vit()
+    plain.stated = {"figures": {"top1": 0.9}, "template": "x"}
+    sampled = make_adaptive(plain, "ats")
+    assert sampled.stated == {"template": "x"}
+    sampled.stated["figures"] = {"top1": 0.8}
+    sampled.set_budget(ratio=0.5)
+    assert "figures" not in sampled.stated
+    assert plain.stated["figures"] == {"top1": 0.9}
 
 
 def test_the_dial_finds_a_mean_cost_and_is_saved_with_the_model(images: Tensor, tmp_path: Path) -> None:

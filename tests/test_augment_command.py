@@ -226,3 +226,17 @@ def test_the_loop_makes_images_for_the_worst_class_and_compares(
     made, again, _ = failure_loop(first, tmp_path / "loop", method="strong", each=3, worst=1, device="cpu", quiet=True)
     assert made.new == 0
     assert (again / "model").is_dir()
+
+
+def test_photographs_of_many_sizes_are_cut_to_a_usual_square(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(12):
+            shape = (*rng.integers(30, 60, 2), 3)
+            Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(tmp_path / "photos" / name / f"{i}.png")
+    made = augment(tmp_path / "photos", tmp_path / "out", method="mixup", each=2, device="cpu", quiet=True)
+    sides = {Image.open(path).size for path in (made.folder / "made").glob("*.png")}
+    ((width, height),) = sides
+    assert width == height
+    assert 30 <= width < 60

@@ -256,3 +256,14 @@ def test_weights_of_a_file_and_of_a_run_start_a_model(tmp_path) -> None:
     for weights in (tmp_path / "run", tmp_path / "weights.pth"):
         second = small(head=Mean(norm_after=True), weights=str(weights))
         assert torch.equal(second(images), first(images))
+
+
+def test_a_model_file_may_be_read_by_others_as_far_as_the_user_lets_them(tmp_path) -> None:
+    folder = create_model("vit_micro_28", classes=3).save(tmp_path / "m")
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_no_classes_cannot_be_told() -> None:
+    with pytest.raises(ValueError, match="ask for at least 1"):
+        create_model("vit_micro_28", classes=3).predict(np.zeros((28, 28, 3), np.uint8), top=0)
