@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.api.advice import HIGH_RATES, one_answer
+from vitrail.api.advice import HIGH_RATES, before_training, one_answer
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.data.leaks import copied_files, leak_notes
@@ -25,7 +25,9 @@ from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.supervised import Supervised
 from vitrail.measure.evaluate import Predictions
 from vitrail.model.build import create_model
-from vitrail.recipes import RECIPES, recipe
+from vitrail.model.export import to_torch
+from vitrail.model.weights import start_from
+from vitrail.recipes import RECIPES, recipe, with_values
 from vitrail.schema import ConfigError, parse_flags
 
 TINY = (
@@ -246,3 +248,25 @@ def test_what_would_quietly_teach_something_else_is_refused(values: dict[str, An
 def test_smoothing_and_thresholds_that_agree_are_taken() -> None:
     for objective in ({"loss": "bce", "bce_threshold": 0.0}, {"loss": "bce", "smoothing": 0.1}):
         assert validate(from_mapping({"objective": objective}, recipe("demo"))) == []
+
+
+def test_an_epoch_of_hardly_a_step_is_told(photos: Path) -> None:
+    data = open_data(photos)
+    told = [
+        before_training(with_values(recipe("vit"), {"data.batch": batch}), data, 10, 10, 1e-4) for batch in (256, 16)
+    ]
+    assert any("so that an epoch has hardly a step; set --data.batch 16" in line for line in told[0])
+    assert not any("hardly a step" in line for line in told[1])
+
+
+def test_weights_of_another_architecture_say_which(tmp_path: Path) -> None:
+    folder = create_model("cifar_resnet20", classes=3).save(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"is a cifar_resnet20 and not a vit_micro_28: set --model\.name"):
+        start_from(create_model("vit_micro_28", classes=3), "vit_micro_28", str(folder))
+
+
+def test_a_model_without_classes_is_not_exported(tmp_path: Path) -> None:
+    model = create_model("vit_micro_28", classes=("unlabelled",))
+    with pytest.raises(ValueError, match="learned without labels and knows no classes"):
+        to_torch(model, tmp_path / "m.pt2")
+    assert not (tmp_path / "m.pt2").exists()

@@ -12,6 +12,7 @@ from vitrail.model.heads.config import Distilled
 from vitrail.model.zoo import ZOO
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
+FEW_STEPS, SMALL_BATCH = 3, 16  # an epoch of fewer steps is said, and this batch advised
 HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
     "adam": (0.01, 1e-3),
     "adamw": (0.01, 1e-3),
@@ -39,6 +40,11 @@ def before_training(config: RunConfig, data: DataSet, parameters: int, tuned: in
         said.append(
             f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
+        )
+    if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
+        said.append(
+            f"warning: {count} training {data.things} are {count / config.data.batch:.2g} batches of "
+            f"{config.data.batch}, so that an epoch has hardly a step; set --data.batch {SMALL_BATCH}"
         )
     if isinstance(config.objective, MaeConfig):
         said.append("mae trains no classifier, so top-1 says nothing; judge by knn, or fine-tune: --model.weights RUN")

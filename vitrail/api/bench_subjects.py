@@ -35,6 +35,7 @@ class Subject:
     twin: str | None = None  # name of the timm model that is its reference
     multilabel: bool = False
     top1: float | None = None  # as its folder states
+    of: str = ""  # the data that this was of
     batch: int = 0
     change: Change | None = None  # laid on its images
     macs: int | None = None  # an image, where it depends on the images and was measured
@@ -93,6 +94,7 @@ def subject(name: str, image_size: int | None, device: torch.device) -> Subject:
         len(model.classes),
         multilabel=model.multilabel,
         top1=model.stated.get("figures", {}).get("top1"),
+        of=str(model.stated.get("data", "")),
     )
 
 

@@ -107,6 +107,9 @@ def bench(
     rounds = rounds or (CPU_ROUNDS if small else ROUNDS)
     with _settings(conditions, precision):
         chosen, notes = choose_subjects([str(name) for name in names], against, image_size, place)
+        if data is not None:  # what a run stated was of its own data
+            for one in chosen:
+                one.top1 = one.top1 if one.of == str(data) else None
         if attack is not None:
             chosen = attacked(chosen, Path(attack))
         searched = batch == "search"

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import UNLABELLED
 from vitrail.files import replacing
 from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.classifier import Classifier
@@ -165,6 +166,11 @@ def _export(
         raise ValueError(
             f"{path} was not written: the model reads texts, and such files take images; use the run folder itself, "
             "with vitrail predict or vitrail.load"
+        )
+    if tuple(model.classes) == (UNLABELLED,):
+        raise ValueError(
+            f"{path} was not written: the model learned without labels and knows no classes; train a classifier on it "
+            "first, or use model.outputs(images).representation"
         )
     model = merged_copy(model).to("cpu", torch.float32).eval()
     program = _traced(model, takes, gives)

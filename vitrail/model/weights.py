@@ -37,7 +37,15 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
             used = build(PreprocessConfig, described["preprocess"])
             model.preprocess = replace(used, size=model.preprocess.size)
             tensors = load_model(folder).state_dict() if "adapter" in described else read_tensors(folder / WEIGHTS)
-            notes = load_weights(model, tensors) + _other_policy(described["spec"], model.spec)
+            try:
+                notes = load_weights(model, tensors) + _other_policy(described["spec"], model.spec)
+            except ValueError as error:
+                theirs = described["spec"].get("name")
+                if not theirs or theirs == name:
+                    raise
+                raise ValueError(
+                    f"{weights} is a {theirs} and not a {name}: set --model.name {theirs}; {error}"
+                ) from None
         else:
             notes = load_weights(model, read_tensors(path))
     model.stated["weights"] = {"from": weights, "adapted": notes}

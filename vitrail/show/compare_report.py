@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitrail.files import write_text
-from vitrail.measure.comparison import Comparison, Row, pareto
+from vitrail.measure.comparison import Against, Comparison, Row, pareto
 from vitrail.show.compare_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.show.quantities import MISSING, amount, duration, memory, number, percent, shorten
 
@@ -76,15 +76,15 @@ def verdict(found: Comparison) -> str:
     said += f", the mean of {best.spread.count} seeds." if best.spread.count > 1 else ", with one seed only."
     if base is None:
         return said + f" The baseline {found.baseline} has no finished run, so nothing is tested against it."
-    better = [row for row in known if row.against is not None and row.against.clear and row.against.difference > 0]
-    worse = [row for row in known if row.against is not None and row.against.clear and row.against.difference < 0]
+    sure = [row for row in known if row.against is not None and row.against.clear and _not_by_chance(row.against)]
+    better, worse = ([row for row in sure if sign * row.against.difference > 0] for sign in (1, -1))  # type: ignore[union-attr]
     for rows, word in ((better, "above"), (worse, "below")):
         if rows:
             names = ", ".join(row.variant for row in rows)
             verb = "is" if len(rows) == 1 else "are"
             said += f" Clearly {word} {base.variant} {verb} {names}."
     if better or worse:
-        said += " Clearly: the 95 % interval of the difference leaves out zero."
+        said += " Clearly: the 95 % interval of the difference leaves out zero, and p over images is at most 0.05."
     if not better and not worse and len(known) > 1:
         said += f" No variant differs clearly from {base.variant}."
     alone = max(row.spread.count for row in known if row.spread is not None) == 1
@@ -219,6 +219,11 @@ def _curves(found: Comparison) -> list[tuple[str, Markup]]:
             chart = curves_chart(curves, title=f"{heading} over epochs", tell=tell, tell_axis=axis, colours=colours)
             made.append((heading, chart))
     return made
+
+
+def _not_by_chance(against: Against) -> bool:
+    """Of few images an interval can leave out zero where an exact test does not."""
+    return against.p_images is None or against.p_images <= 0.05
 
 
 def _disagreement(found: Comparison) -> dict[str, Any] | None:
