@@ -504,7 +504,7 @@ def test_the_study_makes_every_row_once(extra: None, tmp_path: Path) -> None:
     stored = (tmp_path / "found.jsonl").read_text()
     rows = [json.loads(line) for line in stored.splitlines()]
     counts = Counter(row["table"] for row in rows)
-    assert counts == {"choice": 2 * 2 * 2, "rte": 2 * 3, "cola": 2 * 3, "grammar": 2 * 2 * 3}
+    assert counts == {"choice": 2 * 2 * 3 * 2, "rte": 2 * 3, "cola": 2 * 3, "grammar": 2 * 2 * 3}
     again = subprocess.run(command, check=False, capture_output=True, text=True)
     assert again.returncode == 0
     assert (tmp_path / "found.jsonl").read_text() == stored
