@@ -43,20 +43,9 @@ class DeviceRuns:
         self.autocast = torch.bfloat16 if self.fast else None
         torch.set_float32_matmul_precision("high")
 
-    def trained(
-        self,
-        config: RunConfig,
-        seed: int,
-        *,
-        model: Classifier | None = None,
-        most: int | None = None,
-        compiled: bool = True,
-        objective: Callable[[Classifier], Objective] | None = None,
-    ) -> tuple[TrainStep, int]:
-        """What `config` describes after `most` steps (none: all), and how many all are."""
-        step, loader, steps = self.prepared(
-            config, seed, model=model, most=most, compiled=compiled, objective=objective
-        )
+    def trained(self, config: RunConfig, seed: int, **how: Any) -> tuple[TrainStep, int]:
+        """What `config` describes after its steps, and how many all are; `how` as for `prepared`."""
+        step, loader, steps = self.prepared(config, seed, **how)
         for batch in loader:
             step.feed(batch)
         return step, steps

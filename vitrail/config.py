@@ -182,15 +182,16 @@ def validate(config: RunConfig) -> list[str]:
 def _smoothed(config: RunConfig) -> list[str]:
     """Smoothing before a threshold of 0 would make a target of every class."""
     own = config.objective
-    problems = []
-    for name, labels in (("objective", own), ("objective.labels", getattr(own, "labels", None))):
-        threshold = getattr(labels, "bce_threshold", None)
-        if getattr(labels, "loss", "") == "bce" and threshold == 0 and getattr(labels, "smoothing", 0.0) > 0:
-            problems.append(
-                f"{name}.smoothing: with bce_threshold 0 every class of smoothed targets would be one to find; set "
-                "smoothing 0, or bce_threshold none"
-            )
-    return problems
+    alone = isinstance(own, SupervisedConfig)
+    name, labels = ("objective", own) if alone else ("objective.labels", getattr(own, "labels", None))
+    if not isinstance(labels, SupervisedConfig) or labels.loss != "bce" or labels.bce_threshold != 0:
+        return []
+    if not labels.smoothing:
+        return []
+    return [
+        f"{name}.smoothing: with bce_threshold 0 every class of smoothed targets would be one to find; "
+        "set smoothing 0, or bce_threshold none"
+    ]
 
 
 def _adapter(config: RunConfig) -> list[str]:

@@ -18,7 +18,7 @@ from vitrail.engine.distributed import Group
 from vitrail.engine.ema import Ema
 from vitrail.engine.optimizer import build_optimizer, set_step
 from vitrail.engine.schedule import Schedule
-from vitrail.engine.update import Meter, Statistics, Updater
+from vitrail.engine.update import Meter, Statistics, Updater, batch_norms
 from vitrail.learn.objective import Objective
 
 WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, optimiser state
@@ -73,10 +73,10 @@ class TrainStep:
     def train(self) -> None:
         """Training mode, but for batch norms of the model that are frozen: their statistics are, too."""
         self.objective.train()
-        for module in self.objective.model.modules():
-            own = list(module.parameters(recurse=False)) if isinstance(module, nn.modules.batchnorm._BatchNorm) else []
+        for norm in batch_norms(self.objective.model):
+            own = list(norm.parameters())
             if own and not any(p.requires_grad for p in own):
-                module.eval()
+                norm.eval()
 
     def feed(self, piece: Batch) -> bool:
         """Compute a piece; True where it completed a step."""
@@ -106,8 +106,9 @@ class TrainStep:
 
     def agree(self) -> None:
         """Make the model one for all processes before it is judged or stored: weights are, running statistics not."""
-        for module in (self.objective, *(() if self.ema is None else (self.ema.model,))):
-            Statistics(module).agree(self.group)
+        self.statistics.agree(self.group)
+        if self.ema is not None:
+            Statistics(self.ema.model).agree(self.group)
 
     def _compute(self, piece: Batch) -> bool:
         if self._wrapped is None:

@@ -56,33 +56,40 @@ class Statistics:
     """Running statistics of batch norms, which a forward pass moves before anybody knows whether its step counts."""
 
     def __init__(self, module: nn.Module) -> None:
-        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self.buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+        self.buffers = [
+            b for norm in batch_norms(module) for b in (norm.running_mean, norm.running_var) if b is not None
+        ]
         self._before: Tensor | None = None
 
     def keep(self) -> None:
         """Remember them as they are before a step."""
         if self.buffers:
-            self._before = torch.cat([b.flatten() for b in self.buffers])
+            self._before = self._now()
 
     def settle(self, good: Tensor) -> None:
         """As the step left them where it is good (1), as they were before where it was skipped (0)."""
-        if self._before is None:
-            return
-        now = torch.cat([b.flatten() for b in self.buffers])
-        settled = torch.where(good.bool(), now, self._before)
-        parts = settled.split([b.numel() for b in self.buffers])
-        torch._foreach_copy_(self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)])
-        self._before = None
+        if self._before is not None:
+            self._write(torch.where(good.bool(), self._now(), self._before))
+            self._before = None
 
     def agree(self, group: Group) -> None:
         """The mean over processes, each of which saw other images (all must call it)."""
-        if group.world == 1 or not self.buffers:
-            return
-        mean = torch.cat([b.flatten() for b in self.buffers])
-        torch.distributed.all_reduce(mean)
-        parts = (mean / group.world).split([b.numel() for b in self.buffers])
+        if group.world > 1 and self.buffers:
+            mean = self._now()
+            torch.distributed.all_reduce(mean)
+            self._write(mean / group.world)
+
+    def _now(self) -> Tensor:
+        return torch.cat([b.flatten() for b in self.buffers])
+
+    def _write(self, flat: Tensor) -> None:
+        parts = flat.split([b.numel() for b in self.buffers])
         torch._foreach_copy_(self.buffers, [part.view_as(b) for part, b in zip(parts, self.buffers, strict=True)])
+
+
+def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Every batch norm of a module, of any number of dimensions."""
+    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
 class Meter:

@@ -106,8 +106,12 @@ class Grafit(Supervised):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     @property
+    def head(self) -> ProjectedHead:
+        return cast("ProjectedHead", self.model.head)
+
+    @property
     def listening(self) -> list[nn.Parameter]:
-        return [] if self.options.classification else list(cast("ProjectedHead", self.model.head).fc.parameters())
+        return [] if self.options.classification else list(self.head.fc.parameters())
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, count = self.options, len(batch)
@@ -135,8 +139,8 @@ class Grafit(Supervised):
         total = sum((getattr(config, name) * value for name, value in losses.items()), torch.zeros_like(first[0, 0]))
         total = total.float()
         if not config.classification:
-            pooled = cast("ProjectedHead", out.head).pooled(out.tokens)[:count].detach()
-            listening = self.criterion(cast("ProjectedHead", out.head).fc(pooled), batch.target)
+            pooled = self.head.pooled(out.tokens)[:count].detach()
+            listening = self.criterion(self.head.fc(pooled), batch.target)
             total = total + listening - listening.detach()  # to its gradient and not to its value
             losses["probe"] = listening
         return {"loss": total, **{name: value.detach() for name, value in losses.items()}}

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.mixing import soft
-from vitrail.data.source import UNLABELLED
 from vitrail.learn.bank import UNKNOWN, Bank
 from vitrail.learn.collapse import collapse_note, spread_and_rank
 from vitrail.learn.config import PairConfig
@@ -126,7 +125,7 @@ class SelfSupervised(Objective):
 
     def purity(self, found: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
         """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label to look at."""
-        if found.shape[1] == 1 or batch.label.ndim > 1 or tuple(self.model.classes) == (UNLABELLED,):
+        if found.shape[1] == 1 or batch.label.ndim > 1 or self.model.unlabelled:
             return {}
         return {"purity": purity(found, batch.label, bank.labels)}
 

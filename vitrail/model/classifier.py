@@ -198,6 +198,11 @@ class Classifier(nn.Module):
         """Softmax, or one sigmoid a class where several classes may hold."""
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
 
+    @property
+    def unlabelled(self) -> bool:
+        """Whether it learned from images without labels, and so knows no classes."""
+        return tuple(self.classes) == (UNLABELLED,)
+
     def predict(
         self, images: Picture | Sequence[Picture], *, top: int = 5, batch: int = 64, errors: str = "raise"
     ) -> list[Prediction]:
@@ -211,7 +216,7 @@ class Classifier(nn.Module):
 
         if hasattr(self.trunk, "tokeniser"):
             raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")
-        if tuple(self.classes) == (UNLABELLED,):
+        if self.unlabelled:
             raise ValueError(
                 "this model learned from images without labels and knows no classes; train one on it first: vitrail "
                 "train small-transfer --data LABELLED --model.weights RUN --model.name NAME (as its config.yaml says)"

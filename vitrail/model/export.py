@@ -23,7 +23,6 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import UNLABELLED
 from vitrail.files import replacing
 from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.classifier import Classifier
@@ -167,7 +166,7 @@ def _export(
             f"{path} was not written: the model reads texts, and such files take images; use the run folder itself, "
             "with vitrail predict or vitrail.load"
         )
-    if tuple(model.classes) == (UNLABELLED,):
+    if model.unlabelled:
         raise ValueError(
             f"{path} was not written: the model learned without labels and knows no classes; train a classifier on it "
             "first, or use model.outputs(images).representation"

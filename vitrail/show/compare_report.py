@@ -76,8 +76,8 @@ def verdict(found: Comparison) -> str:
     said += f", the mean of {best.spread.count} seeds." if best.spread.count > 1 else ", with one seed only."
     if base is None:
         return said + f" The baseline {found.baseline} has no finished run, so nothing is tested against it."
-    sure = [row for row in known if row.against is not None and row.against.clear and _not_by_chance(row.against)]
-    better, worse = ([row for row in sure if sign * row.against.difference > 0] for sign in (1, -1))  # type: ignore[union-attr]
+    sure = [(row, row.against.difference) for row in known if row.against is not None and _sure(row.against)]
+    better, worse = ([row for row, gain in sure if sign * gain > 0] for sign in (1, -1))
     for rows, word in ((better, "above"), (worse, "below")):
         if rows:
             names = ", ".join(row.variant for row in rows)
@@ -221,9 +221,9 @@ def _curves(found: Comparison) -> list[tuple[str, Markup]]:
     return made
 
 
-def _not_by_chance(against: Against) -> bool:
+def _sure(against: Against) -> bool:
     """Of few images an interval can leave out zero where an exact test does not."""
-    return against.p_images is None or against.p_images <= 0.05
+    return against.clear and (against.p_images is None or against.p_images <= 0.05)
 
 
 def _disagreement(found: Comparison) -> dict[str, Any] | None:
