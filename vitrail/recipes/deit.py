@@ -144,7 +144,8 @@ def small_deit_distilled() -> RunConfig:
     """A small ViT with a distillation token, taught by a convolutional network.
 
     Command:   vitrail train small-deit-distilled --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
+    Expect:    with six blocks and 20 epochs 78.8 % of CIFAR-10 by a ResNet-56 of 92.5 % (std 0.4, three seeds,
+               studies/distillation.yaml; 77.4 % without the teacher); 100 epochs not measured yet
     """
     base = small_deit()
     return replace(

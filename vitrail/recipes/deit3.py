@@ -277,7 +277,8 @@ def small_rsb() -> RunConfig:
     """A ResNet for 32-pixel images under a modern recipe.
 
     Command:   vitrail train small-rsb --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    in 16 epochs, batches of 250, 32.7 % of CIFAR-100 (std 1.0, three seeds, studies/recipe-swap.yaml); 100
+               epochs not measured yet
     """
     return RunConfig(
         recipe="small-rsb",

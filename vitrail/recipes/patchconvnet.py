@@ -150,7 +150,8 @@ def small_patchconvnet() -> RunConfig:
     """PatchConvNet for 32-pixel images.
 
     Command:   vitrail train small-patchconvnet --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    with Muon at 1e-3, LayerScale from 0.1, batches of 250 and 12 epochs 25.5 % of CIFAR-100 (std 0.7, three
+               seeds, studies/stem-pooling.yaml); as it stands not measured yet
     """
     base = small_deit()
     return replace(

@@ -114,6 +114,7 @@ def small_gramian() -> RunConfig:
     """Gramian heads on a small ViT.
 
     Command:   vitrail train small-gramian --data cifar100.npz
-    Expect:    not measured yet
+    Expect:    with six blocks and 15 epochs 49.1 % of CIFAR-100 (std 0.2, three seeds, studies/heads-vit.yaml; 46.3 %
+               with a class token); 100 epochs not measured yet
     """
     return replace(small_deit(), recipe="small-gramian", model=ModelConfig(name="ga_vit_tiny_32", drop_path=0.1))

@@ -116,7 +116,8 @@ def small_transfer() -> RunConfig:
     """From a run on one set of 32-pixel images to another.
 
     Command:   vitrail train small-transfer --data cifar10.npz --model.weights RUN [--optim.tune attention]
-    Expect:    not measured yet
+    Expect:    a ViT of six blocks from CIFAR-100, on a tenth of CIFAR-10, 40 epochs: 74.1 % (std 0.1, three seeds,
+               studies/chained.py attention)
     """
     return RunConfig(
         recipe="small-transfer",
