@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data import device_images
+from vitrail.data import device_images, device_loader
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
@@ -105,6 +105,37 @@ def test_several_labels_come_as_by_the_host_loader():
     split = split_of(multilabel=True)
     settings = {"split": split, "classes": 2, "multilabel": True}
     assert_same(list(train(MIXED, **settings)), list(train(MIXED, kind=TrainLoader, **settings)), pixels=False)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("bad", [(), (104,)])
+def test_batches_do_not_depend_on_how_many_are_augmented_together_nor_on_where_the_run_begins(monkeypatch, steps, bad):
+    settings = {"split": split_of(bad=bad), "views": 2, "accumulate": 2}
+    whole = list(train(BUSY, **settings))
+    groups = []
+
+    def counted(self, tasks, pixels, made=DeviceLoader._made):
+        groups.append(len(tasks))
+        return made(self, tasks, pixels)
+
+    monkeypatch.setattr(DeviceLoader, "_made", counted)
+    monkeypatch.setitem(device_loader.TOGETHER, "cpu", steps * 4 * 2 * 3 * 8 * 8)  # bytes of so many steps
+    assert_same(list(train(BUSY, **settings)), whole)
+    assert groups == [2 * len(range(first, min(6, first + steps))) for first in range(0, 6, steps)]
+    resumed = list(train(BUSY, start=3, **settings))
+    assert [batch.step for batch in resumed] == [3, 3, 4, 4, 5, 5]
+    assert_same(resumed, whole[6:])
+
+
+def test_a_group_of_which_one_batch_cannot_be_read_gives_the_others(monkeypatch):
+    split = split_of(8, bad=tuple(100 + i for i in range(8)))
+    order = Order(8, 4, SEED)
+    wanted = {int(split.index[draw.row]) for draw in order.draws(0)}
+    split = split_of(8, bad=tuple(100 + i for i in range(8) if 100 + i not in wanted))
+    batches = iter(train(SHIFTED, split))
+    assert set(next(batches).index.tolist()) == wanted
+    with pytest.raises(ValueError, match="none of the 4 images of a batch of step 1 could be read"):
+        next(batches)
 
 
 def test_pixels_are_those_of_the_key_of_each_draw():

@@ -10,7 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.open import open_data
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
@@ -238,3 +244,25 @@ def test_gelu_and_quantisation_in_one_pass() -> None:
     torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
     # The last bit may fall to the other side where a number lies between two of the format.
     assert (small.float() != expected.float()).float().mean() < 0.002
+
+
+def test_batches_made_ahead_and_together_hold_the_bytes_of_a_processor() -> None:
+    train = open_data("embedded:fashion", val_fraction=0.1)["train"]
+    shape = PreprocessConfig(size=28, crop_ratio=1.0)
+    augment = Augment(AugmentConfig(crop="pad", padding=4, rand_ops=2), shape)
+
+    def batches(device: str, start: int = 0) -> list[Batch]:
+        order = Order(len(train), 40, 3)
+        settings: dict[str, Any] = {"classes": 10, "multilabel": False, "seed": 3, "workers": 0, "views": 2}
+        loader = DeviceLoader(train, order, augment, Preprocess(shape), device=device, start=start, stop=60, **settings)
+        kept = []
+        for batch in loader:
+            torch.cuda._sleep(1_000_000)  # a step that is still at work when the next batches are made
+            kept.append(Batch(tuple(v + 0 for v in batch.views), batch.label + 0, batch.target, batch.index, None, 0))
+        return kept
+
+    ours, resumed, theirs = batches("cuda"), batches("cuda", 47), batches("cpu")
+    assert len(ours) == len(theirs) == 60
+    for one, other in [*zip(ours, theirs, strict=True), *zip(resumed, theirs[47:], strict=True)]:
+        assert torch.equal(one.label.cpu(), other.label)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(one.views, other.views, strict=True))

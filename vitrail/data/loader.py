@@ -118,9 +118,13 @@ class TrainLoader(PieceLoader):
 
     def tasks(self) -> Iterator[Task]:
         for step in range(self.start, self.stop):
-            for part in range(self.accumulate):
-                place = (self.rank * self.accumulate + part) * self.piece
-                yield Task(step, place, self.order.table(step, place, self.piece))
+            yield from self.tasks_of(step)
+
+    def tasks_of(self, step: int) -> Iterator[Task]:
+        """Those of one step."""
+        for part in range(self.accumulate):
+            place = (self.rank * self.accumulate + part) * self.piece
+            yield Task(step, place, self.order.table(step, place, self.piece))
 
     def _batch(self, piece: Piece) -> Batch:
         views = piece.views  # bytes: models normalise them in their first kernel
