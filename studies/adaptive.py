@@ -1,14 +1,14 @@
 """Adaptive models and attacks on what they save: token sampling, halting, gates; patches, perturbations, a defence.
 
-    python studies/adaptive.py cifar100.npz --out FOLDER [--part base ats victims attacks defence] [--seeds 3]
-                                            [--minutes 9.5] [--models FOLDER]
+    python studies/adaptive.py cifar100.npz --out FOLDER [--part base ats victims attacks defence speed]
+                                            [--seeds 3] [--minutes 9.5] [--models FOLDER]
     python studies/adaptive.py --table FOLDER        Markdown of what was found, mean and std over seeds
     python studies/adaptive.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
 
 One process. Rows are appended to FOLDER/found.jsonl as they come, models and patches are kept beside it: the same
 command goes on where a kill, or `--minutes`, ended it, and trains again what was lost. What matters most comes first,
 for all seeds; variations of attacks follow, seed by seed. Choices are made on validation images, everything reported is
-of test images; patches are learned on training images.
+of test images; patches are learned on training images. `speed` is to be run with nothing else on the accelerator.
 
 Expected (efficiency-1 §2.A6, A7, §4.3; efficiency-2 §6.2, 19 to 27): sampling loses little without training, several
 blocks lose less than one, the first block is the worst; the class token scores better than a random one, inverse
@@ -45,7 +45,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("base", "ats", "victims", "attacks", "defence")
+PARTS = ("base", "ats", "victims", "attacks", "defence", "speed")
 VICTIMS = ("ats", "avit", "adavit")
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 COMPILED_SHARE = 0.7  # the one at which speed is measured compiled, too
@@ -275,10 +275,10 @@ class Study:
             ("attacks", self.attacks, every),
             ("ats", self.ablations, every),
             ("defence", self.defence, first),
-            ("ats", self.speeds, first),
+            ("speed", self.speeds, first),
             ("attacks", self.variations, first),
             ("defence", self.defence, others),
-            ("ats", partial(self.speeds, compiled=True), first),
+            ("speed", partial(self.speeds, compiled=True), first),
             ("attacks", self.variations, others),
         )
         for part, work, of in order:
