@@ -259,6 +259,19 @@ def test_an_epoch_of_hardly_a_step_is_told(photos: Path) -> None:
     assert not any("hardly a step" in line for line in told[1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model.name": "text:minilm"}, True),
+        ({"model.name": "text:minilm", "model.weights": "hub"}, False),
+        ({"model.name": "text:bert"}, False),
+    ],
+)
+def test_published_weights_of_a_text_model_that_are_not_read_are_told(photos: Path, changes: dict, told: bool) -> None:
+    said = before_training(with_values(recipe("text"), changes), open_data(photos), 10, 10, 1e-5)
+    assert any("begins from random ones; --model.weights hub reads them" in line for line in said) == told
+
+
 def test_weights_of_another_architecture_say_which(tmp_path: Path) -> None:
     folder = create_model("cifar_resnet20", classes=3).save(tmp_path / "m")
     with pytest.raises(ValueError, match=r"is a cifar_resnet20 and not a vit_micro_28: set --model\.name"):

@@ -13,6 +13,7 @@ from vitrail.model.zoo import ZOO
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
 FEW_STEPS, SMALL_BATCH = 3, 16  # an epoch of fewer steps is said, and this batch advised
+OWN_TEXT = ("text:bert", "text:gpt")  # shapes without published weights
 HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
     "adam": (0.01, 1e-3),
     "adamw": (0.01, 1e-3),
@@ -36,6 +37,11 @@ def before_training(config: RunConfig, data: DataSet, parameters: int, tuned: in
             )
     elif config.optim.tune != "full":
         said.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
+    elif config.model.name.startswith("text:") and config.model.name not in OWN_TEXT and config.model.weights == "none":
+        said.append(
+            f"warning: weights of {config.model.name} are not read and training begins from random ones; "
+            "--model.weights hub reads them"
+        )
     elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
         said.append(
             f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
