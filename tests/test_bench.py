@@ -559,6 +559,21 @@ def test_a_form_that_cannot_be_made_is_left_out_with_its_reason(monkeypatch: pyt
     assert found.notes == ("vit_micro_28 could not be optimized (RuntimeError: no compiler)",)
 
 
+def test_models_themselves_are_measured_and_left_as_they_are() -> None:
+    small, wide = (create_model("vit_micro_28", classes=3, depth=1, width=w, heads=2) for w in (32, 64))
+    before = {name: value.clone() for name, value in small.state_dict().items()}
+    found = bench({"small": small, "wide": wide, "cifar_resnet20": small}, train=True, **QUICK)
+    assert [row.model for row in found.rows] == ["small", "wide", "cifar_resnet20"]
+    counts = [sum(p.numel() for p in model.parameters()) for model in (small, wide, small)]
+    assert [row.parameters for row in found.rows] == counts
+    assert all(torch.equal(small.state_dict()[name], value) for name, value in before.items())
+
+
+def test_a_model_of_another_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="mine: a Linear is no model of vitrail; name timm's by `timm:NAME`"):
+        bench({"mine": torch.nn.Linear(2, 2)})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(
     ("names", "settings", "sentence"),
     [

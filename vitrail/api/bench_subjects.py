@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from vitrail.api.bench_forms import Form, Ready
 from vitrail.api.feed import reads_texts
 from vitrail.measure.compute import Change
 from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
 from vitrail.model.config import TrunkConfig
 from vitrail.model.cost import Cost, cost
 from vitrail.model.store import load_model
@@ -53,20 +55,30 @@ def twin_of(name: str) -> str | None:
 
 
 def choose_subjects(
-    names: Sequence[str], against: str | None, image_size: int | None, device: torch.device
+    names: Sequence[str],
+    against: str | None,
+    image_size: int | None,
+    device: torch.device,
+    given: Mapping[str, Classifier] | None = None,
 ) -> tuple[list[Subject], list[str]]:
-    """Every named model once, each with its twin behind it where that is asked for; and what a person should know."""
+    """Every named model once, each with its twin behind it where that is asked for; and what a person should know.
+
+    `given` has the models that are no names but themselves; copies of them are measured.
+    """
+    given = given or {}
     found: dict[str, Subject] = {}
     notes = []
     for name in dict.fromkeys(names):
         if name not in found:  # a twin that was named, too
-            found[name] = subject(name, image_size, device)
+            own = given.get(name)
+            found[name] = subject(name, image_size, device) if own is None else _copied(name, own, image_size, device)
         one = found[name]
         if against is None or one.family == "timm":
             continue
-        one.twin = twin_of(name)
+        one.twin = None if name in given else twin_of(name)
         if one.twin is None:
-            why = "timm has no model of this architecture" if name in ZOO else "only names of the zoo have one"
+            named = name in ZOO and name not in given
+            why = "timm has no model of this architecture" if named else "only names of the zoo have one"
             notes.append(f"{name} has no timm twin: {why}")
         elif one.twin not in found:
             found[one.twin] = twin(one, device)
@@ -87,6 +99,17 @@ def subject(name: str, image_size: int | None, device: torch.device) -> Subject:
             raise _reads_texts(name)
     else:
         raise ValueError(f"no model and no folder {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
+    return _of(name, model, image_size)
+
+
+def _copied(name: str, model: Classifier, image_size: int | None, device: torch.device) -> Subject:
+    """A copy: training steps change weights, and the model may live elsewhere."""
+    if reads_texts(model):
+        raise _reads_texts(name)
+    return _of(name, copy.deepcopy(model).to(device), image_size)
+
+
+def _of(name: str, model: Classifier, image_size: int | None) -> Subject:
     return Subject(
         name,
         model,

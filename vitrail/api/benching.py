@@ -34,6 +34,7 @@ from vitrail.measure.speed import (
     ratio,
     timed_calls,
 )
+from vitrail.model.classifier import Classifier
 from vitrail.version import __version__
 
 BATCH = {False: 256, True: 128}  # on CUDA, by whether it trains
@@ -66,7 +67,7 @@ class Steps:
 
 
 def bench(
-    names: Sequence[str | Path],
+    models: Sequence[str | Path] | Mapping[str, Classifier],
     *,
     train: bool = False,
     against: str | None = None,
@@ -82,7 +83,7 @@ def bench(
     attack: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Bench:
-    """How fast models are here: zoo names, `timm:NAME`s, run or model folders.
+    """How fast models are here: zoo names, `timm:NAME`s, run or model folders; or models themselves, by names for them.
 
     Inference, or whole training steps with `train`, on random images that are already on the device. All models take
     turns round by round, and ratios are medians of the rounds' ratios: to the timm twin with `against="timm"`, else to
@@ -95,7 +96,8 @@ def bench(
     >>> bench(["vit_micro_28"], batch=2, rounds=3, seconds=0.01).rows[0].batch
     2
     """
-    _refuse(names, against, batch, precision, rounds, checks)
+    names, given = [str(name) for name in models], models if isinstance(models, Mapping) else {}
+    _refuse(names, given, against, batch, precision, rounds, checks)
     if attack is not None and (data is None or train):
         raise ValueError("an attack is measured in inference, on images: name --data, and leave --train")
     real = None if data is None else RealImages(str(data))
@@ -106,7 +108,7 @@ def bench(
     conditions = Conditions(place, autocast, train, ("eager", "optimized") if compiled else ("eager",))
     rounds = rounds or (CPU_ROUNDS if small else ROUNDS)
     with _settings(conditions, precision):
-        chosen, notes = choose_subjects([str(name) for name in names], against, image_size, place)
+        chosen, notes = choose_subjects(names, against, image_size, place, given)
         if data is not None:  # what a run stated was of its own data
             for one in chosen:
                 one.top1 = one.top1 if one.of == str(data) else None
@@ -385,7 +387,8 @@ def _label(name: str, form: str) -> str:
 
 
 def _refuse(
-    names: Sequence[str | Path],
+    names: Sequence[str],
+    given: Mapping[str, Classifier],
     against: str | None,
     batch: int | str | None,
     precision: str,
@@ -394,6 +397,9 @@ def _refuse(
 ) -> None:
     if not names and not checks:
         raise ValueError("name at least one model, `timm:NAME`, run or model folder (`vitrail list models` names all)")
+    for name, model in given.items():
+        if not isinstance(model, Classifier):
+            raise ValueError(f"{name}: a {type(model).__name__} is no model of vitrail; name timm's by `timm:NAME`")
     if against not in (None, "timm"):
         raise ValueError(f"against: {against!r}, but only timm has twins of our models")
     if batch not in (None, "search") and not (isinstance(batch, int) and batch > 0):
