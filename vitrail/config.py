@@ -215,9 +215,26 @@ def _adapter(config: RunConfig) -> list[str]:
         problems.append(f"model.adapter: {config.objective.kind} works on a whole model; leave the adapter out")
     if config.objective.kind == "attention_transfer" and config.objective.mode == "copy":
         problems.append("model.adapter: copied attention takes the place of adapted layers; use objective.mode distill")
+    if adapter.kind == "vpt":
+        problems += _prompts(config)
     if getattr(adapter, "head_coefficients", None) is not None and adapter.train_head:
         problems.append("model.adapter.head_coefficients: train_head trains the classifier as a whole; set one of them")
     return problems
+
+
+def _prompts(config: RunConfig) -> list[str]:
+    """What takes no prompts, as far as names tell."""
+    from vitrail.model.zoo import ZOO
+
+    name, known = config.model.name, ZOO.get(config.model.name)
+    if name.startswith(("timm:", "text:")) or (known is not None and not isinstance(known.trunk, TrunkConfig)):
+        return [
+            f"model.adapter: vpt puts prompts before our own blocks, and {name} has other ones; use lora, or a model"
+            " such as vit_*, deit_*, deit3_* or cait_* (with --model.weights timm for published weights)"
+        ]
+    if config.objective.kind == "attention_transfer":
+        return ["model.adapter: with vpt, attention has places for prompts, which no teacher has; use lora"]
+    return []
 
 
 def _writing(config: RunConfig) -> list[str]:

@@ -55,17 +55,18 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay falls on matrices, filters and LoRA's factors, not on norms, biases, gains, tokens and coefficients.
+    """Weight decay falls on matrices, filters, LoRA's factors and prompts, not on norms, biases, gains, other tokens or
+    coefficients.
 
     A coefficient of NOLA or PRANC that is 0 is no simpler than another one, and the paper has no decay on them
-    (efficiency-1 §2.D3).
+    (efficiency-1 §2.D3). That on visual prompts decays them and searches how much.
     """
     coefficient = of_adapter(name) and name.endswith((".alpha", ".beta"))
     return parameter.ndim > 1 and not any(token in name for token in TOKENS) and not coefficient
 
 
 def of_adapter(name: str) -> bool:
-    """Whether a parameter is a coefficient or factor of an adapter; its classifier and norms are the model's."""
+    """Whether a parameter is an adapter's coefficient, factor or prompt; its classifier and norms are the model's."""
     return "adapters.named." in name and ".groups." in name
 
 

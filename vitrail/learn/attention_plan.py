@@ -208,6 +208,8 @@ def readable(model: Classifier, who: str) -> Trunk:
             f"attention transfer: {who} is adaptive and leaves out tokens, heads or blocks, which then have none; "
             "use a plain ViT"
         )
+    if trunk.prompts is not None:
+        raise ValueError(f"attention transfer: {who} has prompts, and its attention places for them; use one without")
     if trunk.prefix and trunk.config.class_token_at:
         raise ValueError(
             f"attention transfer: the class token of {who} enters late; use --model.trunk.class_token_at 0"

@@ -278,12 +278,14 @@ def layers_without_maps(model: Classifier) -> str:
         return f"the trunk ({kind}) gives no attention maps and no tokens of inner layers"
     if map_layers(model):
         return ""
+    if cast("Trunk", model.trunk).prompts is not None:
+        return "with prompts, maps have places that are no patches, and are not shown"
     return f"the mixer {cast('Trunk', model.trunk).config.mixer.kind} has no attention maps over patches"
 
 
 def sima_layer(model: Classifier) -> int | None:
-    """The last layer with SimA; none where there is no such."""
-    if not isinstance(model.trunk, Trunk):
+    """The last layer with SimA that shows its q and k; none where there is no such."""
+    if not isinstance(model.trunk, Trunk) or model.trunk.prompts is not None:
         return None
     found = [i for i, mixer in enumerate(_mixers(model.trunk)) if isinstance(mixer, SimaMixer)]
     return found[-1] if found else None

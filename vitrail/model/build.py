@@ -244,7 +244,8 @@ def make_adaptive(model: Classifier, adaptive: str | AdaptiveConfig | Mapping[st
     >>> make_adaptive(plain, "ats").policy.at
     (1, 2, 3)
     """
-    model, parts = without_adapters(model), build(Parts, model.spec)
+    model = without_adapters(model)
+    parts = build(Parts, model.spec)
     if not isinstance(parts.trunk, TrunkConfig):
         raise ValueError(f"adaptive policies work in our own blocks; {parts.name or parts.trunk.kind} has none")
     trunk = build(TrunkConfig, {"adaptive": plain(adaptive)}, parts.trunk)

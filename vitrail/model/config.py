@@ -83,6 +83,11 @@ class TrunkConfig:
     class_token_at: Whole = 0
     """The block before which class tokens enter (CaiT, table 3.13)."""
     position_drop: Fraction = 0.0
+    prompts: Whole = 0
+    """Learned tokens without positions between class tokens and patches, which leave before the final norm: what the
+    adapter `vpt` becomes in a merged copy. Trained with all the rest, they are registers."""
+    deep_prompts: bool = False
+    """Every block has prompts of its own; otherwise those of the first go on through all."""
     adaptive: AdaptiveConfig | None = None
     """How many tokens, heads and blocks an image gets (none: all)."""
 

@@ -41,7 +41,8 @@ def cost(
     Conventions differ between papers: `attention_products=False` leaves out the products of queries with keys and of
     maps with values in stem and trunk (SoT), `norms=True` adds five operations for each element of a LayerNorm.
     Counted on the meta device, so nothing is computed and a model of any size is counted in seconds; `model` itself is
-    not touched and may live on any device. An adapter in use is counted as merged, where it costs nothing.
+    not touched and may live on any device. An adapter in use is counted as merged, where it costs nothing;
+    prompts stay, and their tokens count.
     """
     size = image_size or _native_size(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -64,6 +64,10 @@ class Guide(nn.Module):
             source = Stored(
                 {f"{what}.{t}": torch.empty(config.stored) for what in self.parts for _, t in config.layers}
             )
+        if isinstance(source, Trunk) and source.prompts is not None:
+            raise ValueError(
+                "attention transfer: the teacher has prompts, and its attention places for them; use another"
+            )
         self.source = source.requires_grad_(False)
         for name in ("scale", "shift"):
             self.register_buffer(name, torch.tensor(getattr(config, name)).view(3, 1, 1))

@@ -58,7 +58,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def save_model(model: Classifier, folder: Path) -> Path:
     """Write `model` into `folder`; an adapter in use is merged in what is written, and the model stays as it is."""
-    write_tensors(folder / WEIGHTS, without_adapters(model).state_dict())
+    model = without_adapters(model)
+    write_tensors(folder / WEIGHTS, model.state_dict())
     return write_description(model, folder, WHOLE, folder / WEIGHTS)
 
 

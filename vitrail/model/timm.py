@@ -84,8 +84,8 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours, as timm's or as ports of CIFAR ResNets, into `model`; returns what was adapted.
 
     Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
-    another number of classes, keeps its new weights, and so does an adaptive policy. Any other difference raises
-    `ValueError` that lists all of them.
+    another number of classes, keeps its new weights, and so do an adaptive policy and prompts. Any other difference
+    raises `ValueError` that lists all of them.
     """
     if any(k.startswith("trunk.") for k in state):
         named = dict(state)
@@ -101,7 +101,8 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
         notes += _fit_to_grid(model.trunk, named)
     ready: dict[str, Tensor] = {}
     anew = []
-    head = {name for name in own if name.startswith(("head.", "trunk.policy."))} | model.head_parameters()
+    free = ("head.", "trunk.policy.", "trunk.prompts.")
+    head = {name for name in own if name.startswith(free)} | model.head_parameters()
     for name, target in own.items():
         value = named.pop(name, None)
         if value is not None and value.shape != target.shape and value.squeeze().shape == target.squeeze().shape:
@@ -117,6 +118,9 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
             wrong.append(
                 f"{name}: {'missing' if value is None else tuple(value.shape)}, expected {tuple(target.shape)}"
             )
+    if (prompts := named.pop("trunk.prompts.values", None)) is not None:
+        deep = " --model.trunk.deep_prompts true" if len(prompts) > 1 else ""
+        wrong.append(f"they have prompts; build a model that has: --model.trunk.prompts {prompts.shape[1]}{deep}")
     wrong += [f"{name}: not a part of this model" for name in named if not name.startswith(("head.", "trunk.head"))]
     if wrong:
         shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
@@ -156,6 +160,8 @@ def to_timm(model: Classifier) -> nn.Module:
     if isinstance(model.trunk, TimmTrunk) and isinstance(model.head, OwnHead):
         return model.trunk.backbone
     trunk = model.trunk
+    if isinstance(trunk, Trunk) and trunk.prompts is not None:
+        raise ValueError("timm's models have no prompts; save this one, or export it to torch or onnx")
     if isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Xca):
         return _to_timm_xcit(model, trunk.config)
     plain = isinstance(trunk, Trunk) and isinstance(trunk.config.mixer, Softmax) and trunk.config.norm == "layernorm"

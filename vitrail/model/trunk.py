@@ -15,6 +15,7 @@ from vitrail.model.block import Block, ParallelBlock
 from vitrail.model.config import TrunkConfig
 from vitrail.model.norms import make_norm
 from vitrail.model.positions import FourierPositions, resize_positions, sinusoid
+from vitrail.model.prompts import Prompts
 from vitrail.model.residual import drop_path_rates
 from vitrail.model.starts import STARTS
 from vitrail.model.stems import build_stem
@@ -68,6 +69,11 @@ class Trunk(nn.Module):
             if config.class_token_at:
                 raise ValueError("an adaptive policy needs its class token from the first block on: class_token_at 0")
             self.policy = build_policy(config.adaptive, config, cast("list[Block]", self._blocks()), prefix)
+        self.prompts: Prompts | None = None
+        if config.prompts:
+            self.refuse_prompts()
+            layers = config.depth if config.deep_prompts else 1
+            self.prompts = Prompts(layers, config.prompts, config.width, config.patch)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -93,8 +99,23 @@ class Trunk(nn.Module):
     @property
     def intermediates(self) -> list[str]:
         """Every name that `want` and `given` know."""
+        if self.prompts is not None:
+            return [f"tokens.{i}" for i in range(len(self.blocks))]
         more = ("tokens",) if self.policy is None else ("tokens", "kept")
         return [f"{what}.{i}" for i, block in enumerate(self._blocks()) for what in (*block.mixers[0].shows, *more)]
+
+    def refuse_prompts(self) -> None:
+        """Raises `ValueError` where prompts cannot work."""
+        if not self._blocks()[0].mixers[0].takes_prefix:
+            raise ValueError(
+                f"the mixer {self.config.mixer.kind} works on patches only, which would learn nothing from prompts; "
+                "tune its weights: --model.adapter lora"
+            )
+        if self.policy is not None:
+            raise ValueError(
+                "an adaptive policy chooses among patches and does not know prompts; use --model.adapter lora, or a "
+                "model without the policy"
+            )
 
     def embed(self, images: Tensor) -> Tokens:
         """Images [batch, 3, height, width] to tokens with positions."""
@@ -134,7 +155,8 @@ class Trunk(nn.Module):
         mask = tokens.mask
         if mask is not None:
             mask = torch.cat([mask.new_ones(len(mask), self.prefix), mask], dim=1)
-        return replace(tokens, sequence=self._with_class_tokens(tokens.sequence), prefix=self.prefix, mask=mask)
+        prefix = self.prefix + tokens.prefix  # prompts may be there
+        return replace(tokens, sequence=self._with_class_tokens(tokens.sequence), prefix=prefix, mask=mask)
 
     def encode(
         self,
@@ -143,7 +165,15 @@ class Trunk(nn.Module):
         given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
-        """Run the blocks. With `until=k` stop before block k and leave out the final norm (teachers)."""
+        """Run the blocks. With `until=k` stop before block k and leave out the final norm (teachers).
+
+        Prompts enter and leave here. With them `tokens.LAYER` is shown without their places, and nothing else is:
+        `ValueError`.
+        """
+        prompts = self.prompts
+        if prompts is not None:
+            prompts.refuse(want, given or {})
+            tokens = prompts.enter(tokens)
         probe = Probe(want, given or {}, self.intermediates) if want or given else None
         depth = len(self.blocks)
         late = self.config.class_token_at if self.prefix else 0
@@ -153,7 +183,13 @@ class Trunk(nn.Module):
                 break
             if late and i == late:
                 tokens = self._enter(tokens)
+            if prompts is not None and i:
+                tokens = prompts.renew(tokens, i)
             tokens = block(tokens, probe) if passage is None else passage.run(cast("Block", block), i, tokens, probe)
+            if prompts is not None and probe is not None and f"tokens.{i}" in probe.captured:
+                probe.captured[f"tokens.{i}"], tokens = prompts.shown(tokens)
+        if prompts is not None:
+            tokens = prompts.leave(tokens)
         if passage is not None:
             tokens = passage.end(tokens)
         if until is None or until >= depth:

@@ -4,6 +4,8 @@ apply(model, Nola(rank=8, coefficients=1000, targets=("mlp",)), "birds")   # in 
 use(model, "cars");  use(model, None)                                       # another one; the base alone
 with route(model, ["birds", "cars", None]): logits = model(images)          # each sample its own, in one pass
 merge(model);  unmerge(model)                                               # no cost at inference; bit for bit back
+
+Prompts (`Vpt`) are no change of weights: they cannot be merged in place, but `merged_copy` keeps them in its trunk.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitrail.model.adapters.bank import Adapter, Bank, Route
-from vitrail.model.adapters.config import AdapterConfig, Lora, Pranc
+from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, Vpt
 from vitrail.model.adapters.dress import changed, dress, undress
 from vitrail.model.adapters.quantise import rounded
 from vitrail.model.adapters.targets import Piece, below, find, kind_of, pieces_of
+from vitrail.model.adapters.vpt import make_prompts, prompted_trunk
 from vitrail.schema import ConfigError, check
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,14 +36,14 @@ HEADS = ("head", "fc", "classifier", "score", "heads")
 class Counts:
     """Numbers of an adapter."""
 
-    trained: int  # coefficients or factors, and what it trains as a whole
+    trained: int  # coefficients, factors or prompts, and what it trains as a whole
     whole: int  # of these: classifier and norms
     stored: int  # what a file of it must hold: all of them, statistics of norms, and its seeds
     base: int  # parameters of the model below it
 
     @property
     def adapter(self) -> int:
-        """Coefficients or factors alone."""
+        """Coefficients, factors or prompts alone."""
         return self.trained - self.whole
 
 
@@ -52,7 +55,8 @@ def apply(
     pieces: Sequence[Piece] | None = None,
     whole: Sequence[str] | None = None,
 ) -> M:
-    """Put an adapter on a model, in place, and use it; everything else is frozen. At first nothing changes.
+    """Put an adapter on a model, in place, and use it; everything else is frozen. At first nothing changes,
+    but by prompts, which are there from the start.
 
     A second call with the same name and other targets extends it (other coefficients for other layers). `pieces` and
     `whole` (names of what is trained as a whole) take the place of what the configuration would choose: a file knows
@@ -83,9 +87,8 @@ def apply(
     if name not in bank.named:
         bank.named[name] = Adapter()
     adapter = bank.adapter(name)
-    weight = cast("Tensor", model.get_submodule(layers[0])._parameters["weight"])
     for part, some in parts:
-        adapter.extend(part, some, weight.device)
+        _extend(model, bank, adapter, part, some)
     _own(model, bank, adapter, names)
     for layer in dict.fromkeys(layers):
         dress(model, bank, layer, "layer")
@@ -133,18 +136,29 @@ def route(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
         bank.route = before
 
 
-@torch.no_grad()
 def merge(model: M) -> M:
     """Add the changes of the adapter in use to the weights, in place. The base's are kept aside until `unmerge`.
 
-    Raises `ValueError` where no adapter is in use or a weight is no floating-point number (a quantised base).
+    Raises `ValueError` where no adapter is in use, where it has prompts, or where a weight is no floating-point number
+    (a quantised base).
     """
     bank = _bank(model)
     if bank.merged is not None:
         raise ValueError(f"adapter {bank.merged!r} is merged already")
     if bank.active is None:
         raise ValueError("no adapter is in use, so there is nothing to merge; call use(model, name) first")
-    for layer in bank.adapter(bank.active).places:
+    if bank.adapter(bank.active).prompts is not None:
+        raise ValueError(
+            f"adapter {bank.active!r} has prompts, which are tokens and cannot be added to weights; use it as it is, or"
+            " take merged_copy(model), whose trunk keeps them"
+        )
+    return add_changes(model, bank, bank.active)
+
+
+@torch.no_grad()
+def add_changes(model: M, bank: Bank, name: str) -> M:
+    """`merge` for one adapter, whatever else it has."""
+    for layer in bank.adapter(name).places:
         weight = cast("Tensor", model.get_submodule(layer)._parameters["weight"])
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise ValueError(
@@ -152,14 +166,14 @@ def merge(model: M) -> M:
             )
     bank.enter()
     try:
-        for layer in bank.adapter(bank.active).places:
+        for layer in bank.adapter(name).places:
             module = model.get_submodule(layer)
             weight = cast("Tensor", module._parameters["weight"])
             bank.aside[layer] = weight.detach().clone()
-            weight.copy_(changed(weight, kind_of(module), bank.at(layer, bank.active)))
+            weight.copy_(changed(weight, kind_of(module), bank.at(layer, name)))
     finally:
         bank.leave()
-    bank.merged = bank.active
+    bank.merged = name
     return model
 
 
@@ -216,7 +230,7 @@ def counts(model: nn.Module, name: str | None = None) -> Counts:
     coefficients = sum(p.numel() for p in adapter.groups.parameters())
     whole = sum(p.numel() for p in adapter.own.parameters())
     statistics = sum(b.numel() for b in adapter.own.buffers())
-    seeds = len({config.seed for config in adapter.configs if not isinstance(config, Lora)})
+    seeds = len({config.seed for config in adapter.configs if isinstance(config, (Nola, Pranc))})
     below = sum(t.numel() for t in base_state(model).values() if isinstance(t, nn.Parameter))
     return Counts(coefficients + whole, whole, coefficients + whole + statistics + seeds, below)
 
@@ -258,7 +272,11 @@ def _chosen(model: nn.Module, name: str | None) -> str:
 
 
 def _refuse(model: nn.Module, config: AdapterConfig, pieces: list[Piece], bank: Bank | None, name: str) -> None:
-    """Raises `ValueError` for pieces that cannot be adapted."""
+    """Raises `ValueError` for pieces that cannot be adapted, and for a trunk that takes no prompts."""
+    if isinstance(config, Vpt):
+        prompted_trunk(model)
+        if bank is not None and name in bank.named and bank.adapter(name).prompts is not None:
+            raise ValueError(f"adapter {name!r} has prompts already; give the new one another name")
     users: dict[int, list[str]] = {}
     for path, module in below(model):
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -282,7 +300,7 @@ def _refuse(model: nn.Module, config: AdapterConfig, pieces: list[Piece], bank: 
                 f"{piece.layer} shares its weight with {others[0].removesuffix('.weight')}, which would change, too,"
                 " when the adapter is merged; leave it out of the targets or untie the two"
             )
-        if not isinstance(config, Pranc) and config.rank > min(piece.shape):
+        if isinstance(config, (Lora, Nola)) and config.rank > min(piece.shape):
             raise ValueError(
                 f"rank {config.rank} is larger than {piece.name}, a matrix of {piece.shape[0]} x {piece.shape[1]}; use"
                 f" at most {min(piece.shape)}, or leave the layer out of the targets"
@@ -328,6 +346,8 @@ def _whole(model: nn.Module, config: AdapterConfig) -> list[str]:
 
 def _parts(model: nn.Module, config: AdapterConfig) -> list[tuple[AdapterConfig, list[Piece]]]:
     """Which pieces a configuration adapts; a classifier with coefficients of its own is a part by itself."""
+    if isinstance(config, Vpt):
+        return [(config, [])]
     many = None if isinstance(config, Lora) else config.head_coefficients
     if many is None or isinstance(config, Lora):
         leave = _layers_of(head_names(model)) if config.train_head else []
@@ -350,6 +370,15 @@ def _parts(model: nn.Module, config: AdapterConfig) -> list[tuple[AdapterConfig,
 
 def _layers_of(names: list[str]) -> list[str]:
     return list({name.rpartition(".")[0] for name in names})
+
+
+def _extend(model: nn.Module, bank: Bank, adapter: Adapter, config: AdapterConfig, pieces: list[Piece]) -> None:
+    if isinstance(config, Vpt):
+        adapter.prompt(config, make_prompts(config, prompted_trunk(model)))
+        dress(model, bank, "trunk", "prompted")
+    else:
+        weight = cast("Tensor", model.get_submodule(pieces[0].layer)._parameters["weight"])
+        adapter.extend(config, pieces, weight.device)
 
 
 def _own(model: nn.Module, bank: Bank, adapter: Adapter, names: list[str]) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adapters.config import AdapterConfig, Lora, Nola
+from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, Vpt
 from vitrail.model.adapters.group import Change, Group
 from vitrail.model.adapters.lora import LoraGroup
 from vitrail.model.adapters.nola import NolaGroup
 from vitrail.model.adapters.pranc import PrancGroup
 from vitrail.model.adapters.targets import Piece
+from vitrail.model.prompts import Prompts
 from vitrail.schema import near
 
 Found = dict[str, list[list[Change]]]
@@ -39,7 +40,7 @@ class Kept(nn.Module):
 
 
 class Adapter(nn.Module):
-    """One adapter: groups of pieces, and what it trains as a whole (classifier, norms), under names of the model."""
+    """One adapter: groups of pieces, prompts, and what it trains whole (classifier, norms), by names of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +70,19 @@ class Adapter(nn.Module):
         self.configs.append(config)
         self.pieces.append(tuple(pieces))
 
+    def prompt(self, config: Vpt, prompts: Prompts) -> None:
+        """Bring prompts, which change no layer."""
+        self.groups.append(prompts)
+        self.configs.append(config)
+        self.pieces.append(())
+
+    @property
+    def prompts(self) -> Prompts | None:
+        for group in self.groups:
+            if isinstance(group, Prompts):
+                return group
+        return None
+
     def group(self, number: int) -> Group:
         found = self.groups[number]
         assert isinstance(found, Group)
@@ -76,7 +90,7 @@ class Adapter(nn.Module):
 
     def changes(self) -> list[list[Change]]:
         """Of every group, the changes of its pieces."""
-        return [self.group(i).changes() for i in range(len(self.groups))]
+        return [group.changes() if isinstance(group, Group) else [] for group in self.groups]
 
 
 def _group(config: AdapterConfig, pieces: Sequence[Piece], first: int, device: torch.device) -> Group:
@@ -84,6 +98,7 @@ def _group(config: AdapterConfig, pieces: Sequence[Piece], first: int, device: t
         return LoraGroup(config, pieces, first, device)
     if isinstance(config, Nola):
         return NolaGroup(config, pieces, first, device)
+    assert isinstance(config, Pranc)
     return PrancGroup(config, pieces, first, device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Positive, Range
+from vitrail.schema import Count, Fraction, Positive, Range
 
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 Bits = Annotated[int, Range(2, 8)]
@@ -71,4 +71,20 @@ class Pranc:
     bits: Bits | None = None
 
 
-AdapterConfig = Lora | Nola | Pranc
+@dataclass(frozen=True)
+class Vpt:
+    """Visual prompts: learned tokens between class tokens and patches of a frozen trunk (Jia et al. 2022)."""
+
+    kind: Literal["vpt"] = "vpt"
+    tokens: Count = 10
+    """Prompts a layer (paper: 1 to 200)."""
+    deep: bool = False
+    """Before every block come prompts of its own; otherwise those of the first go on through all blocks."""
+    drop: Fraction = 0.0
+    """Dropout on prompts in training (paper: 0.1)."""
+    train_head: bool = True
+    train_norms: bool = False
+    bits: Bits | None = None
+
+
+AdapterConfig = Lora | Nola | Pranc | Vpt

@@ -11,6 +11,9 @@ copy of the model is complete by itself; hooks would tie a copy to the adapters 
             forgets them when it ends. Not only in `forward`: a classifier calls `encode` of its trunk, an objective
             `outputs` of the classifier.
     owner   a module of which an adapter has parameters of its own: a routed batch passes it adapter by adapter.
+    prompted
+            a trunk to which an adapter brings prompts: `prompts` are those of the one in use, and a routed batch passes
+            `encode` adapter by adapter.
     still   BatchNorm of a frozen base: stays in evaluation, for training would move its statistics.
 """
 
@@ -119,20 +122,38 @@ def _scope(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _owner(cls: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
+    return type(cls.__name__, (cls,), {"forward": _apart(cls, "forward"), "__module__": cls.__module__})
+
+
+@cache
+def _prompted(cls: type[nn.Module]) -> type[nn.Module]:
+    def prompts(self: Any) -> Any:
+        bank: Bank = self._seat.bank
+        own = None if bank.active is None else bank.adapter(bank.active).prompts
+        return self._modules.get("prompts") if own is None else own
+
+    made = {"encode": _apart(cls, "encode"), "prompts": property(prompts), "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), made)
+
+
+def _apart(cls: type[nn.Module], method: str) -> Callable[..., Any]:
+    """A method that takes the samples of a routed batch adapter by adapter."""
+    inner = getattr(cls, method)
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
         seat: Seat = self._seat
         route = seat.bank.route
         if route is None:
-            return cls.forward(self, *args, **options)
+            return inner(self, *args, **options)
 
         def one(name: str | None, rows: list[int]) -> Any:
             with seat.bank.only(seat.model, name):
                 some = _pytree.tree_map_only(Tensor, lambda t: _rows_of(t, rows, route, seat), (args, options))
-                return cls.forward(self, *some[0], **some[1])
+                return inner(self, *some[0], **some[1])
 
         return _by_adapter(route, one)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return call
 
 
 @cache
@@ -147,6 +168,7 @@ ROLES: dict[str, Callable[..., type[nn.Module]]] = {
     "layer": _layer,
     "scope": _scope,
     "owner": _owner,
+    "prompted": _prompted,
     "still": _still,
 }
 

@@ -1,8 +1,9 @@
 """Adapters on disk: one safetensors file with the numbers of one adapter, and what they mean as JSON in its header.
 
-It holds coefficients (or factors), and what the adapter trains as a whole (classifier, norms); no base and no bases:
+It holds coefficients (factors, prompts), and what the adapter trains as a whole (classifier, norms); no base, no bases:
 
     groups.0.alpha    [layers, k]       rows in the order of `layers` of the JSON, those of one shape together
+    groups.0.values   [layers, count, width]   prompts: of the first block, or of every block
     own.head.fc.weight                  under the model's own names
     groups.0.alpha    bytes             with `bits`: packed whole numbers, and beside them
     groups.0.alpha.scale [layers]       one scale a layer
@@ -24,14 +25,14 @@ from torch import Tensor, nn
 
 from vitrail.model.adapters.apply import M, apply, bank_of, base_state, counts, remove
 from vitrail.model.adapters.bank import Adapter
-from vitrail.model.adapters.config import Lora, Nola, Pranc
+from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, Vpt
 from vitrail.model.adapters.header import FORMAT, KEY, read_header
 from vitrail.model.adapters.pack import packed, unpacked
 from vitrail.model.adapters.targets import Piece, below, pieces_of
 from vitrail.schema import build, near, plain
 from vitrail.version import __version__
 
-KINDS: dict[str, type[Lora] | type[Nola] | type[Pranc]] = {"lora": Lora, "nola": Nola, "pranc": Pranc}
+KINDS: dict[str, type[AdapterConfig]] = {"lora": Lora, "nola": Nola, "pranc": Pranc, "vpt": Vpt}
 OWN = "own."
 
 

@@ -43,12 +43,15 @@ def summary(header: dict[str, Any]) -> dict[str, Any]:
     """What a person wants to know of an adapter file."""
     configs = header["configs"]
     seeds = sorted({config["seed"] for config in configs if "seed" in config})
-    options = ("rank", "coefficients", "coefficients_in", "scale", "shared", "targets", "train_head", "train_norms")
+    options = (
+        *("rank", "coefficients", "coefficients_in", "scale", "shared", "tokens", "deep", "drop"),
+        *("targets", "train_head", "train_norms"),
+    )
     return {
         "kind": " + ".join(dict.fromkeys(str(config["kind"]) for config in configs)),
         "name": header["name"],
         "parts": [
-            {**{k: config[k] for k in options if config.get(k) is not None}, "layers": len(layers)}
+            {k: config[k] for k in options if config.get(k) is not None} | ({"layers": len(layers)} if layers else {})
             for config, layers in zip(configs, header["layers"], strict=True)
         ],
         "trained": header["numbers"]["trained"],

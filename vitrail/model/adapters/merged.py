@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from vitrail.model.adapters.apply import bank_of, merge
+from vitrail.model.adapters.apply import add_changes, bank_of
 from vitrail.model.adapters.dress import undress
+from vitrail.model.adapters.vpt import adopt
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -16,18 +17,21 @@ M = TypeVar("M", bound=nn.Module)
 def merged_copy(model: M) -> M:
     """A copy without adapters whose weights have the changes of the one in use; the model itself stays as it is.
 
-    Equal to the model to rounding. Raises `ValueError` where nothing can be added to the weights (a quantised base).
+    Prompts become a part of its trunk. Equal to the model to rounding. Raises `ValueError` where nothing can be added
+    to the weights (a quantised base).
     """
     made = copy.deepcopy(model)
     bank = bank_of(made)
     if bank is None:
         return made
     if bank.active is not None and bank.merged is None:
-        merge(made)
+        add_changes(made, bank, bank.active)
     undress(made, bank)
     del made.adapters
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(name in bank.trainable)
+    if bank.active is not None and (prompts := bank.adapter(bank.active).prompts) is not None:
+        adopt(made, prompts)
     return made
 
 

@@ -33,7 +33,7 @@ def export_peft(model: nn.Module, name: str, folder: str | Path, *, base: str | 
     """Write an adapter for peft, to be put on this very module there; NOLA is written out as the LoRA it amounts to.
 
     `base` is what peft calls `base_model_name_or_path`. Raises `ValueError` for what peft's LoRA cannot express:
-    changes without factors (PRANC), and convolutions, which are cut differently there.
+    changes without factors (PRANC), prompts, and convolutions, which are cut differently there.
     """
     from vitrail.model.store import write_tensors
 
@@ -41,6 +41,8 @@ def export_peft(model: nn.Module, name: str, folder: str | Path, *, base: str | 
     if bank is None:
         raise ValueError(f"this {type(model).__name__} has no adapters to export; apply one first")
     adapter = bank.adapter(name)
+    if adapter.prompts is not None:
+        raise ValueError(f"adapter {name!r} has prompts, which peft's LoRA has no place for; save it as a file of ours")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     transposed = False

@@ -122,6 +122,8 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
         )
     trunk = Trunk(config, prefix=0, final_norm=False)
     trunk.blocks = trunk.blocks[: config.depth - count]
+    if trunk.prompts is not None:  # branches have none
+        trunk.prompts.values = nn.Parameter(trunk.prompts.values.detach()[: len(trunk.blocks)].clone())
     branches: list[Branch] = [BlockBranch(config, trunk.grid, count) for _ in range(head.branches)]
     return trunk, BranchesHead(branches, config.width, classes)
 
