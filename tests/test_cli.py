@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
 from vitrail.cli import VERBS, run
-from vitrail.recipes import RECIPES
+from vitrail.cli.train_help import SECTIONS
+from vitrail.config import RunConfig
+from vitrail.recipes import RECIPES, recipe
+from vitrail.schema import hints
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -31,7 +35,14 @@ def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_and_lists_import_no_torch() -> None:
-    asked = [["--help"], ["list", "models"], ["list", "recipes", "--json"], ["show", "deit_small"], ["--version"]]
+    asked = [
+        ["--help"],
+        ["train", "--help"],
+        ["list", "models"],
+        ["list", "recipes", "--json"],
+        ["show", "deit_small"],
+        ["--version"],
+    ]
     script = (
         "import sys; from vitrail.cli import run\n"
         f"for words in {asked!r}: assert run(words) == 0\n"
@@ -56,13 +67,50 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     assert "Example: vitrail" in capsys.readouterr().out
 
 
-def test_train_help_lists_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help_is_a_page_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "train", "demo", "--data", "photos/", "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 60
+    assert f"how long ({recipe('demo').optim.epochs})" in out
+    assert "--data.augment.mixup" not in out
+
+
+@pytest.mark.parametrize(("section", "has", "lacks"), [("optim", "--optim.warmup", "--data.batch"), ("all", "", "")])
+def test_settings_of_a_section_are_shown_by_its_name(
+    section: str, has: str, lacks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        run(["train", "demo", "--help"])
+        run(["train", "demo", "--help", section])
     out = capsys.readouterr().out
-    assert all(name in out for name in RECIPES)
-    assert "--optim.epochs" in out
-    assert "--data.augment.mixup" in out
+    wanted = [has] if has else [f"--{name}" for name in ("optim.epochs", "data.augment.mixup", "model.name", "seed")]
+    assert all(name in out for name in wanted)
+    assert not lacks or lacks not in out
+
+
+def test_every_group_of_settings_is_a_section_of_help() -> None:
+    groups = {name for name, kind in hints(RunConfig).items() if is_dataclass(getattr(RunConfig(), name))}
+    assert {*groups, "all"} == set(SECTIONS)
+    assert not set(SECTIONS) & set(RECIPES)  # one word names either
+
+
+def test_a_misspelt_section_of_help_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = ask(capsys, "train", "--help", "optimm")
+    assert code == 2
+    assert "did you mean 'optim'" in err
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("words", ["--help", "train --help", "list models", "list recipes"])
+def test_what_is_said_of_names_fits_the_terminal(
+    words: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = ask(capsys, *words.split())
+    assert code == 0
+    assert "…" not in out
+    # What a person would type, and the head of the page, stay on one line.
+    prose = [line for line in out.splitlines() if not line.lstrip().startswith(("vitrail ", "usage:", "recipes to"))]
+    assert max(map(len, prose)) <= columns
 
 
 def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.CaptureFixture[str]) -> None:

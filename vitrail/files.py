@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,3 +31,22 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:
+    """Raises `OSError`, one sentence with `remedy`, where no folder (or `file`) can be written at `path`.
+
+    A folder is made in the nearest one that exists, and taken away again: modes alone do not tell of disks that are
+    read-only and of shares that refuse.
+    """
+    path = Path(path)
+    if file and path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, and a file is to be written; {remedy}")
+    place = path
+    try:
+        place = next((one for one in (path, *path.parents)[file:] if one.exists()), Path())
+        Path(tempfile.mkdtemp(prefix=".vitrail-", dir=place)).rmdir()
+    except NotADirectoryError:
+        raise NotADirectoryError(f"nothing can be written to {path}: {place} is a file; {remedy}") from None
+    except OSError as error:
+        raise OSError(f"nothing can be written to {path}: {error.strerror or error} (in {place}); {remedy}") from None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vitrail.api.evaluation import _with_classes_of, load
+from vitrail.api.refusals import own_data_of
 from vitrail.api.training import build_model, resume, train
 from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.config import AugmentConfig
@@ -119,10 +120,16 @@ def judge_patch(
     `options`: batch, workers, device, precision, quiet, as for `evaluate`.
     """
     model = run if isinstance(run, Classifier) else load(run)
-    change, facts = load_patch(Path(folder), model.preprocess)
+    change, facts = fitting_patch(model, folder)
     opened = data if isinstance(data, DataSet) else open_data(data)
     made = _judged(model, change, int(facts.get("seed", 0)), opened, split, Path(folder), **options)
     return replace(made, same_victim=weights_hash(model) == facts.get("victim", {}).get("hash"))
+
+
+def fitting_patch(model: Classifier, folder: str | Path) -> tuple[Universal, dict[str, Any]]:
+    """A stored patch for an adaptive model, and what is known of it. Raises one sentence where one of both is not."""
+    refuse_static(model)
+    return load_patch(Path(folder), model.preprocess)
 
 
 def _judged_run(folder: Path, quiet: bool) -> Judgement:
@@ -135,13 +142,14 @@ def _judged_run(folder: Path, quiet: bool) -> Judgement:
         raise ValueError(f"{folder} has no whole checkpoint to take the patch from")
     change.load_state_dict({name.removeprefix("patch."): t for name, t in state.part("objective").items()})
     chosen = config.data
-    data = open_data(
-        chosen.uri,
-        val_fraction=chosen.val_fraction,
-        test_fraction=chosen.test_fraction,
-        split_seed=chosen.split_seed,
-        level=chosen.level,
-    )
+    with own_data_of(folder, ""):
+        data = open_data(
+            chosen.uri,
+            val_fraction=chosen.val_fraction,
+            test_fraction=chosen.test_fraction,
+            split_seed=chosen.split_seed,
+            level=chosen.level,
+        )
     options: dict[str, Any] = {"device": config.engine.device, "precision": config.engine.precision}
     workers = chosen.workers
     made = _judged(victim, change, config.objective.seed, data, None, folder, workers=workers, quiet=quiet, **options)
@@ -240,7 +248,8 @@ def _in_proportion(victim: Classifier) -> int:
 
 def _refuse_other_victim(config: RunConfig, victim: Classifier, run: str | Path) -> None:
     """The engine makes its own copy of the victim; before anything is learned, it must be the same."""
-    data = open_data(config.data.uri, level=config.data.level)
+    with own_data_of(run):
+        data = open_data(config.data.uri, level=config.data.level)
     if data.classes != victim.classes:
         raise ValueError(
             f"{config.data.uri} has {len(data.classes)} classes that are not those of {run}; a patch is learned on "
@@ -251,4 +260,5 @@ def _refuse_other_victim(config: RunConfig, victim: Classifier, run: str | Path)
 
 
 def _config(folder: Path) -> RunConfig:
-    return from_mapping(load_yaml(folder))
+    """As it was when the run was made: weights that it began from need not be there any more."""
+    return build(RunConfig, load_yaml(folder))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitrail.api.comparing import compare_runs
 from vitrail.api.evaluation import evaluate, load
+from vitrail.api.refusals import own_data_of
 from vitrail.api.training import read_data, resume, train
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.config import DataConfig, PreprocessConfig
@@ -30,7 +31,7 @@ from vitrail.engine.device import choose_device
 from vitrail.engine.distributed import join
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder
-from vitrail.files import replacing, write_text
+from vitrail.files import refuse_unwritable, replacing, write_text
 from vitrail.generate.baselines import METHODS, Tools
 from vitrail.generate.diffuser import Diffuser
 from vitrail.generate.follow import MADE, Order, begin, finish, follow, place_of
@@ -41,6 +42,7 @@ from vitrail.generate.prompts import prompts_for
 from vitrail.measure.classification import SingleLabelFigures
 from vitrail.measure.evaluate import evaluation_mode
 from vitrail.model.classifier import Classifier
+from vitrail.model.store import model_folder
 from vitrail.schema import build, near
 from vitrail.show.contact import Pair, contact_sheet
 
@@ -100,9 +102,9 @@ def augment(
     and embeds for genie_ada. Interrupted, the same call goes on and leaves the same files. Val and test images are
     copied as they are (`real=False`: nothing real is). Raises one sentence for what cannot be done, before work starts.
     """
-    folder, opened = Path(out), data if isinstance(data, DataSet) else open_data(data)
-    if method not in METHODS:
-        raise ValueError(f"no method {method!r}{near(method, METHODS)}; there are {', '.join(METHODS)}")
+    folder = Path(out)
+    _refuse_order(folder, method, str(model), policy, judged=judge is not None)
+    opened = data if isinstance(data, DataSet) else open_data(data)
     if opened.multilabel:
         raise ValueError("images are made for one class each; this data has several labels an image")
     unknown = [name for name in only if name not in opened.classes]
@@ -110,7 +112,13 @@ def augment(
         raise ValueError(f"no class {unknown[0]!r}{near(unknown[0], opened.classes)} in {opened.uri}")
     place = choose_device(device)
     train_split = opened["train"]
-    classifier = _judge(judge, opened, method, policy)
+    classifier = _judge(judge, opened)
+    diffuser, prompts = _diffuser(method, str(model), opened.classes, names, superclass, place, batch)
+    if diffuser is not None and diffuser.classes != opened.classes:
+        raise ValueError(
+            f"{model} makes images of {', '.join(diffuser.classes[:4])}, ...; the data's classes are "
+            f"{', '.join(opened.classes[:4])}, ...: train one on this data"
+        )
     confusion = _confusion(classifier, opened, device) if policy == "confused" and classifier is not None else None
     plan = make_plan(
         train_split.labels,
@@ -124,12 +132,6 @@ def augment(
         top=top,
         seed=seed,
     )
-    diffuser, prompts = _diffuser(method, str(model), opened.classes, names, superclass, place, batch)
-    if diffuser is not None and diffuser.classes != opened.classes:
-        raise ValueError(
-            f"{model} makes images of {', '.join(diffuser.classes[:4])}, ...; the data's classes are "
-            f"{', '.join(opened.classes[:4])}, ...: train one on this data"
-        )
     said = str(model) or "none"
     order = Order(plan, method, said, opened.uri, tuple(opened.classes), prompts, r, seed)
     read = _reader(train_split, getattr(diffuser, "size", None))
@@ -151,6 +153,23 @@ def augment(
     have, more = np.bincount(train_split.labels, minlength=len(opened.classes)), plan.counts(len(opened.classes))
     counts = {name: (int(have[c]), int(more[c])) for c, name in enumerate(opened.classes)}
     return Augmented(folder, table, len(plan), new, counts)
+
+
+def _refuse_order(folder: Path, method: str, model: str, policy: str = "all", *, judged: bool = True) -> None:
+    """What can be told before data are opened: a method, a judge, a model or a place that is not there."""
+    if method not in METHODS:
+        raise ValueError(f"no method {method!r}{near(method, METHODS)}; there are {', '.join(METHODS)}")
+    for needed, what in ((method == "genie_ada", "method genie_ada"), (policy == "confused", "policy confused")):
+        if needed and not judged:
+            raise ValueError(f"the {what} needs a trained classifier; name one with --judge RUN")
+    if method in NEEDS_DIFFUSION and not model:
+        raise ValueError(
+            f"the method {method} needs a model that makes images: --model RUN of small-diffusion, or "
+            "--model pipeline:FOLDER"
+        )
+    if method in NEEDS_DIFFUSION and not model.startswith(PIPELINE):
+        model_folder(model)
+    refuse_unwritable(folder, "name another OUT")
 
 
 def write_table(folder: Path, data: DataSet, targets: Sequence[str], *, real: bool = True) -> Path:
@@ -188,11 +207,8 @@ def _copied(folder: Path, split: Split, row: int) -> str:
     return name
 
 
-def _judge(judge: str | Path | Classifier | None, data: DataSet, method: str, policy: str) -> Classifier | None:
+def _judge(judge: str | Path | Classifier | None, data: DataSet) -> Classifier | None:
     if judge is None:
-        for needed, what in ((method == "genie_ada", "method genie_ada"), (policy == "confused", "policy confused")):
-            if needed:
-                raise ValueError(f"the {what} needs a trained classifier; name one with --judge RUN")
         return None
     model = judge if isinstance(judge, Classifier) else load(judge)
     missing = [name for name in data.classes if name not in model.classes]
@@ -221,11 +237,6 @@ def _diffuser(
 ) -> tuple[Diffuser | None, tuple[str, ...]]:
     if method not in NEEDS_DIFFUSION:
         return None, ()
-    if not model:
-        raise ValueError(
-            f"the method {method} needs a model that makes images: --model RUN of small-diffusion, or "
-            "--model pipeline:FOLDER"
-        )
     if not model.startswith(PIPELINE):
         return OwnDiffuser(model, batch=batch, exact=True, device=device), ()
     from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline
@@ -295,10 +306,13 @@ def failure_loop(
     """
     run, folder = Path(run), Path(out)
     if not RunFolder(run).finished:
+        model_folder(run)  # says what is wrong with a folder that is no run
         raise ValueError(f"{run} is not a finished run; continue it with: vitrail train --resume {run}")
     config = build(RunConfig, {**load_yaml(run), "out": None})
     chosen = config.data
-    data = read_data(config, join(), quiet)[0]  # as it was trained on: few shots, a long tail and the like
+    _refuse_order(folder, options.get("method", "genie"), str(options.get("model", "")))
+    with own_data_of(run, ""):
+        data = read_data(config, join(), quiet)[0]  # as it was trained on: few shots, a long tail and the like
     model = load(run)
     split = "val" if "val" in data.splits and len(data["val"]) else "train"
     figures = evaluate(model, data, split=split, device=config.engine.device)[0]

@@ -14,18 +14,18 @@ from vitrail.api.benching import bench
 from vitrail.api.budgets import lengths_of
 from vitrail.api.evaluation import evaluate, load
 from vitrail.api.feed import reads_texts
+from vitrail.api.refusals import missing_parts, refuse_missing_data
 from vitrail.api.running import run_missing
 from vitrail.api.studies import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
 from vitrail.config import RunConfig, load_yaml
-from vitrail.data.open import open_data
 from vitrail.engine.run import RunFolder, environment, free_name
-from vitrail.files import write_text
+from vitrail.files import refuse_unwritable, write_text
 from vitrail.measure.comparison import Comparison, Failure, Member, Price
 from vitrail.measure.predictions import read_predictions
 from vitrail.measure.side_by_side import compare_members
 from vitrail.model.cost import cost
 from vitrail.model.store import model_folder, read_description
-from vitrail.schema import build, near
+from vitrail.schema import ConfigError, build, near
 from vitrail.show.compare_report import write_comparison
 
 BUDGETS = {
@@ -55,10 +55,11 @@ def compare_study(
         study = read_study(study)
     root = Path(root)
     folder = root / study.name
-    write_study(study, folder)
+    refuse_unwritable(folder)
     lengths, said = lengths_of(study, root, tell=None if quiet else _say)
     planned = plan(study, lengths, root)
-    _refuse_without_data(planned)
+    _refuse_without_parts(planned, study.test_sets)
+    write_study(study, folder)
     _link(planned, folder)
     failed = run_missing(planned, folder, jobs=jobs, devices=devices, quiet=quiet)
     done = [p for p in planned if p.path not in failed]
@@ -83,11 +84,15 @@ def compare_study(
     return made, folder
 
 
-def _refuse_without_data(planned: Sequence[Planned]) -> None:
+def _refuse_without_parts(planned: Sequence[Planned], test_sets: Sequence[str]) -> None:
     """One sentence before anything is run, instead of one from every run."""
-    wanted = {p.config.data.uri for p in planned if not RunFolder(p.path).finished}
-    for uri in sorted(u for u in wanted if ":" not in u and not Path(u).exists()):
-        open_data(uri)  # says what is wrong
+    lacking = [p for p in planned if not RunFolder(p.path).finished]
+    for uri in sorted({p.config.data.uri for p in lacking}.union(test_sets if lacking else ())):
+        refuse_missing_data(uri)
+    variants = {p.variant: p.config for p in lacking}
+    problems = [f"variants.{name}.{text}" for name, config in variants.items() for text in missing_parts(config)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def compare_runs(
@@ -119,6 +124,7 @@ def compare_runs(
             known = list(dict.fromkeys(names.values()))
             raise ValueError(f"baseline: {baseline!r} is none of {', '.join(known)}{near(baseline, known)}")
     folder = free_name(Path("runs") / "comparison") if out is None else Path(out)
+    refuse_unwritable(folder)
     members = [read_member(path, name) for path, name in names.items()]
     members = _judged_elsewhere(members, test_sets, folder, quiet)
     prices, conditions, notes = _prices(members, seconds, quiet)
@@ -184,6 +190,9 @@ def _judged_elsewhere(members: Sequence[Member], uris: Sequence[str], folder: Pa
     kept: dict[str, dict[str, float]] = {}
     if uris and kept_at.is_file():
         kept = json.loads(kept_at.read_text(encoding="utf-8"))
+    for uri in uris:
+        if any(uri not in kept.get(member.path, {}) for member in members):
+            refuse_missing_data(uri)
     made = []
     for member in members:
         found = {}

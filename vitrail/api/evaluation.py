@@ -123,8 +123,7 @@ def sweep(
         for ratio in ratios:
             _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
     made = []
-    for uri in data:
-        opened = open_data(uri)
+    for uri, opened in [(uri, open_data(uri)) for uri in data]:  # all are there before the first is read
         for size in sizes:
             for ratio in ratios:
                 figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
@@ -146,6 +145,12 @@ def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
         raise ValueError(f"image_size: the model cannot take images of {wanted.size} pixels: {said[0]}") from None
 
 
+def _known(model: Classifier) -> str:
+    if model.unlabelled:
+        return "learned without labels and knows none"
+    return f"knows {', '.join(model.classes[:5])}{', ...' if len(model.classes) > 5 else ''}"
+
+
 def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     """`data` with its labels counted as the model counts them."""
     if data.multilabel != model.multilabel:
@@ -162,8 +167,8 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     if unknown:
         raise ValueError(
             f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
-            f"{', ...' if len(unknown) > 5 else ''}; it knows {', '.join(model.classes[:5])}"
-            f"{', ...' if len(model.classes) > 5 else ''}"
+            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; its embeddings can be judged on any classes: "
+            "vitrail evaluate RUN --data DATA --protocol knn,linear"
         )
     import numpy as np
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from vitrail.api.feed import reads_texts
 from vitrail.api.patched import Patched, patched
+from vitrail.api.refusals import own_data_of
 from vitrail.api.teaching import AnchorGather
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.decode import decode
@@ -24,6 +25,7 @@ from vitrail.data.source import BadImage, DataSet
 from vitrail.engine.device import choose_device
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import environment, free_name
+from vitrail.files import refuse_unwritable
 from vitrail.measure.embeddings import Way, refuse_way
 from vitrail.measure.evidence import Evidence, gather_evidence
 from vitrail.measure.inspection import Inspection, Picture, Subject, chosen_sections
@@ -109,6 +111,8 @@ def inspect_models(
         if reads_texts(model):
             raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
     _refuse_layers(loaded, layers)
+    folder = _own_folder(models) if out is None else Path(out)
+    refuse_unwritable(folder)
     attacked = [None] * len(loaded) if attack is None else patched(loaded, Path(attack), count)
     found = _files(images) if images else _split(models, data, split, max(count, over))
     parts = [part for part, sections in LOOKS.items() if set(sections) & _for(asked, len(loaded))]
@@ -145,7 +149,7 @@ def inspect_models(
             bar.advance(len(batch))
     evidence = [
         gather_evidence(model, some, where, count, place, judge if "judged" in asked else 0, "evidence" in asked)
-        if {"evidence", "judged"} & set(asked)
+        if {"evidence", "judged"} & set(asked) and not model.unlabelled
         else None
         for model, some, where in zip(loaded, pixels, boxes, strict=True)
     ]
@@ -169,7 +173,6 @@ def inspect_models(
         more=_others(found, seen_places, subjects, Preprocess(loaded[0].preprocess)),
         **_compared(loaded, names, models, subjects, pair, _without_teacher(teachers, names, what)),
     )
-    folder = _own_folder(models) if out is None else Path(out)
     write_inspection(folder, made, environment())
     return made, folder
 
@@ -216,6 +219,11 @@ def _compared(
     """What an `Inspection` says of the first two models together, and what a person should know."""
     options: dict[str, Any] = {}
     said = [f"{name} is untrained" for name, where in zip(names, models, strict=True) if _in_zoo(where)]
+    said += [
+        f"{name} learned without labels and knows no classes, so there are no maps of evidence for one"
+        for name, model in zip(names, loaded, strict=True)
+        if model.unlabelled
+    ]
     said += said_before
     if pair is not None:
         first, second = (s.looks.features for s in subjects[:2])
@@ -388,13 +396,14 @@ def _own_data(model: str | Path | Classifier) -> DataSet:
     if run is None:
         raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
     data = run[1].data
-    return open_data(
-        data.uri,
-        val_fraction=data.val_fraction,
-        test_fraction=data.test_fraction,
-        split_seed=data.split_seed,
-        level=data.level,
-    )
+    with own_data_of(run[0]):
+        return open_data(
+            data.uri,
+            val_fraction=data.val_fraction,
+            test_fraction=data.test_fraction,
+            split_seed=data.split_seed,
+            level=data.level,
+        )
 
 
 def load_any(model: str | Path | Classifier) -> Classifier:

@@ -15,6 +15,7 @@ import torch
 from vitrail.api.advice import before_training, one_answer
 from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
+from vitrail.api.refusals import missing_parts, own_data_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.completions import template_of
 from vitrail.data.leaks import leak_notes
@@ -32,6 +33,7 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.track import TensorBoard, refuse_untracked
+from vitrail.files import refuse_unwritable
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import learns_without_labels
 from vitrail.learn.supervised import class_counts
@@ -93,10 +95,14 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
         problems.append(
             "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"
         )
+    problems += missing_parts(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     group = join()
+    _refuse_machine(config, group)
     _refuse_existing(config)
+    if group.main:
+        refuse_unwritable(config.out or "runs")
     data, bad = read_data(config, group, quiet)
     _say(group, quiet, *data.notes)
     path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
@@ -112,6 +118,8 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
 def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
     """Continue a run from its newest whole checkpoint. `changes` may only move it to another machine."""
     group = join()
+    if group.main and Path(path).is_dir():
+        refuse_unwritable(path, "a resumed run is written to where it is")
     with RunFolder.open(Path(path)) if group.main else RunFolder(Path(path)) as folder:
         return _go_on(folder, changes or {}, group, quiet)
 
@@ -128,7 +136,11 @@ def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: b
                     [f"--{said}: a resumed run keeps its configuration; begin a new one with --config {path}"]
                 )
     config = from_mapping(changes, config)
-    data, bad = read_data(config, group, quiet)
+    if problems := missing_parts(config):
+        raise ConfigError(problems)
+    _refuse_machine(config, group)
+    with own_data_of(path, ""):
+        data, bad = read_data(config, group, quiet)
     trainer = _Trainer(config, data, bad, group, quiet, folder)
     state, damaged = checkpoint.newest(folder.checkpoints)
     _say(group, quiet, *damaged)
@@ -149,7 +161,6 @@ class _Trainer:
             config = replace(config, evaluators=())
         self.config, self.data, self.bad = config, data, bad
         self.group, self.quiet, self.folder = group, quiet, folder
-        refuse_untracked(config.engine.track)
         self.device = choose_device(config.engine.device, group)
         self.precision = choose_precision(config.engine.precision, self.device)
         self.compile = prepare(config.engine, config.seed, self.device, group)
@@ -418,6 +429,12 @@ def _run_name(config: RunConfig) -> str:
     source = re.sub(r"[^A-Za-z0-9]+", "-", Path(config.data.uri.split("?")[0]).stem or "data").strip("-")
     model = re.sub(r"[^A-Za-z0-9_]+", "-", config.model.name)
     return f"{config.recipe}-{model}-{source}"
+
+
+def _refuse_machine(config: RunConfig, group: Group) -> None:
+    """What this machine lacks, before images are read."""
+    refuse_untracked(config.engine.track)
+    choose_device(config.engine.device, group)
 
 
 def _refuse_existing(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from vitrail.cli.say import fail
+from vitrail.cli.say import aligned, fail
 from vitrail.schema import ConfigError, near
 from vitrail.version import __version__
 
@@ -31,24 +31,24 @@ VERBS: dict[str, tuple[str, str]] = {  # name: where it is, what it does
     "show": ("catalogue:show", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
 }
 
-EXAMPLES = """\
-  vitrail train demo                                    the whole path in minutes, on embedded data
-  vitrail train finetune --data photos/                 your photographs, from published weights
-  vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50
-  vitrail train --resume runs/vit-deit_tiny-photos      go on after an interruption
-  vitrail evaluate runs/demo --data embedded:fashion    figures as a table (or --json)
-  vitrail predict runs/demo cat.jpg dog.jpg --json
-  vitrail compare study.yaml --jobs 2                   variants x seeds, with what is significant
-  vitrail inspect runs/ats runs/vit --images cat.jpg    attention maps, kept tokens, likeness
-  vitrail app runs/demo                                 drop a picture on a local page
-  vitrail attack runs/ats --size 8                      how much of an adaptive model's saving holds
-  vitrail augment photos/ more/ --method mixup --up_to 50      fill up rare classes
-  vitrail bench deit_small --against timm               img/s, latency, memory beside timm's
-  vitrail export runs/demo model.onnx                   checked at batch 1, 2 and 7
-  vitrail check photos/
-  vitrail pack photos/ packed/                          decoded once; then --data packed/
-  vitrail list models
-"""
+EXAMPLES = (
+    ("vitrail train demo", "the whole path in minutes, on embedded data"),
+    ("vitrail train finetune --data photos/", "your photographs, from published weights"),
+    ("vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50", ""),
+    ("vitrail train --resume runs/vit-deit_tiny-photos", "go on after an interruption"),
+    ("vitrail evaluate runs/demo --data embedded:fashion", "figures as a table (or --json)"),
+    ("vitrail predict runs/demo cat.jpg dog.jpg --json", ""),
+    ("vitrail compare study.yaml --jobs 2", "variants x seeds, with what is significant"),
+    ("vitrail inspect runs/ats runs/vit --images cat.jpg", "attention maps, kept tokens, likeness"),
+    ("vitrail app runs/demo", "drop a picture on a local page"),
+    ("vitrail attack runs/ats --size 8", "how much of an adaptive model's saving holds"),
+    ("vitrail augment photos/ more/ --method mixup --up_to 50", "fill up rare classes"),
+    ("vitrail bench deit_small --against timm", "img/s, latency, memory beside timm's"),
+    ("vitrail export runs/demo model.onnx", "checked at batch 1, 2 and 7"),
+    ("vitrail check photos/", ""),
+    ("vitrail pack photos/ packed/", "decoded once; then --data packed/"),
+    ("vitrail list models", ""),
+)
 
 
 def run(words: Sequence[str]) -> int:
@@ -88,8 +88,8 @@ def _call(verb: str, words: list[str]) -> int | None:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {name:<10} {about}" for name, (_, about) in VERBS.items())
     return (
         "vitrail turns images into classifiers that are accurate for their cost.\n\n"
-        f"usage: vitrail COMMAND ...      (vitrail COMMAND --help tells more)\n\n{verbs}\n\nexamples:\n{EXAMPLES}"
+        "usage: vitrail COMMAND ...      (vitrail COMMAND --help tells more)\n\n"
+        f"{aligned((name, about) for name, (_, about) in VERBS.items())}\n\nexamples:\n{aligned(EXAMPLES)}\n"
     )

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from vitrail.cli.say import print_json, show
+from vitrail.files import refuse_unwritable
 
 
 def bench(
@@ -58,7 +59,7 @@ def bench(
     from vitrail.show.bench_table import bench_tables
 
     if out is not None:
-        chart_path(out)  # a wrong ending is said before minutes of measuring
+        refuse_unwritable(chart_path(out), file=True)  # said before minutes of measuring
     keep_freed_memory()  # this process does nothing else
     with ExitStack() as stack:
         bars: list[Progress] = []

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from vitrail.cli.say import fail, print_json, rate, show
+from vitrail.files import refuse_unwritable
 
 
 def check(
@@ -34,6 +35,8 @@ def check(
     from vitrail.data.open import open_data
     from vitrail.engine.progress import Progress
 
+    if out is not None:
+        refuse_unwritable(out, file=True)
     opened = open_data(data)
     total = sum(len(split) for split in opened.splits.values())
     with Progress("check", total, quiet=json) as bar:
@@ -88,6 +91,7 @@ def pack(
         return 1 if faults else 0
     if data is None or out is None:
         return fail("name a data set and a folder to pack it into, or a packed folder with --verify")
+    refuse_unwritable(out, "name another FOLDER")
     from vitrail.data.open import open_source
     from vitrail.data.pack import pack as write_pack
 

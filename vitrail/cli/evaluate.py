@@ -62,7 +62,6 @@ def evaluate(
         base: of an adapter's run: where the weights are that it was trained on (default: where they were)
         bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
-    from vitrail import api
     from vitrail.api.evaluation import sweep
     from vitrail.measure.classification import SingleLabelFigures
     from vitrail.measure.long_tail import long_tail, training_counts
@@ -100,9 +99,11 @@ def evaluate(
     if attack is not None and (len(data) > 1 or crop_ratio or image_size):
         return fail("--attack is judged on one data set, at the model's own crop ratio and image size")
 
-    model = api.load(run, base=base, bits=bits)
-    if head is not None:
-        model.use(head)
+    model = _model(run, head, base=base, bits=bits)
+    if attack is not None:
+        from vitrail.api.attacking import fitting_patch, judge_patch
+
+        fitting_patch(model, attack)  # said before images are read
     made = sweep(
         model,
         data,
@@ -126,8 +127,6 @@ def evaluate(
     groups = None if counts is None or not isinstance(figures, SingleLabelFigures) else long_tail(figures, counts, tail)
     attacked = None
     if attack is not None:
-        from vitrail.api.attacking import judge_patch
-
         options: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "quiet": json}
         attacked = judge_patch(model, attack, data[0], split=made[0].split, **options)
     if json:
@@ -177,7 +176,6 @@ def predict(
         head: which classifier of a distilled model predicts (default: both, fused)
         base: of an adapter's run: where the weights are that it was trained on (default: where they were)
     """
-    from vitrail import api
     from vitrail.data.folder import image_files
     from vitrail.engine.device import choose_device
 
@@ -188,9 +186,7 @@ def predict(
     paths = [found for path in images for found in (image_files(path) if path.is_dir() else [path])]
     if not paths:
         return fail(f"no images in {', '.join(map(str, images))}")
-    model = api.load(run, choose_device(device), base=base)
-    if head is not None:
-        model.use(head)
+    model = _model(run, head, device=choose_device(device), base=base)
     bad = 0
     for start in range(0, len(paths), 256):
         chunk = paths[start : start + 256]
@@ -203,6 +199,16 @@ def predict(
             else:
                 print(f"{path}  " + "  ".join(f"{name} {p:.1%}" for name, p in said.top))
     return 1 if bad else 0
+
+
+def _model(run: Path, head: Literal["class", "distillation", "both"] | None, **options: Any) -> Any:
+    """The model of a run, with the classifier that is to predict; `options` as for `load`."""
+    from vitrail.api.evaluation import load
+
+    model = load(run, **options)
+    if head is not None:
+        model.use(head)
+    return model
 
 
 def _reads_texts(run: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from vitrail.cli.say import print_json
+from vitrail.files import refuse_unwritable
 
 
 def export(
@@ -44,6 +45,7 @@ def export(
             f"{out} ends neither in .pt2, .onnx nor .safetensors; say --to torch or --to onnx (an adapter: --to"
             " adapter, or --to peft for a folder)"
         )
+    refuse_unwritable(out, "choose another FILE", file=to != "peft")
     if (to or kinds[out.suffix]) in ("adapter", "peft"):
         return _adapter(run, out, to or "adapter", base, bits, json)
     from vitrail.model.export import to_onnx, to_torch

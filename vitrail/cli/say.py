@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +16,19 @@ def fail(text: str, code: int = 2) -> int:
     """Say what is wrong on the error stream; returns the exit code."""
     print(f"vitrail: {text}", file=sys.stderr)
     return code
+
+
+def aligned(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and what they are, in two columns of the terminal; what is said of a long name stands below it."""
+    rows, width = list(rows), min(shutil.get_terminal_size().columns, 100)
+    left = min(max(len(name) for name, _ in rows), width // 2 - 4)
+    lines = []
+    for name, about in rows:
+        said = textwrap.wrap(about, width - left - 4, break_on_hyphens=False)
+        beside = said.pop(0) if said and len(name) <= left else ""
+        lines.append(f"  {name:<{left}}  {beside}".rstrip())
+        lines += [f"{'':<{left + 4}}{line}" for line in said]
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import tyro
-
 from vitrail.cli.say import fail, show
 from vitrail.schema import parse_flags
 
@@ -19,7 +17,9 @@ def train(words: list[str]) -> int:
     from vitrail.recipes import recipe
 
     if "-h" in words or "--help" in words:
-        return _train_help([w for w in words if w not in ("-h", "--help")])
+        from vitrail.cli.train_help import train_help
+
+        return train_help(words)
     as_json = "--json" in words
     positional, values = parse_flags([w for w in words if w != "--json"])
     if len(positional) > 1:
@@ -81,28 +81,4 @@ def _run(work: Callable[[Any], Any], as_json: bool) -> int:
         return 130
     finally:
         leave()
-    return 0
-
-
-def _train_help(words: list[str]) -> int:
-    from vitrail.config import RunConfig
-    from vitrail.recipes import RECIPES, about, recipe
-
-    names = [w for w in words if not w.startswith("-")]
-    chosen = names[0] if names else "vit"
-    base = recipe(chosen)
-    summaries = "\n".join(f"  {name:<12} {about(name).splitlines()[0]}" for name in RECIPES)
-    print(
-        "usage: vitrail train [RECIPE] [--section.name value ...]\n"
-        "       vitrail train --config RUN/config.yaml [--section.name value ...]\n"
-        "       vitrail train --resume RUN\n\n"
-        f"recipes:\n{summaries}\n\nsettings, with the values of recipe {chosen} (--data X is short for --data.uri X):\n"
-    )
-    tyro.cli(
-        RunConfig,
-        args=["--help"],
-        default=base,
-        prog="vitrail train",
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-    )
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import typing
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, recipe, stated
 from vitrail.schema import near, plain
 
+WIDE = 80  # columns of a terminal in which all that is known of models fits
 DATA_FORMS = {
     "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders; images alone have no labels",
     "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
@@ -118,11 +120,13 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
 
     made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     if what == "models":
-        for column in ("model", "parameters", "MACs", "px", "stated", "off", "MACs", "off"):
+        whole = shutil.get_terminal_size().columns >= WIDE
+        shown = ("model", "parameters", "MACs", "px", "stated", "off", "MACs", "off")[: None if whole else 4]
+        for column in shown:
             made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
         for row in found:
             stated, macs = row["stated_parameters_millions"], row["stated_macs_billions"]
-            made.add_row(
+            cells = (
                 row["name"],
                 f"{row['parameters'] / 1e6:.2f} M",
                 f"{row['macs'] / 1e9:.2f} G",
@@ -132,7 +136,9 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
                 "" if macs is None else f"{macs:g} G",
                 "" if row["macs_difference"] is None else f"{row['macs_difference']:+.0%}",
             )
-        made.caption = "stated: what the source prints, and how far our count is off"
+            made.add_row(*cells[: len(shown)])
+        stated_too = "stated: what the source prints, and how far our count is off"
+        made.caption = stated_too if whole else f"{WIDE} columns also show what the source prints"
         made.caption_justify = "left"
         return made
     made.add_column(what.rstrip("s"), no_wrap=True)

@@ -1,12 +1,15 @@
-"""A comparison as tables for the terminal; each fits 80 columns."""
+"""A comparison as tables for the terminal; each fits 80 columns. In fewer, names are cut before numbers are."""
 
 from __future__ import annotations
+
+import shutil
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.comparison import Comparison
+from vitrail.show.catalogue import WIDE
 from vitrail.show.compare_report import FIGURES, chance, mean_and_spread, points, share_and_spread, verdict
 from vitrail.show.quantities import MISSING, amount, duration, memory, number, shorten
 
@@ -33,7 +36,9 @@ def accuracy(found: Comparison) -> Table:
     table = _table(
         f"{found.name}: {FIGURES[found.figure]} on {found.split} in percent, points against {found.baseline}"
     )
-    for name in ("mean ± std", "seeds", "points", "95 % interval", "p seeds", "p images"):
+    names = ("mean ± std", "seeds", "points", "95 % interval", "p seeds", "p images")
+    shown = names[: None if shutil.get_terminal_size().columns >= WIDE else -2]  # the report has them all
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
         against = row.against
@@ -41,7 +46,8 @@ def accuracy(found: Comparison) -> Table:
         if against is not None:
             interval = MISSING if against.interval is None else " to ".join(points(v, 1) for v in against.interval)
             cells = [points(against.difference), interval, *(chance(p) for p, _ in against.chances)]
-        table.add_row(_name(row.variant), mean_and_spread(row).removesuffix(" %"), f"{len(row.members)}", *cells)
+        cells = [mean_and_spread(row).removesuffix(" %"), f"{len(row.members)}", *cells]
+        table.add_row(_name(row.variant), *cells[: len(shown)])
     return table
 
 
@@ -110,7 +116,7 @@ def failures(found: Comparison) -> list[str]:
 
 def _table(title: str) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    table.add_column("variant", no_wrap=True)
+    table.add_column("variant")  # the one that is cut where the terminal is narrow
     return table
 
 
