@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vitrail.api.evaluation import _with_classes_of, load
-from vitrail.api.refusals import own_data_of
+from vitrail.api.run_data import division, open_for, own_data_of
 from vitrail.api.training import build_model, resume, train
 from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.config import AugmentConfig
@@ -121,7 +121,7 @@ def judge_patch(
     """
     model = run if isinstance(run, Classifier) else load(run)
     change, facts = fitting_patch(model, folder)
-    opened = data if isinstance(data, DataSet) else open_data(data)
+    opened = open_for(model, data)
     made = _judged(model, change, int(facts.get("seed", 0)), opened, split, Path(folder), **options)
     return replace(made, same_victim=weights_hash(model) == facts.get("victim", {}).get("hash"))
 
@@ -143,13 +143,7 @@ def _judged_run(folder: Path, quiet: bool) -> Judgement:
     change.load_state_dict({name.removeprefix("patch."): t for name, t in state.part("objective").items()})
     chosen = config.data
     with own_data_of(folder, ""):
-        data = open_data(
-            chosen.uri,
-            val_fraction=chosen.val_fraction,
-            test_fraction=chosen.test_fraction,
-            split_seed=chosen.split_seed,
-            level=chosen.level,
-        )
+        data = open_data(chosen.uri, level=chosen.level, **division(chosen))
     options: dict[str, Any] = {"device": config.engine.device, "precision": config.engine.precision}
     workers = chosen.workers
     made = _judged(victim, change, config.objective.seed, data, None, folder, workers=workers, quiet=quiet, **options)

@@ -11,9 +11,9 @@ import torch
 
 from vitrail.api.feed import judged_batches, reads_texts, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
+from vitrail.api.run_data import open_for
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.levels import choose_level
-from vitrail.data.open import open_data
 from vitrail.data.source import DataSet
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
@@ -57,7 +57,8 @@ def evaluate(
 ) -> tuple[Figures, Predictions, str]:
     """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
 
-    Returns the figures, every prediction, and the split. Classes are matched by name; an unknown class is an error.
+    Returns the figures, every prediction, and the split. Data that come undivided are divided as the model's run
+    divided its own. Classes are matched by name; an unknown class is an error.
     `crop_ratio` and `image_size` take the place of the model's own (none). A run is judged by its last weights.
     """
     place = choose_device(device)
@@ -66,7 +67,7 @@ def evaluate(
     changes = {"crop_ratio": crop_ratio, "size": image_size}
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
     _refuse_impossible(model, preprocess)
-    opened = data if isinstance(data, DataSet) else open_data(data)
+    opened = open_for(model, data)
     refuse_other_kind(reads_texts(model), opened)
     refuse_other_task(writes_texts(model), opened)
     opened = _with_classes_of(model, opened)
@@ -123,7 +124,7 @@ def sweep(
         for ratio in ratios:
             _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
     made = []
-    for uri, opened in [(uri, open_data(uri)) for uri in data]:  # all are there before the first is read
+    for uri, opened in [(uri, open_for(model, uri)) for uri in data]:  # all are there before the first is read
         for size in sizes:
             for ratio in ratios:
                 figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)

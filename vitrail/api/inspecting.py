@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitrail.api.feed import reads_texts
 from vitrail.api.patched import Patched, patched
-from vitrail.api.refusals import own_data_of
+from vitrail.api.run_data import division, own_data_of
 from vitrail.api.teaching import AnchorGather
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.decode import decode
@@ -332,7 +332,7 @@ def _files(paths: Sequence[str | Path]) -> Pictures:
 def _split(
     models: Sequence[str | Path | Classifier], data: str | Path | DataSet | None, split: str | None, most: int
 ) -> Pictures:
-    opened = data if isinstance(data, DataSet) else _own_data(models[0]) if data is None else open_data(data)
+    opened = data if isinstance(data, DataSet) else _opened(models[0], data)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
         raise ValueError(
@@ -388,22 +388,18 @@ def _run_of(model: str | Path | Classifier) -> tuple[Path, RunConfig] | None:
     return None
 
 
-def _own_data(model: str | Path | Classifier) -> DataSet:
-    """The data that a run was trained on, divided as it was then; something to look at where a model is but a name."""
+def _opened(model: str | Path | Classifier, data: str | Path | None) -> DataSet:
+    """Data as the run of a model divided them; none: those it was trained on, or something to look at for a name."""
     run = _run_of(model)
+    if data is not None:
+        return open_data(data, **({} if run is None else division(run[1].data)))
     if run is None and _in_zoo(model):
         return open_data(FOR_NAMES)
     if run is None:
         raise ValueError("the first model is no run that knows its data; say which images: --data URI or --images PATH")
-    data = run[1].data
+    own = run[1].data
     with own_data_of(run[0]):
-        return open_data(
-            data.uri,
-            val_fraction=data.val_fraction,
-            test_fraction=data.test_fraction,
-            split_seed=data.split_seed,
-            level=data.level,
-        )
+        return open_data(own.uri, level=own.level, **division(own))
 
 
 def load_any(model: str | Path | Classifier) -> Classifier:

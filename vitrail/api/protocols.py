@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vitrail.api.evaluation import _with_classes_of, evaluate, load
+from vitrail.api.run_data import open_for
 from vitrail.data.loader import EvalLoader, auto_workers
-from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import DataSet
 from vitrail.engine.device import choose_device, choose_precision
@@ -64,7 +65,7 @@ def judge(
     place = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
     model.to(place)
-    opened = data if isinstance(data, DataSet) else open_data(data)
+    opened = open_for(model, data)
     if opened.unlabelled:
         raise ValueError(f"{opened.uri} has no labels to judge by; name images that have: --data LABELLED")
     if not READ_EMBEDDINGS.issuperset(protocols):
@@ -143,21 +144,32 @@ def ensemble(
         raise ValueError("an ensemble needs at least two runs")
     if control and len(control) != len(runs):
         raise ValueError(f"the control must have as many runs as the ensemble: {len(runs)}, not {len(control)}")
-    opened = data if isinstance(data, DataSet) else open_data(data)
-    known = load(runs[0]).classes
+    first = load(runs[0])
+    known, opened = first.classes, open_for(first, data)
+    split = split or ("test" if "test" in opened.splits else "val")
     made: dict[str, Predictions] = {}
     for run in dict.fromkeys(str(run) for run in (*runs, *control)):
         model = load(run)
-        _, said, used = evaluate(model, opened, split=split, **options)
+        _refuse_other_images(open_for(model, data), opened, split, run, str(runs[0]))
+        _, said, _ = evaluate(model, opened, split=split, **options)
         made[run] = counted_as(said, model.classes, known, run)
-        split = used
-    assert split is not None
     if classes:
         made = {run: only_classes(said, known, classes) for run, said in made.items()}
     names = list(classes) or known
     parts = [together(_members(made, group), names) if group else None for group in (runs, control)]
     assert parts[0] is not None
     return Ensemble(opened.uri, split, parts[0], parts[1])
+
+
+def _refuse_other_images(own: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
+    """Raises `ValueError` where a run divided the images otherwise, and so may have learned from what is judged."""
+    if split in opened.splits and not (
+        split in own.splits and np.array_equal(own[split].index, opened[split].index)  # which images, and their order
+    ):
+        raise ValueError(
+            f"{run} and {first} divided {opened.uri} differently (data.split_seed and its fractions), so one learned "
+            "from images that the other is judged by; name data that come with a test split, or train them alike"
+        )
 
 
 def counted_as(said: Predictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:

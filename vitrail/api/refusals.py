@@ -1,9 +1,7 @@
-"""What a run needs besides its images, looked for before any of them is read: weights, a teacher, its own data."""
+"""What a run needs besides its images, looked for before any of them is read: weights, a teacher, data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from vitrail.config import RunConfig
@@ -90,21 +88,3 @@ def refuse_missing_data(uri: str) -> None:
     """Raises what `open_data` says of data that are not there; those that are, or must be fetched, are not touched."""
     if not uri.startswith(FETCHED) and not Path(uri).exists():
         open_data(uri)
-
-
-@contextmanager
-def own_data_of(run: str | Path, remedy: str = "name them with --data URI, ") -> Iterator[None]:
-    """For opening the data that a run was trained on: paths in its settings are as seen from where it was begun.
-
-    `FileNotFoundError` of data that are not found from here says so, in one sentence.
-    """
-    try:
-        yield
-    except FileNotFoundError as error:
-        if not str(error).startswith("no data at "):
-            raise
-        uri = str(error).split("'")[1]
-        raise FileNotFoundError(
-            f"the data of {run}, {uri}, are not found from {Path.cwd()}; {remedy}go to the folder where the run was "
-            "begun, or set VITRAIL_DATA to the folder they are in"
-        ) from None

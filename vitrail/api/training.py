@@ -15,7 +15,8 @@ import torch
 from vitrail.api.advice import before_training, one_answer
 from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
-from vitrail.api.refusals import missing_parts, own_data_of
+from vitrail.api.refusals import missing_parts
+from vitrail.api.run_data import division, own_data_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.completions import template_of
 from vitrail.data.leaks import leak_notes
@@ -289,6 +290,7 @@ class _Trainer:
         model.stated |= {
             "recipe": self.config.recipe,
             "data": self.data.uri,
+            "division": division(self.config.data),
             "split": split,
             "figures": {**figures.scalars(), **more},
             "seed": self.config.seed,

@@ -14,7 +14,7 @@ from vitrail.measure.config import EpisodeConfig, LongTailConfig
 def evaluate(
     runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")]],
     /,
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URI ...")],
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URI ...")] = (),
     split: str | None = None,
     crop_ratio: Annotated[tuple[float, ...], tyro.conf.arg(metavar="R ...")] = (),
     image_size: Annotated[tuple[int, ...], tyro.conf.arg(metavar="PX ...")] = (),
@@ -44,6 +44,7 @@ def evaluate(
     Args:
         runs: run folder or model folder; several with --ensemble
         data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
+            (default: what the run was trained on); undivided data are divided as the run divided its own
         split: train, val or test (default: test, or val where there is none)
         crop_ratio: side of the centre crop over the shorter side (default: the model's own)
         image_size: side of the model's input in pixels (default: the model's own)
@@ -63,16 +64,20 @@ def evaluate(
         bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
     from vitrail.api.evaluation import sweep
+    from vitrail.api.refusals import refuse_missing_data
+    from vitrail.api.run_data import own_data_of, own_uri
     from vitrail.measure.classification import SingleLabelFigures
     from vitrail.measure.long_tail import long_tail, training_counts
     from vitrail.show import tables
     from vitrail.show.sweep_table import sweep_table
 
-    if not data:
-        return fail("say on which data: --data URI")
     if not runs or (len(runs) > 1 and not ensemble):
         return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
     run = runs[0]
+    if not data:
+        with own_data_of(run):
+            data = (own_uri(run),)
+            refuse_missing_data(data[0])
     if protocol or classes or ensemble or control:
         from vitrail.cli.protocols import judge_otherwise
 

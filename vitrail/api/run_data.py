@@ -1,0 +1,59 @@
+"""The data of a run, as the run divided them: no image that a model learned from is among those it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vitrail.config import DataConfig
+from vitrail.data.open import open_data
+from vitrail.data.source import DataSet
+from vitrail.model.classifier import Classifier
+from vitrail.model.store import model_folder, read_description
+
+DIVISION = ("val_fraction", "test_fraction", "split_seed")  # what decides which image is in which split
+
+
+def division(config: DataConfig) -> dict[str, Any]:
+    """The settings of a run that divide data; a saved model states them."""
+    return {name: getattr(config, name) for name in DIVISION}
+
+
+def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
+    """Data to judge a model by, divided as the run that made it divided its own.
+
+    Data that come divided stay so. With others the run's fractions and seed are taken whatever data these are: of its
+    own, another division would mix up what was learned and what is judged, and of others one is as good as another.
+    """
+    if isinstance(data, DataSet):
+        return data
+    stated = model.stated.get("division", {})
+    return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+
+
+def own_uri(run: str | Path) -> str:
+    """Where the data of a run are. Raises `ValueError` for a model that does not say."""
+    found = read_description(model_folder(run)).get("stated", {}).get("data")
+    if not found:
+        raise ValueError(f"{run} does not say which data it learned from; name some: --data URI")
+    return str(found)
+
+
+@contextmanager
+def own_data_of(run: str | Path, remedy: str = "name them with --data URI, ") -> Iterator[None]:
+    """For opening the data that a run was trained on: paths in its settings are as seen from where it was begun.
+
+    `FileNotFoundError` of data that are not found from here says so, in one sentence.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not str(error).startswith("no data at "):
+            raise
+        uri = str(error).split("'")[1]
+        raise FileNotFoundError(
+            f"the data of {run}, {uri}, are not found from {Path.cwd()}; {remedy}go to the folder where the run was "
+            "begun, or set VITRAIL_DATA to the folder they are in"
+        ) from None
