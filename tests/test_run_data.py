@@ -113,6 +113,37 @@ def test_runs_that_divided_differently_are_no_ensemble(made: Path, photos: Path,
     assert ensemble([made, other], divided(photos, tmp_path)).split == "test"
 
 
+@pytest.mark.parametrize(
+    ("flags", "leaks"),
+    [
+        ("--data.split_seed 5 --data.val_fraction 0.15 --data.test_fraction 0.3", False),
+        ("--data.split_seed 6", True),
+        ("--data.split_seed 5 --data.val_fraction 0.3 --data.test_fraction 0.3", True),
+    ],
+    ids=["alike", "another seed", "a larger val"],
+)
+@pytest.mark.parametrize("setting", ["--model.weights", "--objective.kind distillation --objective.teacher"])
+def test_a_teacher_or_weights_that_learned_from_what_is_held_out_are_told(
+    made: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, leaks: bool, setting: str
+) -> None:
+    theirs = set(open_data(photos, **DIVIDED)["train"].index.tolist())
+    chosen = from_mapping({"data": {"uri": str(photos), **settings(flags)}}).data
+    ours = open_data(photos, **division(chosen))
+    held = [*ours["val"].index.tolist(), *ours["test"].index.tolist()]
+    known = len(theirs.intersection(held))
+    assert bool(known) == leaks
+    assert run(f"train vit --data {photos} {SMALL} {flags} {setting} {made} --out {tmp_path / 'run'}".split()) == 0
+    told = f"may have learned from {known} of the {len(held)} images that this run holds out"
+    assert (told in capsys.readouterr().err.replace("\n", " ")) == leaks
+
+
+def settings(flags: str) -> dict[str, float]:
+    words = flags.replace("--data.", "").split()
+    return {
+        name: float(value) if "." in value else int(value) for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+
+
 def divided(photos: Path, place: Path) -> Path:
     """The photographs with a test split of their own."""
     rows = [

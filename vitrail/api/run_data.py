@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitrail.config import DataConfig
+import numpy as np
+
+from vitrail.config import DataConfig, RunConfig
 from vitrail.data.open import open_data
 from vitrail.data.source import DataSet
 from vitrail.model.classifier import Classifier
@@ -31,6 +33,36 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
         return data
     stated = model.stated.get("division", {})
     return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+
+
+def learned_before(config: RunConfig, data: DataSet) -> list[str]:
+    """A sentence where weights or a teacher are of a run that may have learned from what this one holds out."""
+    said = []
+    for setting, path in (
+        ("model.weights", config.model.weights),
+        ("objective.teacher", getattr(config.objective, "teacher", None)),
+    ):
+        stated = _stated(Path(path)) if path else {}
+        theirs = {name: value for name, value in stated.get("division", {}).items() if name in DIVISION}
+        if stated.get("data") != data.uri or theirs == division(config.data):
+            continue
+        learned = open_data(data.uri, **theirs)["train"].index
+        held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])
+        if known := int(np.isin(held, learned).sum()):
+            flags = " ".join(f"--data.{name} {value}" for name, value in theirs.items())
+            said.append(
+                f"warning: {setting}: {path} may have learned from {known} of the {len(held)} {data.things} that this "
+                f"run holds out, so that its figures will be too good; divide as it did: {flags}"
+            )
+    return said
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """What the model of a run says of itself; nothing where there is none."""
+    try:
+        return dict(read_description(model_folder(path)).get("stated", {})) if path.is_dir() else {}
+    except (ValueError, OSError):
+        return {}
 
 
 def own_uri(run: str | Path) -> str:

@@ -16,7 +16,7 @@ from vitrail.api.advice import before_training, one_answer
 from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
 from vitrail.api.refusals import missing_parts
-from vitrail.api.run_data import division, own_data_of
+from vitrail.api.run_data import division, learned_before, own_data_of
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.completions import template_of
 from vitrail.data.leaks import leak_notes
@@ -196,6 +196,7 @@ class _Trainer:
         self.reference: JudgedBatches | None = None  # training examples as evaluation sees them
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
         said = before_training(config, data, self.parameters, self.tuned, self.schedule.peak)
+        said += learned_before(config, data)
         told = () if data.unlabelled else self.objective.notes  # of its top-1
         _say(group, quiet, *said, *self.feed.notes, *told)
 
