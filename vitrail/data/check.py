@@ -151,11 +151,13 @@ def _balance(data: DataSet) -> Iterator[Finding]:
     present = train[train > 0]
     ratio = float(present.max() / present.min())
     largest, smallest = int(train.argmax()), int(np.where(train > 0, train, train.max() + 1).argmin())
-    example = tuple(f"{data.classes[c]} ({train[c]})" for c in (largest, smallest))
+    ends = dict.fromkeys((largest, smallest))
+    example = tuple(f"{data.classes[c]} ({train[c]})" for c in ends)
     unbalanced = ratio >= IMBALANCE
     advice = "; consider data.sampling=balanced" if unbalanced else ""
     text = f"the largest class has {ratio:.1f} times the images of the smallest{advice}"
-    yield Finding("class balance", "warning" if unbalanced else "note", len(present), text, example)
+    text = text if len(ends) > 1 else "all classes have as many images"
+    yield Finding("class balance", "warning" if unbalanced else "note", int(train.sum()), text, example)
 
 
 def _unreadable(prints: Fingerprints, bad_limit: float) -> Iterator[Finding]:

@@ -206,7 +206,8 @@ class Fit:
         )
         plain = [(name, value) for name, value in figures.items() if not name.endswith(("_low", "_high"))]
         shown = "  ".join(f"{name} {value:.4f}" for name, value in plain[:4])
-        self._say(bar, f"epoch {self._epoch():6.2f}  step {self.step:6d}  val  {shown}")
+        if shown:  # without labels there is nothing to say
+            self._say(bar, f"epoch {self._epoch():6.2f}  step {self.step:6d}  val  {shown}")
         self._window = (self._window[0] + time.monotonic() - began, self._window[1])  # a look is not training time
 
     def _say(self, bar: Progress, text: str) -> None:

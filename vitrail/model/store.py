@@ -45,7 +45,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return dict(load_file(path))
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} is damaged or no weights file, it cannot be loaded ({reason})") from None
     for key in ("model", "state_dict", "model_state_dict", "state_dict_ema", "model_ema"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
@@ -93,7 +93,10 @@ def model_folder(path: str | Path) -> Path:
         raise FileNotFoundError(
             f"{path} is a run that has not finished; continue it with: vitrail train --resume {path}"
         )
-    raise FileNotFoundError(f"no model at {path} (neither {DESCRIPTION} nor model/{DESCRIPTION} is there)")
+    raise FileNotFoundError(
+        f"no model at {path} (neither {DESCRIPTION} nor model/{DESCRIPTION} is there); name a finished run or a model "
+        "folder"
+    )
 
 
 def read_description(folder: Path) -> dict[str, Any]:
