@@ -118,7 +118,7 @@ def test_classes_of_one_size_are_said_to_be_so(tmp_path):
     report = check_data(open_data(clean(tmp_path, {"a": 12, "b": 12}), val_fraction=0, test_fraction=0))
     (balance,) = named(report, "class balance")
     assert (balance.level, balance.count, balance.examples) == ("note", 24, ("a (12)",))
-    assert balance.text == "all classes have as many images"
+    assert balance.text == "all classes have the same number of images"
 
 
 def test_names_that_are_nearly_equal_or_left_over_are_suspicious(tmp_path):

@@ -156,7 +156,7 @@ def _balance(data: DataSet) -> Iterator[Finding]:
     unbalanced = ratio >= IMBALANCE
     advice = "; consider data.sampling=balanced" if unbalanced else ""
     text = f"the largest class has {ratio:.1f} times the images of the smallest{advice}"
-    text = text if len(ends) > 1 else "all classes have as many images"
+    text = text if len(ends) > 1 else "all classes have the same number of images"
     yield Finding("class balance", "warning" if unbalanced else "note", int(train.sum()), text, example)
 
 
