@@ -113,6 +113,22 @@ def test_what_is_said_of_names_fits_the_terminal(
     assert max(map(len, prose)) <= columns
 
 
+@pytest.mark.parametrize(
+    ("recipe_name", "model", "read"),
+    [
+        ("small-mae", "--model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2", "top-1 says nothing"),
+        ("small-byol", "--model.head.hidden 32", "top-1 is that of a linear classifier that listens"),
+    ],
+)
+def test_figures_of_models_that_do_not_classify_say_how_to_read_them(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe_name: str, model: str, read: str
+) -> None:
+    flags = f"{model} --data.batch 16 --optim.steps 1 --optim.warmup 0 --data.workers 0 --evaluators classification"
+    code, out, _ = ask(capsys, *f"train {recipe_name} --data {photos} {flags} --out {tmp_path / 'run'}".split())
+    assert code == 0
+    assert read in " ".join(out[out.index("calibration error") :].split())  # below the figures
+
+
 def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     words = "train vit --data /nowhere --model.name deit_smal --optim.epoch 3 --engine.ema 2"
     code, _, err = ask(capsys, *words.split())

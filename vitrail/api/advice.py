@@ -6,7 +6,7 @@ import torch
 
 from vitrail.config import RunConfig
 from vitrail.data.source import DataSet
-from vitrail.learn.config import AttackConfig, MaeConfig
+from vitrail.learn.config import AttackConfig
 from vitrail.measure.evaluate import Predictions
 from vitrail.model.heads.config import Distilled
 from vitrail.model.zoo import ZOO
@@ -52,8 +52,6 @@ def before_training(config: RunConfig, data: DataSet, parameters: int, tuned: in
             f"warning: {count} training {data.things} are {count / config.data.batch:.2g} batches of "
             f"{config.data.batch}, so that an epoch has hardly a step; set --data.batch {SMALL_BATCH}"
         )
-    if isinstance(config.objective, MaeConfig):
-        said.append("mae trains no classifier, so top-1 says nothing; judge by knn, or fine-tune: --model.weights RUN")
     own, chosen = ZOO.get(config.model.name), config.model.head
     if own is not None and isinstance(own.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
         said.append(

@@ -72,6 +72,8 @@ class Run:
     """What the file of a trained adapter holds."""
     others: Mapping[str, float] = field(default_factory=dict)
     """What evaluators found besides the figures, such as `knn`."""
+    reading: str = ""
+    """How to read the figures, where the model was not trained to classify."""
 
     @property
     def report(self) -> Path:
@@ -197,8 +199,8 @@ class _Trainer:
         self.feed.batches(0, 0).close()  # refuses batches that cannot be cut, before anything is written
         said = before_training(config, data, self.parameters, self.tuned, self.schedule.peak)
         said += learned_before(config, data)
-        told = () if data.unlabelled else self.objective.notes  # of its top-1
-        _say(group, quiet, *said, *self.feed.notes, *told)
+        self.reading = "" if data.unlabelled else self.objective.reading
+        _say(group, quiet, *said, *self.feed.notes, *self.objective.notes, *filter(None, [self.reading]))
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
@@ -322,7 +324,7 @@ class _Trainer:
             )
             self.feed.report(told)
         self.group.barrier()
-        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes), stored, more)
+        return Run(self.folder.path, figures, split, model.eval(), tuple(fit.notes), stored, more, self.reading)
 
     def _save(self, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
         """Keep the model, or the adapter alone where it has one; returns what the file of that holds."""

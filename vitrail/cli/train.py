@@ -66,6 +66,8 @@ def _run(work: Callable[[Any], Any], as_json: bool) -> int:
                 print(json.dumps({"run": str(done.path), "split": done.split, **figures, **more}))
             else:
                 show(headline(done.figures, f"{done.split}, {done.path}"))
+                if done.reading:  # again, where the figures are
+                    print(done.reading)
                 if done.others:
                     print("  ".join(f"{name} {value:.4g}" for name, value in done.others.items()))
                 if done.adapter is not None:

@@ -25,6 +25,8 @@ class Objective(nn.Module):
     frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """What a person should hear before the run, though nothing is wrong."""
+    reading: str = ""
+    """How to read the figures of the model, where it is not trained to classify."""
     capturable: bool = True
     """Whether forward and backward are the same device work in every step, so that a CUDA graph may replay them."""
 

@@ -77,9 +77,9 @@ class SelfSupervised(Objective):
     told (`vitrail.learn.collapse`). Raises `ValueError` where the model's head is not `projected`.
     """
 
-    notes = (
+    reading = (
         "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns "
-        "slowly, so early on look at knn (--evaluators classification knn)",
+        "slowly, so early on look at knn (--evaluators classification knn)"
     )
     capturable = False  # cached teachers and pseudo-labels decide on the host; of the others no capture was compared
 
