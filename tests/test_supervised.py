@@ -105,3 +105,14 @@ def test_every_classifier_of_a_head_gets_its_loss_and_the_heads_own_is_added(rul
     torch.testing.assert_close(found["loss"], share * (first + second) + 0.25)
     torch.testing.assert_close(found["loss_1"], second)
     assert found["extra"] == 0.25
+
+
+def test_every_weight_that_is_trained_gets_a_gradient_also_under_a_projected_head() -> None:
+    model = create_model("vit_micro_28", classes=3, depth=1, width=32, heads=2, head="projected")
+    assert len(list(model.head.projector.parameters())) > 0
+    made = Supervised(model, SupervisedConfig())
+    labels = torch.tensor([0, 2])
+    images = torch.randn(2, 3, 28, 28)
+    made(Batch((images,), labels, labels, labels))["loss"].backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert not any(p.requires_grad for p in model.head.projector.parameters())

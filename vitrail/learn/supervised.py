@@ -15,6 +15,7 @@ from vitrail.data.mixing import soft
 from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
+from vitrail.model.heads.projected import ProjectedHead
 from vitrail.schema import near
 
 
@@ -101,6 +102,8 @@ class Supervised(Objective):
         self.model = model
         self.config = config
         self.binary = config.loss == "bce" or model.multilabel
+        if isinstance(model.head, ProjectedHead):
+            model.head.projector.requires_grad_(False)  # no label reaches it, and decay alone would shrink it
         weights = None
         if config.class_weights == "balanced":
             if labels is None:
