@@ -109,7 +109,7 @@ class DeviceLoader(TrainLoader):
         images may round differently, and a resumed run must see the same bytes.
         """
         image = sum(3 * augment.preprocess.size**2 for augment in self.augments)
-        steps = max(1, TOGETHER[self.device.type] // (self.piece * self.accumulate * image))
+        steps = max(1, TOGETHER.get(self.device.type, TOGETHER["cpu"]) // (self.piece * self.accumulate * image))
         for first in range(self.start - self.start % steps, self.stop, steps):
             yield [task for at in range(first, min(first + steps, self.stop)) for task in self.tasks_of(at)]
 
