@@ -11,7 +11,8 @@ from test_recipes import TEXTS, reduced, teacher  # noqa: F401, a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitrail.api.training import _Trainer, read_data
+from vitrail.api.run_data import read_data
+from vitrail.api.training import _Trainer
 from vitrail.engine.distributed import Group
 from vitrail.engine.run import RunFolder
 from vitrail.engine.step import decides_on_the_host

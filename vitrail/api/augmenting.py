@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vitrail.api.comparing import compare_runs
 from vitrail.api.evaluation import evaluate, load
-from vitrail.api.run_data import own_data_of
-from vitrail.api.training import read_data, resume, train
+from vitrail.api.run_data import own_data_of, read_data
+from vitrail.api.training import resume, train
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.config import DataConfig, PreprocessConfig
 from vitrail.data.folder import FileReader

@@ -6,7 +6,6 @@ a time that is measured again would give another length, and with it other runs.
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import statistics
@@ -18,12 +17,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from vitrail.api.run_data import open_run
 from vitrail.api.running import failure_reason
 from vitrail.api.studies import Study, run_hash
 from vitrail.api.training import build_model
 from vitrail.config import RunConfig, dump
-from vitrail.data.open import open_data
-from vitrail.data.source import DataSet
 from vitrail.engine.run import RunFolder
 from vitrail.files import write_text
 from vitrail.model.cost import cost
@@ -96,7 +94,7 @@ def _cost_of_an_image(budget: str, config: RunConfig) -> float:
     Teachers and other models that only help to train are not counted as multiply-accumulates.
     """
     if budget == "macs":
-        model = build_model(replace(config.model, weights="none"), config, _data(config))
+        model = build_model(replace(config.model, weights="none"), config, open_run(config.data))
         return 3.0 * cost(model, model.preprocess.size).macs
     return 1 / probe(config)
 
@@ -160,13 +158,7 @@ def _images(config: RunConfig) -> float:
 
 
 def _count(config: RunConfig) -> int:
-    return len(_data(config)["train"])
-
-
-def _data(config: RunConfig) -> DataSet:
-    """The data of a run: what `open_data` can be told has the same names in the configuration."""
-    options = [name for name in inspect.signature(open_data).parameters if name != "uri"]
-    return open_data(config.data.uri, **{name: getattr(config.data, name) for name in options})
+    return len(open_run(config.data)["train"])
 
 
 def _own_length(config: RunConfig) -> float:

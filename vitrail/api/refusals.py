@@ -9,8 +9,9 @@ from vitrail.data.open import open_data
 from vitrail.learn.config import ObjectiveConfig
 from vitrail.model.config import ModelConfig
 from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
+from vitrail.model.timm_trunk import unknown_name
+from vitrail.model.weights import published_models
 from vitrail.model.zoo import ZOO
-from vitrail.schema import near
 
 FETCHED = ("torchvision:", "hf:")  # to look whether such data are there may be to download them
 
@@ -51,16 +52,14 @@ def _timm(setting: str, name: str, *, published: bool) -> list[str]:
 
     bare = name.removeprefix("timm:")
     if not timm.is_model(bare):
-        longer = timm.list_models(f"{bare}*")[:3]  # near matches of part of a name are seldom what was meant
-        hint = f"; did you mean {' or '.join(map(repr, longer))}?" if longer else near(bare, timm.list_models())
-        return [f"{setting}: timm {timm.__version__} has no model {bare!r}{hint}"]
+        return [f"{setting}: {unknown_name(bare)}"]
     if published and not timm.models.is_model_pretrained(bare):
         return [f"{setting}: timm has no published weights of {bare}; take another model, or a run or file of weights"]
     return []
 
 
 def _none_for(name: str) -> list[str]:
-    having = ", ".join(n for n, spec in ZOO.items() if spec.timm)
+    having = ", ".join(published_models())
     return [
         f"model.weights: no published weights for {name}; set none, a run or a file; models that have them: {having}"
     ]

@@ -1,17 +1,26 @@
-"""The data of a run, as the run divided them: no image that a model learned from is among those it is judged by."""
+"""The data of a run: opened, checked, and divided so that no model is judged by an image that it learned from."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitrail.config import DataConfig, RunConfig
+from vitrail.data.leaks import leak_notes
 from vitrail.data.open import open_data
+from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
 from vitrail.data.source import DataSet
+from vitrail.data.texts import holds_texts
+from vitrail.engine.distributed import Group
+from vitrail.engine.progress import Progress
+from vitrail.learn.config import learns_without_labels
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import model_folder, read_description
 
@@ -21,6 +30,61 @@ DIVISION = ("val_fraction", "test_fraction", "split_seed")  # what decides which
 def division(config: DataConfig) -> dict[str, Any]:
     """The settings of a run that divide data; a saved model states them."""
     return {name: getattr(config, name) for name in DIVISION}
+
+
+def open_run(config: DataConfig) -> DataSet:
+    """The data of a run: what `open_data` can be told has the same names in the configuration."""
+    options = [name for name in inspect.signature(open_data).parameters if name != "uri"]
+    return open_data(config.uri, **{name: getattr(config, name) for name in options})
+
+
+def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
+    """What a run trains on and is judged by, without images that cannot be read, and these. Raises one sentence."""
+    chosen = config.data
+    data = open_run(chosen)
+    if data.unlabelled and not learns_without_labels(config.objective):
+        raise ValueError(
+            f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
+            f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
+            "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
+        )
+    if "val" not in data.splits and "test" not in data.splits:
+        raise ValueError(
+            f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"
+        )
+    if chosen.judge == "val" and "val" not in data.splits:
+        raise ValueError(
+            f"data.judge is val, and {chosen.uri} has no such {data.things}; set --data.val_fraction above 0"
+        )
+    for split in data.splits.values():
+        if not len(split):
+            raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
+    bad: list[Bad] = []
+    if chosen.check == "full" and group.main and not holds_texts(data):
+        total = sum(len(s) for s in data.splits.values())
+        with Progress("check images", total, quiet=quiet) as bar:
+
+            def seen(done: int, _: int) -> None:
+                bar.advance(done - bar.done, f"{done} read")
+
+            bad = scan(data, progress=seen)
+    bad = group.gather(bad)[0]
+    refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
+    for key, reason in bad:
+        group.say(quiet, f"skipped {key}: {reason}")
+    data = drop_bad(data, bad)
+    copied = leak_notes(data) if chosen.check == "full" and group.main else ()
+    return replace(data, notes=(*data.notes, *copied)), bad
+
+
+def fingerprint(data: DataSet) -> str:
+    """Changes with the training images, their order or their labels."""
+    digest = hashlib.sha256()
+    train = data["train"]
+    digest.update(repr((data.classes, len(train))).encode())
+    digest.update(train.index.tobytes())
+    digest.update(train.labels.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +14,11 @@ from vitrail.api.advice import before_training, one_answer
 from vitrail.api.feed import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.api.figures import figures_of
 from vitrail.api.refusals import missing_parts
-from vitrail.api.run_data import division, learned_before, own_data_of
+from vitrail.api.run_data import division, fingerprint, learned_before, own_data_of, read_data
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml, validate
 from vitrail.data.completions import template_of
-from vitrail.data.leaks import leak_notes
-from vitrail.data.open import open_data
 from vitrail.data.order import Order
-from vitrail.data.scan import Bad, drop_bad, refuse_if_too_many, scan
+from vitrail.data.scan import Bad
 from vitrail.data.source import DataSet
 from vitrail.data.texts import holds_texts, texts_of
 from vitrail.engine import checkpoint
@@ -30,13 +26,11 @@ from vitrail.engine.device import choose_device, choose_precision, prepare
 from vitrail.engine.distributed import Group, join
 from vitrail.engine.fit import Fit
 from vitrail.engine.optimizer import choose_tuned
-from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.track import TensorBoard, refuse_untracked
 from vitrail.files import refuse_unwritable
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.config import learns_without_labels
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluate import Loaders
@@ -107,7 +101,7 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     if group.main:
         refuse_unwritable(config.out or "runs")
     data, bad = read_data(config, group, quiet)
-    _say(group, quiet, *data.notes)
+    group.say(quiet, *data.notes)
     path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
     path = Path(group.gather(str(path))[0])
     folder = RunFolder(path)
@@ -146,11 +140,11 @@ def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: b
         data, bad = read_data(config, group, quiet)
     trainer = _Trainer(config, data, bad, group, quiet, folder)
     state, damaged = checkpoint.newest(folder.checkpoints)
-    _say(group, quiet, *damaged)
+    group.say(quiet, *damaged)
     if state is None and damaged:
         raise ValueError(f"every checkpoint of {path} is damaged; begin again with: vitrail train --config {path}")
     step = 0 if state is None else state.step
-    _say(group, quiet, f"resuming {path} after step {step}")
+    group.say(quiet, f"resuming {path} after step {step}")
     return trainer.run(state)
 
 
@@ -200,7 +194,7 @@ class _Trainer:
         said = before_training(config, data, self.parameters, self.tuned, self.schedule.peak)
         said += learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
-        _say(group, quiet, *said, *self.feed.notes, *self.objective.notes, *filter(None, [self.reading]))
+        group.say(quiet, *said, *self.feed.notes, *self.objective.notes, *filter(None, [self.reading]))
 
     def run(self, state: checkpoint.State | None) -> Run:
         config, group = self.config, self.group
@@ -237,7 +231,7 @@ class _Trainer:
             evaluate=None if val is None else look,
             indices=lambda step: [int(train.index[d.row]) for d in self.order.draws(step)],
             facts={
-                "data": _fingerprint(self.data),
+                "data": fingerprint(self.data),
                 "world": group.world,
                 **({"base": self.base_hash} if self.base_hash else {}),  # of an adapter
                 **self.feed.facts(),
@@ -288,7 +282,7 @@ class _Trainer:
             self.reference.close()
         if self.config.objective.kind in ("supervised", "distillation"):
             fit.notes += (only := one_answer(predictions, self.data))
-            _say(self.group, self.quiet, *only)
+            self.group.say(self.quiet, *only)
         model = fit.kept
         model.stated |= {
             "recipe": self.config.recipe,
@@ -333,7 +327,7 @@ class _Trainer:
             return None
         if base_hash(model) != self.base_hash:  # an objective that changes more than it trains
             notes.append("the base changed while the adapter was trained, so the whole model is kept, merged")
-            _say(self.group, self.quiet, notes[-1])
+            self.group.say(self.quiet, notes[-1])
             model.save(self.folder.model)
             return None
         save_adapted(model, self.folder.model, weights=self.config.model.weights, seed=self.config.seed)
@@ -371,65 +365,6 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     return model if chosen.adapter is None else apply(model, chosen.adapter)
 
 
-def read_data(config: RunConfig, group: Group, quiet: bool) -> tuple[DataSet, list[Bad]]:
-    chosen = config.data
-    data = open_data(
-        chosen.uri,
-        val_fraction=chosen.val_fraction,
-        test_fraction=chosen.test_fraction,
-        split_seed=chosen.split_seed,
-        level=chosen.level,
-        shots=chosen.shots,
-        fraction=chosen.fraction,
-        long_tail=chosen.long_tail,
-        label_noise=chosen.label_noise,
-        limit=chosen.limit,
-    )
-    if data.unlabelled and not learns_without_labels(config.objective):
-        raise ValueError(
-            f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
-            f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
-            "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
-        )
-    if "val" not in data.splits and "test" not in data.splits:
-        raise ValueError(
-            f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"
-        )
-    if chosen.judge == "val" and "val" not in data.splits:
-        raise ValueError(
-            f"data.judge is val, and {chosen.uri} has no such {data.things}; set --data.val_fraction above 0"
-        )
-    for split in data.splits.values():
-        if not len(split):
-            raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
-    bad: list[Bad] = []
-    if chosen.check == "full" and group.main and not holds_texts(data):
-        total = sum(len(s) for s in data.splits.values())
-        with Progress("check images", total, quiet=quiet) as bar:
-
-            def seen(done: int, _: int) -> None:
-                bar.advance(done - bar.done, f"{done} read")
-
-            bad = scan(data, progress=seen)
-    bad = group.gather(bad)[0]
-    refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
-    for key, reason in bad:
-        _say(group, quiet, f"skipped {key}: {reason}")
-    data = drop_bad(data, bad)
-    copied = leak_notes(data) if chosen.check == "full" and group.main else ()
-    return replace(data, notes=(*data.notes, *copied)), bad
-
-
-def _fingerprint(data: DataSet) -> str:
-    """Changes with the training images, their order or their labels."""
-    digest = hashlib.sha256()
-    train = data["train"]
-    digest.update(repr((data.classes, len(train))).encode())
-    digest.update(train.index.tobytes())
-    digest.update(train.labels.tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _run_name(config: RunConfig) -> str:
     source = re.sub(r"[^A-Za-z0-9]+", "-", Path(config.data.uri.split("?")[0]).stem or "data").strip("-")
     model = re.sub(r"[^A-Za-z0-9_]+", "-", config.model.name)
@@ -449,9 +384,3 @@ def _refuse_existing(config: RunConfig) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         how = f"continue it with: vitrail train --resume {path}, or " if (path / "config.yaml").exists() else ""
         raise FileExistsError(f"{path} already exists; {how}choose another --out")
-
-
-def _say(group: Group, quiet: bool, *lines: str) -> None:
-    if group.main and not quiet:
-        for line in lines:
-            print(line, file=sys.stderr, flush=True)

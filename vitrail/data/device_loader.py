@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.augment import Augment
@@ -130,34 +129,23 @@ class DeviceLoader(TrainLoader):
             for view, change in enumerate(self._changes):
                 key = (self.seed, drawn[kept, 1], self.split.index[drawn[kept, 0]], view, drawn[kept, 2])
                 views.append(change(gathered, np.stack(np.broadcast_arrays(*key), 1)))
-        whole = label[rows], index[rows], None if levels is None else levels[rows]
-        ends = np.cumsum([len(task.draws) for task in tasks])
-        return [
-            self._cut(task, kept[end - len(task.draws) : end], int(kept[: end - len(task.draws)].sum()), views, whole)
-            for task, end in zip(tasks, ends, strict=True)
-        ]
-
-    def _cut(
-        self,
-        task: Task,
-        kept: NDArray[np.bool_],
-        start: int,
-        views: list[Tensor],
-        whole: tuple[Tensor, Tensor, Tensor | None],
-    ) -> Piece:
-        """The piece of a task, of whose draws some are kept: so many rows from `start` of what was made together."""
-        mine = slice(start, start + int(kept.sum()))
-        label, index, levels = whole
-        bad = task.draws[~kept, 0].tolist()
-        return Piece(
-            task=task,
-            views=tuple(view[mine] for view in views) if kept.any() else (),
-            label=label[mine],
-            index=index[mine],
-            levels=None if levels is None else levels[mine],
-            places=task.place + np.flatnonzero(kept),
-            skipped=[(self.split.keys[row], self.images.bad[row]) for row in bad],
-        )
+        label, index, levels = label[rows], index[rows], None if levels is None else levels[rows]
+        pieces, begin = [], 0
+        for task, own in zip(tasks, np.split(kept, np.cumsum([len(task.draws) for task in tasks])[:-1]), strict=True):
+            mine = slice(begin, begin + int(own.sum()))
+            begin = mine.stop
+            pieces.append(
+                Piece(
+                    task=task,
+                    views=tuple(view[mine] for view in views) if own.any() else (),
+                    label=label[mine],
+                    index=index[mine],
+                    levels=None if levels is None else levels[mine],
+                    places=task.place + np.flatnonzero(own),
+                    skipped=[(self.split.keys[r], self.images.bad[r]) for r in task.draws[~own, 0].tolist()],
+                )
+            )
+        return pieces
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Labels, stable indices and labels at all levels of all rows, on the device."""

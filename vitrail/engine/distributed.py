@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,12 @@ class Group:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+    def say(self, quiet: bool, *lines: str) -> None:
+        """Tell a person, by the main process alone."""
+        if self.main and not quiet:
+            for line in lines:
+                print(line, file=sys.stderr, flush=True)
 
 
 class Vote:

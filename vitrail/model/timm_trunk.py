@@ -162,6 +162,15 @@ def _form(backbone: nn.Module) -> str:
     return str(getattr(backbone, "form_of_features", promised))
 
 
+def unknown_name(name: str) -> str:
+    """What to say of a name that timm does not know."""
+    import timm
+
+    longer = timm.list_models(f"{name}*")[:3]  # near matches of part of a name are seldom what was meant
+    hint = f"; did you mean {' or '.join(map(repr, longer))}?" if longer else near(name, timm.list_models())
+    return f"timm {timm.__version__} has no model {name!r}{hint}"
+
+
 def build_backbone(
     config: TimmBackbone, classes: int, pretrained: bool, device: str | torch.device | None
 ) -> tuple[nn.Module, TimmBackbone]:
@@ -169,7 +178,7 @@ def build_backbone(
     import timm
 
     if not timm.is_model(config.name):
-        raise ValueError(f"timm {timm.__version__} has no model {config.name!r}{near(config.name, timm.list_models())}")
+        raise ValueError(unknown_name(config.name))
     options = dict(config.options)
     if config.narrow and config.width is not None:
         widths = [int(info["num_chs"]) for info in _feature_info(config.name)]

@@ -65,13 +65,19 @@ def _other_policy(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[st
     return [f"tokens are chosen otherwise than where the weights come from: {', '.join(apart)}"] if apart else []
 
 
+def published_models() -> list[str]:
+    """Models of the zoo of which timm has weights."""
+    import timm
+
+    return [name for name, spec in ZOO.items() if spec.timm and timm.models.is_model_pretrained(spec.timm)]
+
+
 def _published(model: Classifier, name: str) -> list[str]:
     import timm
 
     theirs = ZOO[name].timm
     if theirs is None or not timm.models.is_model_pretrained(theirs):
-        having = [n for n, spec in ZOO.items() if spec.timm and timm.models.is_model_pretrained(spec.timm)]
-        raise ValueError(f"no published weights for {name}; models that have them: {', '.join(having)}")
+        raise ValueError(f"no published weights for {name}; models that have them: {', '.join(published_models())}")
     try:
         published = timm.create_model(theirs, pretrained=True)
     except Exception as error:
