@@ -57,6 +57,7 @@ RATES: dict[
     "scratch-pranc": (5e-3, 2e-2),
     "scratch-nola": (5e-3, 2e-2),
 }
+TIMED = 100  # steps
 SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}
 SMOKE_TRUNK = {"depth": 2, "width": 48, "heads": 3}
 
@@ -218,15 +219,10 @@ class Runs:
         self, name: str, seed: int, *, runs: DeviceRuns | None = None, rate: float | None = None, **changes: Any
     ) -> tuple[Classifier, dict[str, Any]]:
         """A model trained in one of the ways, and what that took."""
-        way, runs = WAYS[name], self.target if runs is None else runs
-        config = self.config(way, self.rate(way.family) if rate is None else rate, seed)
+        runs = self.target if runs is None else runs
+        model, config = self._begun(name, seed, runs, self.rate(WAYS[name].family) if rate is None else rate)
         if not self.smoke:
             config = with_values(config, changes)
-        torch.manual_seed(seed)
-        model = build_model(config.model, config, runs.data)
-        if name == "linear":
-            choose_tuned(model, "head")
-        gc.collect()  # the graph of the run before holds all of its memory
         if runs.fast:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -238,6 +234,29 @@ class Runs:
         if runs.fast:
             cost["memory"] = torch.cuda.max_memory_allocated() - before
         return made.eval(), cost
+
+    def _begun(self, name: str, seed: int, runs: DeviceRuns, rate: float) -> tuple[Classifier, RunConfig]:
+        """A model of one of the ways before its first step, and how it is trained."""
+        config = self.config(WAYS[name], rate, seed)
+        torch.manual_seed(seed)
+        model = build_model(config.model, config, runs.data)
+        if name == "linear":
+            choose_tuned(model, "head")
+        gc.collect()  # the graph of the run before holds all of its memory
+        return model, config
+
+    def timed(self, name: str) -> dict[str, Any]:
+        """Milliseconds of a step: the mean over the second half of a few."""
+        model, config = self._begun(name, 0, self.target, rate=1e-3)
+        step, loader, steps = self.target.prepared(config, 0, model=model, most=2 * TIMED, compiled=False)
+        half = min(steps, 2 * TIMED) // 2
+        for number, batch in enumerate(loader):
+            if number == half:
+                self.target.wait()
+                began = time.monotonic()
+            step.feed(batch)
+        self.target.wait()
+        return {"step_ms": 1000 * (time.monotonic() - began) / half}
 
     def keep(self, model: Classifier, name: str, seed: int, on: str) -> dict[str, Any]:
         """Write the file of an adapter; its size."""

@@ -26,6 +26,7 @@ FORMS: Forms = {
     "bytes": ("bytes of the file", whole),
     "train_seconds": ("seconds of training", lambda v: f"{v:.1f}"),
     "memory": ("memory, MiB", lambda v: f"{v / 2**20:.0f}"),
+    "step_ms": ("ms a step", lambda v: f"{v:.2f}"),
     "seconds": ("seconds", lambda v: f"{v:.1f}"),
 }
 NUMBERS = ("trained", "adapter", "stored", "bytes")
@@ -37,6 +38,7 @@ TABLES: Layout = (
     ("shots", "A few images a class, over samplings", ("top1", *NUMBERS[:2])),
     ("scratch", "From scratch, ResNet-20", ("top1", "val_top1", *NUMBERS, *COST)),
     ("toy", "784-256-10 on the embedded Fashion-MNIST", ("loss", "train_top1", "top1", "trained", *COST)),
+    ("time", "A step of 500 images, one graph, not compiled", ("step_ms",)),
     ("choice", "Learning rates, on validation images", ("top1",)),
     ("training", "The base", ("seconds",)),
 )

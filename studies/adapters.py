@@ -23,7 +23,8 @@ Estimates for one H200, at 30k images a second without compilation and 2.5 s to 
     scratch   ResNet-20: rates, dense, PRANC, LoRA, NOLA; one seed, then two more             15       2, then 3
     other     as main, of 9,500 images                                                         4       1.3
 
-so `main bits toy shots` take about 8 minutes, and all of it about 14; it is made in this order.
+so `main bits toy shots` take about 8 minutes, and all of it about 14; it is made in this order. Last, `time`: a step of
+each way of `main`, to be run with nothing else on the accelerator.
 
 Not as the paper: the base is small and learned CIFAR-100 alone; budgets are for its size; from scratch the adapter
 moves weights away from their random start, for 15 epochs; the toy's images are Fashion-MNIST's, not MNIST's. The rate
@@ -38,7 +39,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,14 +47,14 @@ import torch
 import torch.nn.functional as F
 from adapter_runs import FEW_WAYS, ROUNDED, WAYS, Runs
 from adapter_tables import tables
-from found import Found, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, study_parser, to_the_end
 from torch import Tensor, nn
 
 from vitrail.data.open import open_data
 from vitrail.model.adapters.apply import apply
 from vitrail.model.adapters.config import AdapterConfig, Nola, Pranc
 
-PARTS = ("main", "bits", "toy", "shots", "scratch", "other")
+PARTS = ("main", "bits", "toy", "shots", "scratch", "other", "time")
 BITS = (8, 7, 6, 5, 4, 3, 2)
 SHOTS = (5, 10)
 TOY: dict[str, AdapterConfig | None] = {
@@ -78,6 +78,11 @@ class Study:
         for name, way in WAYS.items():
             if way.part == chosen:
                 self.found.row(part, way.subject, way.what, seed, partial(self.runs.judged, name, seed, on))
+
+    def time(self, seed: int) -> None:
+        for name, way in WAYS.items():
+            if way.part == "main":
+                self.found.row("time", way.subject, way.what, seed, partial(self.runs.timed, name))
 
     def bits(self, seed: int) -> None:
         for name, subject in ROUNDED.items():
@@ -138,10 +143,10 @@ class Study:
             self._toy[split] = images, torch.from_numpy(rows.labels[:count].copy()).to(device)
         return self._toy[split]
 
-    def run(self, parts: Sequence[str], seeds: int, samplings: int) -> None:
+    def order(self, seeds: int, samplings: int) -> Order:
         """What matters most first."""
         every, first, others = range(seeds), range(1), range(1, seeds)
-        order: list[tuple[str, Callable[[int], None], range]] = [
+        return [
             ("main", partial(self.adapted, "main", "target"), every),
             ("bits", self.bits, every),
             ("bits", partial(self.adapted, "bits", "target"), first),
@@ -151,10 +156,8 @@ class Study:
             ("other", partial(self.adapted, "other", "other"), every),
             ("bits", partial(self.adapted, "bits", "target"), others),
             ("scratch", partial(self.adapted, "scratch", "target"), others),
+            ("time", self.time, first),
         ]
-        for part, work, of in order:
-            for seed in of if part in parts else ():
-                self.found.guarded(part, part, seed, partial(work, seed))
 
 
 def main() -> None:
@@ -181,7 +184,7 @@ def main() -> None:
     about = f"base of {source}, {hardware(runs.target.fast)}"
     found.row("about", target, about, 0, lambda: {"smoke": options.smoke})
     with to_the_end(found, options.minutes):
-        Study(runs, found).run(parts, options.seeds, options.samplings)
+        found.through(Study(runs, found).order(options.seeds, options.samplings), parts, options.only)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Adaptive models and attacks on what they save: token sampling, halting, gates; patches, perturbations, a defence.
 
-    python studies/adaptive.py cifar100.npz --out FOLDER [--part base ats victims attacks defence speed]
+    python studies/adaptive.py cifar100.npz --out FOLDER [--part base ats victims ...]
                                             [--seeds 3] [--minutes 9.5] [--models FOLDER]
     python studies/adaptive.py --table FOLDER        Markdown of what was found, mean and std over seeds
     python studies/adaptive.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
@@ -20,7 +20,6 @@ A defence lowers its success, but not to nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from adaptive_models import Models
 from adaptive_tables import tables
 from device_runs import DeviceRuns
-from found import Found, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, study_parser, to_the_end
 
 from vitrail.learn.attack import Attack
 from vitrail.learn.config import AttackConfig
@@ -45,7 +44,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("base", "ats", "victims", "attacks", "defence", "speed")
+PARTS = ("base", "ats", "victims", "attacks", "defence", "variations", "speed")
 VICTIMS = ("ats", "avit", "adavit")
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 COMPILED_SHARE = 0.7  # the one at which speed is measured compiled, too
@@ -80,7 +79,7 @@ OF_AVIT: dict[str, dict[str, Any]] = {  # the thesis varies these on A-ViT alone
     "centre": {"place": "centre"},
     "another start": {"seed": 1000},
 }
-ATTACK = {"data.batch": 500, "optim.steps": 300, "optim.lr": 0.2}
+ATTACK = {"data.batch": 250, "optim.steps": 300, "optim.lr": 0.2}
 SMOKE_ATTACK = {"data.batch": 20, "optim.steps": 1}
 
 
@@ -265,10 +264,10 @@ class Study:
         place.mkdir(parents=True, exist_ok=True)
         return place
 
-    def run(self, parts: Sequence[str], seeds: int) -> None:
+    def order(self, seeds: int) -> Order:
         """What matters most first."""
         every, first, others = range(seeds), range(1), range(1, seeds)
-        order: tuple[tuple[str, Callable[[int], None], range], ...] = (
+        return [
             ("base", self.base, every),
             ("ats", self.curves, every),
             ("victims", self.victims, every),
@@ -276,14 +275,11 @@ class Study:
             ("ats", self.ablations, every),
             ("defence", self.defence, first),
             ("speed", self.speeds, first),
-            ("attacks", self.variations, first),
+            ("variations", self.variations, first),
             ("defence", self.defence, others),
             ("speed", partial(self.speeds, compiled=True), first),
-            ("attacks", self.variations, others),
-        )
-        for part, work, of in order:
-            for seed in of if part in parts else ():
-                self.found.guarded(part, getattr(work, "__name__", "speeds"), seed, partial(work, seed))
+            ("variations", self.variations, others),
+        ]
 
 
 def _success(macs: float, clean: dict[str, Any]) -> float | None:
@@ -307,7 +303,8 @@ def main() -> None:
     if runs.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
     with to_the_end(found, options.minutes):
-        Study(Models(runs, options.models or options.out, found, few)).run(options.part, options.seeds)
+        study = Study(Models(runs, options.models or options.out, found, few))
+        found.through(study.order(options.seeds), options.part, options.only)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ CHAINED = {  # name: arguments of studies/chained.py
 }
 UNLABELLED = ("selfsupervised.py", "cifar100.npz", "cifar10.npz", "--part")
 PROGRAMS = {  # name: script and arguments; each has a folder of rows by its name
-    "adaptive": ("adaptive.py", "cifar100.npz", "--part", "base", "ats", "victims", "attacks", "defence"),  # no speed
+    "adaptive": ("adaptive.py", "cifar100.npz", "--part", "base", "ats", "victims", "attacks", "defence", "variations"),
     "attention-transfer": ("attention_transfer.py", "cifar100.npz", "--other", "cifar10.npz"),
     "adapters": ("adapters.py", "cifar100.npz", "cifar10.npz"),
     "genie": ("genie.py", "cifar10.npz"),

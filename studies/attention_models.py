@@ -36,7 +36,7 @@ FAMILIES = ("scratch", "tune", "copy", "distill")
 RATES = (5e-4, 1.5e-3)  # one is chosen for each family, on val, with seed 0
 SHAPES, BOXES = "synthetic:shapes?size=32&n=10000", 800  # pictures in all, and those whose boxes are known
 MODEL = ModelConfig(name="vit_tiny_32", drop_path=0.0, trunk={"heads": 6})  # three heads are too few to choose from
-MAE = {"optim.epochs": 300.0, "model": MODEL}
+MAE = {"optim.epochs": 150.0, "model": MODEL}
 FEW = RunConfig(
     # No operations on single images: they would take longer than the model does.
     data=DataConfig(uri="", batch=300, augment=AugmentConfig(crop="pad", padding=4, mixup=0.8, cutmix=1.0)),

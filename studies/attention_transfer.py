@@ -21,7 +21,6 @@ more than two seeds of fine-tuning; on boxes distillation lies between scratch a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ import torch
 from attention_models import FAMILIES, ON_BOXES, STILL, Data, Models
 from attention_pictures import Pictures
 from attention_tables import tables
-from found import Found, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, study_parser, to_the_end
 
 from vitrail.learn.attention_plan import load_source
 from vitrail.learn.boxes import Boxes, BoxTransfer, detector
@@ -158,12 +157,12 @@ class Study:
         found = judge_boxes(model, Loaders(model.classes, {"test": loader}, "test"), autocast=runs.autocast)
         return {"split": "test", **found["numbers"]}
 
-    def run(self, parts: Sequence[str], out: Path) -> None:
+    def order(self, out: Path) -> Order:
         """What matters most first."""
         every, first, others = range(self.seeds), range(1), range(1, self.seeds)
         pictures = Pictures(self.models, out / "pictures")
         once = ("averages", "layers", "heads", "weights", "other", "mix")
-        order: list[tuple[str, Callable[[int], None], range]] = [
+        return [
             ("main", partial(self.taught, "main"), every),
             ("targets", partial(self.taught, "targets"), every),
             ("ensemble", self.ensemble, every),
@@ -174,9 +173,6 @@ class Study:
             ("pictures", pictures.draw, first),
             *((part, partial(self.taught, part), others) for part in once),
         ]
-        for part, work, of in order:
-            for seed in of if part in parts else ():
-                self.found.guarded(part, part, seed, partial(work, seed))
 
 
 def main() -> None:
@@ -202,7 +198,8 @@ def main() -> None:
     if data.few.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
     with to_the_end(found, options.minutes):
-        Study(Models(data, options.models or options.out, found), options.seeds).run(options.part, options.out)
+        study = Study(Models(data, options.models or options.out, found), options.seeds)
+        found.through(study.order(options.out), options.part, options.only)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What a study finds, row by row, and the models it keeps: made once, written as they come, not made again.
 
 A row is made by what it is the row of: table, subject, what, seed. A kill, or a time that is over, loses nothing that
-was written; a row that failed is said, does not end the study, and is tried again by the next call.
+was written; a row that failed is said, does not end the study, and is tried again by the next call. Processes side by
+side (`--part`, `--only`) may share a folder: each sees the rows of the others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,15 @@ from vitrail.api.evaluation import load
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import DESCRIPTION
 
+Order = Sequence[tuple[str, Callable[[int], None], Sequence[int]]]  # part, what makes the rows of a seed, seeds
+
 
 def study_parser(about: str, name: str, parts: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with what all studies of this kind take; rows land in runs/studies/NAME unless said otherwise."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=list(parts), choices=parts)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="rows of these seeds (none: of all)")
     parser.add_argument("--out", type=Path, default=Path("runs/studies") / name)
     parser.add_argument("--models", type=Path, help="where models are kept (none: with the rows)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
@@ -56,15 +61,26 @@ class Found:
         self.failed = 0
         if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
             self._append("\n")  # a kill cut the last line off, and the next must not go on in it
-        rows = read_rows(folder)
-        self.rows = {key(row): row for row in rows if "failed" not in row}
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._read()
+
+    def _read(self) -> None:
+        """Take in what other processes have written since."""
+        for row in read_rows(self.path.parent):
+            if "failed" not in row:
+                self.rows.setdefault(key(row), row)
 
     def row(
-        self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]]
+        self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]], again: bool = False
     ) -> dict[str, Any] | None:
-        """A row, made now if it is not there; none where that failed, which is said and does not end the study."""
+        """A row, made now if it is not there; none where that failed, which is said and does not end the study.
+
+        `again`: what it is the row of is gone, so it is made even where it is there.
+        """
         place = {"table": table, "subject": subject, "what": what, "seed": seed}
-        if key(place) in self.rows:
+        if key(place) not in self.rows:
+            self._read()
+        if key(place) in self.rows and not again:
             return self.rows[key(place)]
         if time.monotonic() > self.until:
             raise OutOfTime
@@ -90,6 +106,13 @@ class Found:
             raise
         except Exception as error:
             self._fail({"table": table, "subject": "between rows", "what": what, "seed": seed}, error)
+
+    def through(self, order: Order, parts: Sequence[str], only: Sequence[int] | None) -> None:
+        """All work of these parts and seeds (none: all seeds), in order."""
+        for part, work, seeds in order:
+            for seed in seeds:
+                if part in parts and (only is None or seed in only):
+                    self.guarded(part, part, seed, partial(work, seed))
 
     def _fail(self, place: dict[str, Any], error: Exception) -> None:
         self.failed += 1
@@ -156,13 +179,12 @@ class KeptModels:
             folder = self.place(name, seed)
             if not (folder / DESCRIPTION).is_file():
                 train = self.training(name, seed)
-                self.found.rows.pop(("training", name, "whole", seed), None)  # of a model that is gone
 
                 def make() -> dict[str, Any]:
                     train().save(folder)
                     return {"device": self.device.type}
 
-                if self.found.row("training", name, "whole", seed, make) is None:
+                if self.found.row("training", name, "whole", seed, make, again=True) is None:
                     self._broken.add((name, seed))  # not again for each of its rows
                     raise RuntimeError(f"{name} of seed {seed} could not be trained")
             self._kept[name, seed] = load(folder, self.device).eval()

@@ -37,14 +37,13 @@ proportion to r; the way back ends further from the original the larger the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from found import Found, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, study_parser, to_the_end
 from genie_fewshot import FewShots
 from genie_models import Held, Models, Runs
 from genie_pictures import SWEEP, Pictures
@@ -192,9 +191,9 @@ class Study:
         again = self.models.diffuser(gone, back, BACK, seeds + len(there))
         return {"split": "test", "distance": float((again.float() - there.float()).abs().mean() / 255)}
 
-    def run(self, parts: Sequence[str], out: Path, episodes: int, seeds: int) -> None:
+    def order(self, out: Path, episodes: int, seeds: int) -> Order:
         first, shots = range(1), FewShots(self.models, episodes)
-        order: list[tuple[str, Callable[[int], None], Sequence[int]]] = [
+        return [
             ("diffusion", self.diffusion, first),
             ("classifiers", self.classifiers, first),
             ("oracle", self.oracle, first),
@@ -203,9 +202,6 @@ class Study:
             ("longtail", LongTails(self.models).run, range(seeds)),
             ("fewshot", shots.rest, first),
         ]
-        for part, work, of in order:
-            for seed in of if part in parts else ():
-                self.found.guarded(part, part, seed, partial(work, seed))
 
 
 def main() -> None:
@@ -231,7 +227,7 @@ def main() -> None:
     )
     with to_the_end(found, options.minutes):
         found.row("about", uri, about, 0, lambda: {"smoke": options.smoke})
-        Study(models).run(options.part, options.out, episodes, seeds)
+        found.through(Study(models).order(options.out, episodes, seeds), options.part, options.only)
 
 
 if __name__ == "__main__":

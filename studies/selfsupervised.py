@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import resnet18_32  # noqa: F401, registers timm:resnet18_32
-from found import Found, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
 
@@ -165,8 +165,9 @@ class Study:
         judge: Callable[[Trained], dict[str, Any]],
         keep: Path | None = None,
         compiled: bool = True,
+        again: bool = False,
     ) -> None:
-        """A row of one run: trained and judged, unless it is there."""
+        """A row of one run: trained and judged, unless it is there (and not wanted again)."""
 
         def make() -> dict[str, Any]:
             done = self.runs.trained(config(), seed, compiled=compiled)
@@ -174,7 +175,7 @@ class Study:
                 done.model.save(keep)
             return {**done.figures(), **judge(done)}
 
-        self.found.row(table, subject, what, seed, make)
+        self.found.row(table, subject, what, seed, make, again)
 
     def worth(self, done: Trained, uri: str = "", **options: Any) -> dict[str, Any]:
         """What the trunk is worth, and the slow copy of it where there is one."""
@@ -259,21 +260,17 @@ class Study:
         place = self._place(trunk)
         if not (place / DESCRIPTION).is_file():
             what = ("teacher", trunk, TEACHER, 0)
-            self.found.rows.pop(what, None)  # of one that is gone, too
             name, changes = METHODS[TEACHER]
             part = "main" if trunk == "resnet" else "vit"
-            self.row(*what, partial(self.config, name, part, network, changes), lambda _: {}, place)
+            self.row(*what, partial(self.config, name, part, network, changes), lambda _: {}, place, again=True)
         if not (place / DESCRIPTION).is_file():
             raise RuntimeError(f"the teacher {trunk} could not be trained")
         return place
 
-    def run(self, parts: Sequence[str], seeds: int) -> None:
+    def order(self, seeds: int) -> Order:
         """One seed of everything, then the others."""
-        first, others = range(1), range(1, seeds)
-        order = [(part, first) for part in PARTS] + [(part, others) for part in ("main", "tail")]
-        for part, of in order:
-            for seed in of if part in parts else ():
-                self.found.guarded(part, part, seed, partial(getattr(self, part), seed))
+        both = [*((part, range(1)) for part in PARTS), *((part, range(1, seeds)) for part in ("main", "tail"))]
+        return [(part, getattr(self, part), of) for part, of in both]
 
 
 def main() -> None:
@@ -297,7 +294,7 @@ def main() -> None:
     found.row("about", " and ".join(data), about, 0, lambda: {"smoke": few})
     with to_the_end(found, options.minutes):
         study = Study(runs, found, data, options.models or options.out, options.factor, few)
-        study.run(options.part, options.seeds)
+        found.through(study.order(options.seeds), options.part, options.only)
 
 
 if __name__ == "__main__":
