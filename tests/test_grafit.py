@@ -207,6 +207,18 @@ def test_baselines_are_the_same_objective_with_other_weights() -> None:
     assert not any(name.startswith(("bank", "target", "predictor")) for name in only.state_dict())
 
 
+@pytest.mark.parametrize("only", ["neighbours", "instance", "triplet", "classification"])
+def test_every_loss_over_embeddings_trains_the_projector_and_labels_alone_do_not(only: str) -> None:
+    weights = {name: float(name == only) for name in ("neighbours", "instance", "triplet", "classification")}
+    made = build_objective(GrafitConfig(views=2, **weights), projected(), FACTS)
+    assert isinstance(made, Grafit)
+    made(batch_of(2 if only == "instance" else 1))["loss"].backward()
+    projector = dict(made.head.projector.named_parameters())
+    assert projector
+    found = {name: p.grad is not None and bool(p.grad.any()) for name, p in projector.items() if p.requires_grad}
+    assert found == ({} if only == "classification" else dict.fromkeys(projector, True))
+
+
 def test_sizes_of_the_projectors_are_those_of_the_thesis() -> None:
     """T2.7: 23.5 M, 32.9 M with the MLP, 23.8 M with a linear map to 128; counted in §3.2."""
     trunk = 23_508_032

@@ -68,6 +68,7 @@ class Grafit(Supervised):
     """
 
     options: GrafitConfig
+    embeds = True
     capturable = False  # what the memory is updated with is handed over on the host
 
     def __init__(
@@ -89,6 +90,8 @@ class Grafit(Supervised):
             raise ValueError(
                 f"objective.views: the instance loss compares views, {config.views} is too few; use 2 or more"
             )
+        if not (config.neighbours or config.instance or config.triplet):
+            model.head.projector.requires_grad_(False)
         self.options = config
         self.views = ViewSpec(config.views if config.instance else 1)
         width = model.head.features
