@@ -28,6 +28,7 @@ from vitrail.learn.config import (
     IsdConfig,
     MocoConfig,
     MsfConfig,
+    ProtonwConfig,
     SupconConfig,
     SupervisedConfig,
 )
@@ -144,6 +145,7 @@ UNLABELLED: dict[str, Any] = {
     "cmsf self": CmsfConfig(bank=200, predictor_hidden=64, k=3, pool=5),
     "cmsf supervised": CmsfConfig(bank=200, predictor_hidden=64, k=3, constraint="supervised"),
     "supcon": SupconConfig(),
+    "protonw": ProtonwConfig(bank=200, predictor_hidden=64),
 }
 
 
@@ -153,7 +155,6 @@ def steps_without_labels(config: Any, graph: bool) -> tuple[list[float], dict[st
     model = create_model("vit_tiny_32", classes=10, depth=2, head=head)
     facts = TrainingFacts(np.arange(640) % 10, np.arange(640), 10)
     objective = build_objective(config, model, facts)
-    objective.capturable = graph  # whatever it says of itself
     optim = OptimConfig(lr=1e-3, warmup=0, schedule="constant")
     step = TrainStep(
         objective,

@@ -78,6 +78,7 @@ class Cmsf(MomentumPair):
         if guide is not None and not guide_width:
             raise ValueError("a guide of another modality wants guide_width, the width of its embeddings")
         self.options, self.guide = config, guide
+        self.capturable = config.constraint != "semi" and guide is None  # pseudo-labels are counted on the host
         if isinstance(guide, nn.Module):
             guide.requires_grad_(False).eval()
             self.frozen = ("guide",)
