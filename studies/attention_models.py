@@ -35,13 +35,13 @@ from vitrail.recipes import recipe, with_values
 FAMILIES = ("scratch", "tune", "copy", "distill")
 RATES = (5e-4, 1.5e-3)  # one is chosen for each family, on val, with seed 0
 SHAPES, BOXES = "synthetic:shapes?size=32&n=10000", 800  # pictures in all, and those whose boxes are known
-MODEL = ModelConfig(name="vit_tiny_32", drop_path=0.0, trunk={"heads": 6})  # three heads are too few to choose from
+MODEL = ModelConfig(name="vit_tiny_32", drop_path=0.0, trunk={"depth": 8, "heads": 6})  # enough heads to choose from
 MAE = {"optim.epochs": 150.0, "model": MODEL}
 FEW = RunConfig(
     # No operations on single images: they would take longer than the model does.
     data=DataConfig(uri="", batch=300, augment=AugmentConfig(crop="pad", padding=4, mixup=0.8, cutmix=1.0)),
     model=MODEL,
-    optim=OptimConfig(epochs=80, warmup=8, weight_decay=0.05, clip=1.0),
+    optim=OptimConfig(epochs=60, warmup=6, weight_decay=0.05, clip=1.0),
     objective=SupervisedConfig(smoothing=0.1),
     engine=EngineConfig(ema=0.99),
 )
@@ -157,7 +157,7 @@ class Models(KeptModels):
     def __init__(self, data: Data, folder: Path, found: Found) -> None:
         super().__init__(folder, found, data.few.device)
         self.data, self.smoke = data, data.smoke
-        trunk = {"depth": 12, **(SMOKE["model.trunk"] if self.smoke else MODEL.trunk)}
+        trunk = SMOKE["model.trunk"] if self.smoke else MODEL.trunk
         self.ways = ways(trunk["depth"], trunk["heads"])
 
     def resolved(self, name: str, seed: int) -> tuple[str, int]:

@@ -143,6 +143,28 @@ def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next(of_study: None, tmp_
     assert json.loads((tmp_path / "found.jsonl").read_text().splitlines()[1])["top1"] == 0.5
 
 
+def test_processes_side_by_side_see_the_rows_of_one_another(of_study: None, tmp_path: Path) -> None:
+    from found import Found
+
+    made: list[tuple[int, int]] = []
+
+    def work(found: Found, who: int, seed: int) -> None:
+        def make() -> dict[str, Any]:
+            made.append((who, seed))
+            return {"top1": 0.5}
+
+        found.row("main", "scratch", "none", seed, make)
+
+    one, other = Found(tmp_path), Found(tmp_path)
+    one.through([("main", partial(work, one, 1), range(3)), ("rest", partial(work, one, 1), range(9))], ["main"], [0])
+    other.through([("main", partial(work, other, 2), range(3))], ["main"], None)
+    assert made == [(1, 0), (2, 1), (2, 2)]
+    anew = one.row("main", "scratch", "none", 2, lambda: {"top1": 0.7}, again=True)
+    assert anew is not None
+    assert anew["top1"] == 0.7
+    assert one.row("main", "scratch", "none", 2, dict) == anew
+
+
 def test_nothing_is_begun_when_the_time_is_over(of_study: None, tmp_path: Path) -> None:
     from found import Found, OutOfTime
 
