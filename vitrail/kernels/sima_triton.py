@@ -68,7 +68,9 @@ def _gather(
     # Added up token by token and reduced once: a reduction in every step would wait for all warps.
     size_q = tl.zeros([N, DP], tl.float32)
     size_k = tl.zeros([N, DP], tl.float32)
-    for n in range(first, last, N):
+    # Not pipelined: of tiles that are both multiplied and added up Triton (3.6 to 3.9) keeps too few copies, and loads
+    # the next over one that a product on the tensor cores still reads. See tests/test_kernel_buffers.py.
+    for n in tl.range(first, last, N, num_stages=1):
         q = _load(QKV, n, N, last, row, D, DP)
         k = _load(QKV + heads * D, n, N, last, row, D, DP)
         v = _load(QKV + 2 * heads * D, n, N, last, row, D, DP)
