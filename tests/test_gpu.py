@@ -149,7 +149,7 @@ UNLABELLED: dict[str, Any] = {
 }
 
 
-def steps_without_labels(config: Any, graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def steps_without_labels(config: Any, graph: bool, compiled: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     head = Projected(width=32, hidden=64, norm=True)
     model = create_model("vit_tiny_32", classes=10, depth=2, head=head)
@@ -162,6 +162,7 @@ def steps_without_labels(config: Any, graph: bool) -> tuple[list[float], dict[st
         make_schedule(optim, 64, 640),
         device=torch.device("cuda"),
         autocast=torch.bfloat16,
+        compile=compiled,
         graph=graph,
     )
     generator = torch.Generator().manual_seed(1)
@@ -175,10 +176,11 @@ def steps_without_labels(config: Any, graph: bool) -> tuple[list[float], dict[st
     return losses, {k: v.detach().clone() for k, v in objective.state_dict().items()}
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", UNLABELLED)
-def test_a_graph_changes_no_bit_of_banks_and_slow_copies(name: str) -> None:
-    plain, state = steps_without_labels(UNLABELLED[name], False)
-    fast, captured = steps_without_labels(UNLABELLED[name], True)
+def test_a_graph_changes_no_bit_of_banks_and_slow_copies(name: str, compiled: bool) -> None:
+    plain, state = steps_without_labels(UNLABELLED[name], False, compiled)
+    fast, captured = steps_without_labels(UNLABELLED[name], True, compiled)
     assert fast == plain
     assert all(torch.equal(captured[k], v) for k, v in state.items())
 
