@@ -30,10 +30,10 @@ CHAINED = {  # name: arguments of studies/chained.py
     "removed": ("removed", "cifar100.npz"),
 }
 UNLABELLED = ("selfsupervised.py", "cifar100.npz", "cifar10.npz", "--part")
-PROGRAMS = {  # name: script and arguments; each has a folder of rows by its name
+PROGRAMS = {  # name: script and arguments, without parts that time something; each has a folder of rows by its name
     "adaptive": ("adaptive.py", "cifar100.npz", "--part", "base", "ats", "victims", "attacks", "defence", "variations"),
     "attention-transfer": ("attention_transfer.py", "cifar100.npz", "--other", "cifar10.npz"),
-    "adapters": ("adapters.py", "cifar100.npz", "cifar10.npz"),
+    "adapters": ("adapters.py", "cifar100.npz", "cifar10.npz", "--part", "main", "bits", "toy", "shots", "scratch"),
     "genie": ("genie.py", "cifar10.npz"),
     "selfsupervised-main": (*UNLABELLED, "main"),
     "selfsupervised-small": (*UNLABELLED, "students", "vit", "attention"),
