@@ -19,6 +19,9 @@ from found import Found, KeptModels
 from vitrail.api.training import build_model
 from vitrail.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, SupervisedConfig
 from vitrail.engine.optimizer import choose_tuned
+from vitrail.engine.step import WARM_UP_STEPS
+from vitrail.measure.speed import Way as Timed
+from vitrail.measure.speed import in_turns
 from vitrail.model.adapters.apply import bank_of, counts, quantise
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.adapters.files import load_adapter, save_adapter
@@ -57,7 +60,7 @@ RATES: dict[
     "scratch-pranc": (5e-3, 2e-2),
     "scratch-nola": (5e-3, 2e-2),
 }
-TIMED = 100  # steps
+BATCHES = 8  # that steps are timed with, again and again
 SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}
 SMOKE_TRUNK = {"depth": 2, "width": 48, "heads": 3}
 
@@ -246,17 +249,15 @@ class Runs:
         return model, config
 
     def timed(self, name: str) -> dict[str, Any]:
-        """Milliseconds of a step: the mean over the second half of a few."""
+        """Milliseconds of a step, its batch ready."""
         model, config = self._begun(name, 0, self.target, rate=1e-3)
-        step, loader, steps = self.target.prepared(config, 0, model=model, most=2 * TIMED, compiled=False)
-        half = min(steps, 2 * TIMED) // 2
-        for number, batch in enumerate(loader):
-            if number == half:
-                self.target.wait()
-                began = time.monotonic()
-            step.feed(batch)
-        self.target.wait()
-        return {"step_ms": 1000 * (time.monotonic() - began) / half}
+        step, loader, _ = self.target.prepared(config, 0, model=model, most=BATCHES, compiled=False)
+        batches = list(loader)
+        work = Timed(lambda i: step.feed(batches[i % len(batches)]), config.data.batch)
+        # The first steps are captured as a graph, which is not to be timed.
+        seconds, first = (1.0, WARM_UP_STEPS + 1) if self.target.fast else (0.01, 1)
+        found = in_turns({name: work}, self.target.device, seconds=seconds, warm_up=first)[name]
+        return {"step_ms": 1000 * config.data.batch / found.images_per_second}
 
     def keep(self, model: Classifier, name: str, seed: int, on: str) -> dict[str, Any]:
         """Write the file of an adapter; its size."""

@@ -24,7 +24,8 @@ Estimates for one H200, at 30k images a second without compilation and 2.5 s to 
     other     as main, of 9,500 images                                                         4       1.3
 
 so `main bits toy shots` take about 8 minutes, and all of it about 14; it is made in this order. Last, `time`: a step of
-each way of `main`, to be run with nothing else on the accelerator.
+each way of `main`, to be run with nothing else on the accelerator. `imagenette.npz` holds Imagenette's squares of 128
+pixels at 32 (bicubic).
 
 Not as the paper: the base is small and learned CIFAR-100 alone; budgets are for its size; from scratch the adapter
 moves weights away from their random start, for 15 epochs; the toy's images are Fashion-MNIST's, not MNIST's. The rate

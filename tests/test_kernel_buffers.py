@@ -47,6 +47,14 @@ class Hopper:
         return compiler.GPUTarget("cuda", 90, 32)
 
 
+def forget() -> None:
+    """What was compiled for another device."""
+    for module in (attention_match_triton, attention_triton, ragged_attention_triton, sima_triton):
+        for value in vars(module).values():
+            if isinstance(value, jit.JITFunction):
+                value.device_caches.clear()
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Made]]:
     """Kernels that are compiled in the test, none of which is run."""
@@ -59,11 +67,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Made]]:
 
     monkeypatch.setattr(jit.JITFunction, "run", compiled)
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    forget()
     yield found
-    for module in (attention_match_triton, attention_triton, ragged_attention_triton, sima_triton):
-        for value in vars(module).values():
-            if isinstance(value, jit.JITFunction):
-                value.device_caches.clear()  # whoever has a device compiles for it
+    forget()
 
 
 def overwritten(kernel: Made) -> list[str]:

@@ -68,7 +68,6 @@ class Grafit(Supervised):
     """
 
     options: GrafitConfig
-    embeds = True
     capturable = False  # what the memory is updated with is handed over on the host
 
     def __init__(
@@ -78,7 +77,8 @@ class Grafit(Supervised):
         labels: NDArray[np.int64],
         index: NDArray[np.int64],
     ) -> None:
-        super().__init__(model, config.labels, labels)
+        embeds = bool(config.neighbours or config.instance or config.triplet)
+        super().__init__(model, config.labels, labels, embeds=embeds)
         if not isinstance(model.head, ProjectedHead):
             raise ValueError(
                 f"objective grafit compares embeddings, which the head {model.spec['head']['kind']} does not project; "
@@ -90,8 +90,6 @@ class Grafit(Supervised):
             raise ValueError(
                 f"objective.views: the instance loss compares views, {config.views} is too few; use 2 or more"
             )
-        if not (config.neighbours or config.instance or config.triplet):
-            model.head.projector.requires_grad_(False)
         self.options = config
         self.views = ViewSpec(config.views if config.instance else 1)
         width = model.head.features

@@ -81,7 +81,7 @@ class SelfSupervised(Objective):
         "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns "
         "slowly, so early on look at knn (--evaluators classification knn)"
     )
-    capturable = False  # cached teachers and clusters decide on the host; those that do not say so themselves
+    capturable = False  # cached teachers and clusters decide on the host; what does not sets it again
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()

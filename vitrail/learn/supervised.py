@@ -96,15 +96,21 @@ class Supervised(Objective):
 
     weights: Tensor | None
     shift: Tensor | None
-    embeds = False
-    """Whether it learns from embeddings, too, and so trains what projects them."""
 
-    def __init__(self, model: Classifier, config: SupervisedConfig, labels: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        model: Classifier,
+        config: SupervisedConfig,
+        labels: NDArray[np.int64] | None = None,
+        *,
+        embeds: bool = False,
+    ) -> None:
+        """`embeds`: it learns from embeddings, too, so that what projects them is trained."""
         super().__init__()
         self.model = model
         self.config = config
         self.binary = config.loss == "bce" or model.multilabel
-        if isinstance(model.head, ProjectedHead) and not self.embeds:
+        if isinstance(model.head, ProjectedHead) and not embeds:
             model.head.projector.requires_grad_(False)  # no label reaches it, and decay alone would shrink it
         weights = None
         if config.class_weights == "balanced":
