@@ -179,8 +179,13 @@ def steps_without_labels(config: Any, graph: bool, compiled: bool) -> tuple[list
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", UNLABELLED)
 def test_a_graph_changes_no_bit_of_banks_and_slow_copies(name: str, compiled: bool) -> None:
-    plain, state = steps_without_labels(UNLABELLED[name], False, compiled)
-    fast, captured = steps_without_labels(UNLABELLED[name], True, compiled)
+    # Class means are sums by atomic additions, whose order is another each time unless it is asked for.
+    torch.use_deterministic_algorithms(name == "protonw", warn_only=True)
+    try:
+        plain, state = steps_without_labels(UNLABELLED[name], False, compiled)
+        fast, captured = steps_without_labels(UNLABELLED[name], True, compiled)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert fast == plain
     assert all(torch.equal(captured[k], v) for k, v in state.items())
 
