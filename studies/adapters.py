@@ -77,7 +77,7 @@ class Study:
         """Accuracy and cost of every way of a part."""
         chosen = "main" if part == "other" else part
         for name, way in WAYS.items():
-            if way.part == chosen:
+            if way.part == chosen and self.found.wants(name):
                 self.found.row(part, way.subject, way.what, seed, partial(self.runs.judged, name, seed, on))
 
     def time(self, seed: int) -> None:
@@ -180,7 +180,7 @@ def main() -> None:
     if other is None and "other" in parts:
         print("no --other images: that part is left out", file=sys.stderr)
         parts.remove("other")
-    found = Found(options.out, options.minutes)
+    found = Found(options.out, options.minutes, options.of)
     runs = Runs(source, target, other, options.models or options.out, found, options.smoke)
     about = f"base of {source}, {hardware(runs.target.fast)}"
     found.row("about", target, about, 0, lambda: {"smoke": options.smoke})

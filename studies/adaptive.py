@@ -5,10 +5,11 @@
     python studies/adaptive.py --table FOLDER        Markdown of what was found, mean and std over seeds
     python studies/adaptive.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
 
-One process. Rows are appended to FOLDER/found.jsonl as they come, models and patches are kept beside it: the same
-command goes on where a kill, or `--minutes`, ended it, and trains again what was lost. What matters most comes first,
-for all seeds; variations of attacks follow, seed by seed. Choices are made on validation images, everything reported is
-of test images; patches are learned on training images. `speed` is to be run with nothing else on the accelerator.
+Rows are appended to FOLDER/found.jsonl as they come, models and patches are kept beside it: the same command goes on
+where a kill, or `--minutes`, ended it, and trains again what was lost. What matters most comes first, for all seeds;
+variations of attacks follow, seed by seed. Choices are made on validation images, everything reported is of test
+images; patches are learned on training images. `--of` takes ats, avit, adavit, defended and control. `speed` is to be
+run with nothing else on the accelerator; all the rest took 13 minutes of one H200, cut as studies/plans.py says.
 
 Expected (efficiency-1 §2.A6, A7, §4.3; efficiency-2 §6.2, 19 to 27): sampling loses little without training, several
 blocks lose less than one, the first block is the worst; the class token scores better than a random one, inverse
@@ -44,7 +45,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("base", "ats", "victims", "attacks", "defence", "variations", "speed")
+PARTS = ("base", "ats", "victims", "attacks", "transfer", "defence", "variations", "speed")
 VICTIMS = ("ats", "avit", "adavit")
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 COMPILED_SHARE = 0.7  # the one at which speed is measured compiled, too
@@ -168,25 +169,27 @@ class Study:
         return {"wanted": wanted * 1e9, "points": next(iter(policy.cap.values())), **self.models.spend(model)}
 
     def victims(self, seed: int) -> None:
-        for kind in VICTIMS:
+        for kind in filter(self.found.wants, VICTIMS):
             self.found.row("victims", kind, "plain", seed, lambda k=kind: self.models.spend(self.models(k, seed)))
 
     def attacks(self, seed: int) -> None:
-        for kind in VICTIMS:
+        for kind in filter(self.found.wants, VICTIMS):
             for what in MAIN:
                 self.attacked("attacks", kind, what, seed)
+
+    def transfers(self, seed: int) -> None:
         for source in VICTIMS:
             for kind in (k for k in VICTIMS if k != source):
                 self.transferred("transfer", kind, source, seed)
 
     def variations(self, seed: int) -> None:
-        for kind in VICTIMS:
+        for kind in filter(self.found.wants, VICTIMS):
             for what in (*VARIATIONS, *(OF_AVIT if kind == "avit" else ())):
                 self.attacked("attacks", kind, what, seed)
 
     def defence(self, seed: int) -> None:
         """A defended model and one trained as long without patches: as they are, attacked anew, by the old patch."""
-        for kind in ("defended", "control"):
+        for kind in filter(self.found.wants, ("defended", "control")):
             self.attacked("defence", kind, "slowformer", seed)
             self.transferred("defence", kind, "avit", seed)
 
@@ -272,6 +275,7 @@ class Study:
             ("ats", self.curves, every),
             ("victims", self.victims, every),
             ("attacks", self.attacks, every),
+            ("transfer", self.transfers, every),
             ("ats", self.ablations, every),
             ("defence", self.defence, first),
             ("speed", self.speeds, first),
@@ -297,7 +301,7 @@ def main() -> None:
     if options.data is None and not options.smoke:
         parser.error("say which images to learn from: a .npz file, or another form of data")
     data, few = options.data or "embedded:fashion", options.smoke
-    found = Found(options.out, options.minutes)
+    found = Found(options.out, options.minutes, options.of)
     runs = DeviceRuns(data, limit=200 if few else None, most=60 if few else None, batch=20 if few else 1000)
     found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few})
     if runs.fast:

@@ -1,43 +1,40 @@
 """Studies side by side on one accelerator: what one leaves idle, another uses.
 
-    python studies/all.py [NAME ...] --data FOLDER [--side 3] [--jobs 3] [--minutes 9] [--smoke]
+    python studies/all.py [NAME ...] --data FOLDER [--side 9] [--jobs 3] [--minutes 9] [--smoke]
 
-FOLDER holds cifar100.npz and cifar10.npz (distillation: cifar10_resnet56.safetensors, too); runs and reports land in
-FOLDER/runs/studies, what each study printed in FOLDER/runs/logs. Without names: those of training and heads, longest
-first, so that the last minutes are not one study's alone; `PROGRAMS` are those that are a script. After `--minutes`
-everything is stopped, and the same command goes on: finished runs are never repeated. Times of studies made side by
-side mean nothing; benchmarks/ is where times are measured.
+FOLDER holds cifar100.npz and cifar10.npz, and what else a study names that lacks it; runs and reports land in
+FOLDER/runs/studies, what each process printed in FOLDER/runs/logs. Without names: the studies of training and heads,
+longest first, so that the last minutes are not one study's alone. Studies of rows are cut into processes as
+studies/plans.py says; earlier names come first. A study of `vitrail compare` takes as many places of `--side` as it has
+`--jobs`. After `--minutes` everything is stopped, and the same command goes on: finished runs and rows are never made
+again. Times of studies made side by side mean nothing; benchmarks/ is where times are measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from plans import PLANS, Process, Row  # noqa: E402
+
 LAST_ROW = 0.4  # minutes in which a script may end what it is at
 CHAINED = {  # name: arguments of studies/chained.py
     "resolution": ("resolution", "cifar100.npz"),
     "attention": ("attention", "cifar100.npz", "cifar10.npz"),
     "teachers": ("teachers", "cifar10.npz"),
     "removed": ("removed", "cifar100.npz"),
-}
-UNLABELLED = ("selfsupervised.py", "cifar100.npz", "cifar10.npz", "--part")
-PROGRAMS = {  # name: script and arguments, without parts that time something; each has a folder of rows by its name
-    "adaptive": ("adaptive.py", "cifar100.npz", "--part", "base", "ats", "victims", "attacks", "defence", "variations"),
-    "attention-transfer": ("attention_transfer.py", "cifar100.npz", "--other", "cifar10.npz"),
-    "adapters": ("adapters.py", "cifar100.npz", "cifar10.npz", "--part", "main", "bits", "toy", "shots", "scratch"),
-    "genie": ("genie.py", "cifar10.npz"),
-    "selfsupervised-main": (*UNLABELLED, "main"),
-    "selfsupervised-small": (*UNLABELLED, "students", "vit", "attention"),
-    "selfsupervised-labels": (*UNLABELLED, "noise", "coarse", "tail", "cifar10"),
 }
 STUDIES = (
     *("small-deit", "layerscale", "recipe-ablation", "heads-vit", "second-order", "cait-heads", "grafit"),
@@ -46,17 +43,39 @@ STUDIES = (
 )
 
 
-def command(name: str, jobs: int, smoke: bool, minutes: float) -> list[str]:
-    """What makes a study, and ends by itself in so many minutes where it can."""
-    extra = ["--smoke"] if smoke else []
-    if name in PROGRAMS:
-        script, *words = PROGRAMS[name]
-        until = [] if minutes == float("inf") else ["--minutes", f"{minutes:.2f}"]
-        return [sys.executable, str(HERE / script), *words, "--out", f"runs/studies/{name}", *until, *extra]
+@dataclass(frozen=True)
+class Job:
+    """A process to be started: what it is called, what it runs, how many places it takes, what it waits for."""
+
+    name: str
+    command: tuple[str, ...]
+    places: int = 1
+    study: str = ""
+    waits: tuple[Row, ...] = ()
+    timed: bool = False  # ends by itself where it is told how many minutes it has
+
+
+def jobs_of(name: str, jobs: int, smoke: bool) -> list[Job]:
+    """All processes of a study."""
+    extra = ("--smoke",) if smoke else ()
+    if name in PLANS:
+        return [of_rows(process, extra) for process in PLANS[name]()]
     if name in CHAINED:
-        return [sys.executable, str(HERE / "chained.py"), *CHAINED[name], "--jobs", str(jobs), *extra]
-    words = [sys.executable, "-m", "vitrail", "compare", str(HERE / f"{name}.yaml"), "--jobs", str(jobs)]
-    return [*words, "--seconds", "0", *extra]
+        words = (sys.executable, str(HERE / "chained.py"), *CHAINED[name], "--jobs", str(jobs), *extra)
+        return [Job(name, words, jobs)]
+    words = (sys.executable, "-m", "vitrail", "compare", str(HERE / f"{name}.yaml"), "--jobs", str(jobs))
+    return [Job(name, (*words, "--seconds", "0", *extra), jobs)]
+
+
+def of_rows(process: Process, extra: Sequence[str]) -> Job:
+    words = (sys.executable, str(HERE / process.script), *process.words, "--out", f"runs/studies/{process.study}")
+    return Job(f"{process.study}: {process.name}", (*words, *extra), 1, process.study, process.waits, True)
+
+
+def lacking(name: str, folder: Path) -> list[str]:
+    """Files that a study of rows needs and FOLDER does not have."""
+    wanted = {file for process in PLANS[name]() for file in process.data} if name in PLANS else set()
+    return sorted(file for file in wanted if not (folder / file).exists())
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
@@ -72,66 +91,116 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
         process.wait()
 
 
-class Pool:
-    """Takes one study after the other, `side` at a time."""
+class Rows:
+    """What studies have found so far, read as it comes."""
 
-    def __init__(self, names: list[str], folder: Path, jobs: int, smoke: bool, minutes: float | None) -> None:
-        self.waiting, self.folder, self.jobs, self.smoke = list(names), folder, jobs, smoke
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: dict[str, int] = {}
+        self._rows: dict[str, set[Row]] = {}
+
+    def __contains__(self, place: tuple[str, Row]) -> bool:
+        study, row = place
+        return row in self._rows.get(study, ())
+
+    def look(self, studies: set[str]) -> None:
+        for study in studies:
+            path = self.folder / study / "found.jsonl"
+            if not path.is_file():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read.get(study, 0))
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]  # a line may be half written
+            self._read[study] = self._read.get(study, 0) + len(whole)
+            for line in whole.splitlines():
+                with suppress(ValueError):
+                    row = json.loads(line)
+                    if "failed" not in row:
+                        place = (row["table"], row["subject"], row["what"], row["seed"])
+                        self._rows.setdefault(study, set()).add(place)
+
+
+class Pool:
+    """Starts the first job that waits for nothing more whenever there is a place for it."""
+
+    def __init__(
+        self, waiting: Sequence[Job], folder: Path, side: int, minutes: float | None, every: float = 1
+    ) -> None:
+        self.waiting, self.folder, self.side, self.every = list(waiting), folder, side, every
         self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-        self.lock = threading.Lock()
+        self.rows = Rows(folder / "runs" / "studies")
+        self.running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
         self.failed: list[str] = []
         (folder / "runs" / "logs").mkdir(parents=True, exist_ok=True)
 
-    def take(self) -> None:
-        while time.monotonic() < self.until:
-            with self.lock:
-                if not self.waiting:
-                    return
-                name = self.waiting.pop(0)
-            self.run(name)
+    def run(self) -> None:
+        """All of it, or what there is time for; says how each job ended."""
+        studies = {job.study for job in self.waiting if job.study}
+        while (self.waiting or self.running) and time.monotonic() < self.until:
+            for job, (process, _) in list(self.running.items()):
+                if process.poll() is not None:
+                    self._over(job, process.returncode)
+            self.rows.look(studies)
+            begun = [self._begin(job) for job in self._ready()]
+            if not self.running and not begun:
+                break  # what the others wait for will not come
+            time.sleep(self.every)
+        for job, (process, _) in list(self.running.items()):
+            end(process)
+            self._over(job, None)
 
-    def run(self, name: str) -> None:
-        began = time.monotonic()
-        with (self.folder / "runs" / "logs" / f"{name}.txt").open("w") as log:
+    def _ready(self) -> list[Job]:
+        free, found = self.side - sum(job.places for job in self.running), []
+        for job in self.waiting:
+            alone = not self.running and not found  # one that has more runs at a time than there are places
+            if (job.places <= free or alone) and all((job.study, row) in self.rows for row in job.waits):
+                found.append(job)
+                free -= job.places
+        return found
+
+    def _begin(self, job: Job) -> Job:
+        self.waiting.remove(job)
+        left = (self.until - time.monotonic()) / 60 - LAST_ROW
+        words = [*job.command, *(("--minutes", f"{left:.2f}") if job.timed and left < float("inf") else ())]
+        path = self.folder / "runs" / "logs" / f"{job.name.replace(': ', '-').replace(' ', '-')}.txt"
+        with path.open("w") as log:
             process = subprocess.Popen(
-                command(name, self.jobs, self.smoke, (self.until - time.monotonic()) / 60 - LAST_ROW),
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                words, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-            try:
-                code = process.wait(max(0.0, min(self.until - time.monotonic(), threading.TIMEOUT_MAX)))
-                said = "done" if code == 0 else f"failed with exit code {code}: see its log"
-            except subprocess.TimeoutExpired:
-                end(process)
-                code, said = 1, "out of time"
-        if code:
-            self.failed.append(name)
-        print(f"{name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+        self.running[job] = process, time.monotonic()
+        return job
+
+    def _over(self, job: Job, code: int | None) -> None:
+        _, began = self.running.pop(job)
+        said = "out of time" if code is None else "done" if code == 0 else f"failed with exit code {code}: see its log"
+        if code != 0:
+            self.failed.append(job.name)
+        print(f"{job.name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(STUDIES), help="studies (none: all)")
     parser.add_argument("--data", type=Path, default=Path.cwd(), help="folder of the data, and of what comes out")
-    parser.add_argument("--side", type=int, default=3, help="studies at a time")
-    parser.add_argument("--jobs", type=int, default=3, help="runs of a study at a time")
+    parser.add_argument("--side", type=int, default=9, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=3, help="runs of a study of `vitrail compare` at a time")
     parser.add_argument("--minutes", type=float, help="stop everything then")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    known = {*CHAINED, *PROGRAMS, *(path.stem for path in HERE.glob("*.yaml"))}
+    known = {*CHAINED, *PLANS, *(path.stem for path in HERE.glob("*.yaml"))}
     for name in options.names:
         if name not in known:
             parser.error(f"no study {name!r}; there are {', '.join(sorted(known))}")
-    pool = Pool(options.names, options.data, options.jobs, options.smoke, options.minutes)
-    threads = [threading.Thread(target=pool.take) for _ in range(options.side)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in pool.waiting:
-        print(f"{name}: not begun")
+        if missing := lacking(name, options.data):
+            parser.error(
+                f"{name} needs {', '.join(missing)} in {options.data}; the header of its script says what they are"
+            )
+    waiting = [job for name in options.names for job in jobs_of(name, options.jobs, options.smoke)]
+    pool = Pool(waiting, options.data, options.side, options.minutes)
+    pool.run()
+    for job in pool.waiting:
+        print(f"{job.name}: not begun")
     return 1 if pool.failed or pool.waiting else 0
 
 

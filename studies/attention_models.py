@@ -33,6 +33,7 @@ from vitrail.model.heads.head import LinearHead
 from vitrail.recipes import recipe, with_values
 
 FAMILIES = ("scratch", "tune", "copy", "distill")
+AUTOENCODERS = {"mae": "whole", "mae-other": "other", "mae-shapes": "shapes"}  # name -> images
 RATES = (5e-4, 1.5e-3)  # one is chosen for each family, on val, with seed 0
 SHAPES, BOXES = "synthetic:shapes?size=32&n=10000", 800  # pictures in all, and those whose boxes are known
 MODEL = ModelConfig(name="vit_tiny_32", drop_path=0.0, trunk={"depth": 8, "heads": 6})  # enough heads to choose from
@@ -194,8 +195,7 @@ class Models(KeptModels):
 
     def training(self, name: str, seed: int) -> Callable[[], Classifier]:
         if name.startswith("mae"):
-            images = {"mae": "whole", "mae-other": "other", "mae-shapes": "shapes"}[name]
-            runs: DeviceRuns = getattr(self.data, images)
+            runs: DeviceRuns = getattr(self.data, AUTOENCODERS[name])
             return lambda: self.trained(runs, self._small(with_values(recipe("small-mae"), MAE)), seed, compiled=True)
         base, _, rate = name.partition("-rate")
         config, way = self.config(base, float(rate) if rate else None, seed), self.ways[base]

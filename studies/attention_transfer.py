@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_models import FAMILIES, ON_BOXES, STILL, Data, Models
+from attention_models import AUTOENCODERS, FAMILIES, ON_BOXES, STILL, Data, Models
 from attention_pictures import Pictures
 from attention_tables import tables
 from found import Found, Order, hardware, study_parser, to_the_end
@@ -53,7 +53,7 @@ BY_WAY = (
     "other",
     "mix",
 )  # parts of which each row is a way
-PARTS = (*BY_WAY, "shift", "ensemble", "boxes", "pictures")
+PARTS = ("teachers", *BY_WAY, "shift", "ensemble", "boxes", "pictures")
 SEVERITIES = (1, 3, 5)
 CORRUPTED = 2000  # test images; ten corruptions of each at three severities
 PAIRS = (  # averaged; + 1: with the next seed
@@ -74,6 +74,12 @@ class Study:
         self.models, self.found, self.data, self.seeds = models, models.found, models.data, seeds
         self._said: dict[tuple[str, int], Predictions] = {}
 
+    def teachers(self, seed: int) -> None:
+        """The autoencoders, which later parts would train where they need them."""
+        for name in filter(self.found.wants, AUTOENCODERS):
+            if name != "mae-other" or self.data.other_uri is not None:
+                self.models(name, seed)
+
     def taught(self, part: str, seed: int) -> None:
         """Accuracy of every student of a part."""
 
@@ -83,7 +89,7 @@ class Study:
 
         for name, way in self.models.ways.items():
             needs_other = "mae-other" in (way.teacher, way.start)
-            if way.part == part and not (needs_other and self.data.other_uri is None):
+            if way.part == part and self.found.wants(name) and not (needs_other and self.data.other_uri is None):
                 self.found.row(part, way.subject, way.what, seed, partial(make, name))
 
     def shift(self, seed: int) -> None:
@@ -163,6 +169,7 @@ class Study:
         pictures = Pictures(self.models, out / "pictures")
         once = ("averages", "layers", "heads", "weights", "other", "mix")
         return [
+            ("teachers", self.teachers, first),
             ("main", partial(self.taught, "main"), every),
             ("targets", partial(self.taught, "targets"), every),
             ("ensemble", self.ensemble, every),
@@ -191,7 +198,7 @@ def main() -> None:
         other, options.fraction = other or "synthetic:shapes?size=32&n=150", 0.5
     if other is None:
         print("no --other images: teachers from other data are left out", file=sys.stderr)
-    found = Found(options.out, options.minutes)
+    found = Found(options.out, options.minutes, options.of)
     data = Data(uri, other, options.fraction, options.smoke)
     count = len(data.few.data["train"])
     found.row("about", uri, f"{count} labels, {hardware(data.few.fast)}", 0, lambda: {"smoke": options.smoke})

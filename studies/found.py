@@ -2,7 +2,7 @@
 
 A row is made by what it is the row of: table, subject, what, seed. A kill, or a time that is over, loses nothing that
 was written; a row that failed is said, does not end the study, and is tried again by the next call. Processes side by
-side (`--part`, `--only`) may share a folder: each sees the rows of the others.
+side (`--part`, `--only`, `--of`; studies/plans.py) may share a folder: each sees the rows of the others.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def study_parser(about: str, name: str, parts: Sequence[str]) -> argparse.Argume
     parser.add_argument("--part", nargs="+", default=list(parts), choices=parts)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="rows of these seeds (none: of all)")
+    parser.add_argument("--of", nargs="+", metavar="NAME", help="rows of these models or methods (none: of all)")
     parser.add_argument("--out", type=Path, default=Path("runs/studies") / name)
     parser.add_argument("--models", type=Path, help="where models are kept (none: with the rows)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after so many")
@@ -54,8 +55,8 @@ class OutOfTime(Exception):
 class Found:
     """Rows of FOLDER/found.jsonl, written as they come; what is there is not made again."""
 
-    def __init__(self, folder: Path, minutes: float = math.inf) -> None:
-        self.path = folder / "found.jsonl"
+    def __init__(self, folder: Path, minutes: float = math.inf, of: Sequence[str] | None = None) -> None:
+        self.path, self.of = folder / "found.jsonl", of
         folder.mkdir(parents=True, exist_ok=True)
         self.until = time.monotonic() + 60 * minutes
         self.failed = 0
@@ -69,6 +70,10 @@ class Found:
         for row in read_rows(self.path.parent):
             if "failed" not in row:
                 self.rows.setdefault(key(row), row)
+
+    def wants(self, name: str) -> bool:
+        """Whether rows of this model or method are to be made (`--of`)."""
+        return self.of is None or name in self.of
 
     def row(
         self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]], again: bool = False

@@ -219,7 +219,7 @@ def main() -> None:
     uri, episodes, seeds = options.data or "embedded:fashion", options.episodes, options.seeds
     if options.smoke:
         episodes, seeds = 2, 1
-    found = Found(options.out, options.minutes)
+    found = Found(options.out, options.minutes, options.of)
     runs = Runs(uri, limit=200, most=120) if options.smoke else Runs(uri)
     about = f"{len(runs.data['train'])} training images, {hardware(runs.fast)}, epochs x {options.factor:g}"
     models = Models(

@@ -175,7 +175,9 @@ class Study:
                 done.model.save(keep)
             return {**done.figures(), **judge(done)}
 
-        self.found.row(table, subject, what, seed, make, again)
+        method = (subject if table in ("noise", "coarse") else what).partition(",")[0].replace(" ", "-")
+        if self.found.wants(method) or table == "teacher":
+            self.found.row(table, subject, what, seed, make, again)
 
     def worth(self, done: Trained, uri: str = "", **options: Any) -> dict[str, Any]:
         """What the trunk is worth, and the slow copy of it where there is one."""
@@ -287,7 +289,7 @@ def main() -> None:
     if len(data) == 1 and not options.smoke and "cifar10" in options.part:
         parser.error("the part cifar10 wants a second data set; name it, or leave that part out with --part")
     few = options.smoke
-    found = Found(options.out, options.minutes)
+    found = Found(options.out, options.minutes, options.of)
     probe = ProbeSettings(learning_rates=(0.1,), weight_decays=(1e-4,), epochs=2) if few else PROBE
     runs = Runs(limit=200 if few else None, most=60 if few else None, probe=probe)
     about = f"{hardware(runs.fast)}"

@@ -189,13 +189,89 @@ def test_runs_of_a_study_are_looked_at_from_outside(tmp_path: Path) -> None:
     assert float(one[1].split("%")[0]) == pytest.approx(float(one[3].strip("%")) / 2, abs=0.06)
 
 
-def test_studies_out_of_time_may_write_what_they_must(tmp_path: Path) -> None:
-    """A run of the study, not the study itself, writes its checkpoint when it is asked to stop."""
+@pytest.fixture(scope="module")
+def runner() -> Any:
+    """studies/all.py as a module."""
     specification = importlib.util.spec_from_file_location("all_studies", STUDIES / "all.py")
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # dataclasses look their module up
     specification.loader.exec_module(module)
+    return module
+
+
+def writes(name: str, before: str = "", after: str = "") -> tuple[str, ...]:
+    """A process that makes one row of the study `s`, and code around it."""
+    row = json.dumps({"table": "t", "subject": name, "what": "w", "seed": 0})
+    lines = ("import pathlib", before, f"open('runs/studies/s/found.jsonl', 'a').write({row + chr(10)!r})", after)
+    return (sys.executable, "-c", "\n".join(lines))
+
+
+def test_processes_of_a_study_begin_when_the_rows_they_wait_for_are_there(runner: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "studies" / "s").mkdir(parents=True)
+    # The first goes on after its row until the second, which waits for that row, has made its own: both run at once.
+    seen = "while 'second' not in pathlib.Path('runs/studies/s/found.jsonl').read_text(): pass"
+    first = runner.Job("first", writes("first", after=seen), study="s")
+    second = runner.Job("second", writes("second"), study="s", waits=(("t", "first", "w", 0),))
+    never = runner.Job("never", writes("never"), study="s", waits=(("t", "nobody", "w", 0),))
+    pool = runner.Pool([never, second, first], tmp_path, side=2, minutes=1, every=0.05)
+    pool.run()
+    made = [json.loads(line)["subject"] for line in (tmp_path / "runs/studies/s/found.jsonl").read_text().splitlines()]
+    assert made == ["first", "second"]
+    assert pool.waiting == [never]  # what nobody makes is not waited for when nothing is running
+    assert not pool.failed
+
+
+def test_no_more_processes_at_a_time_than_there_are_places(runner: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "studies" / "s").mkdir(parents=True)
+    other = "assert not pathlib.Path('busy').exists(); pathlib.Path('busy').touch(); import time; time.sleep(0.2)"
+    jobs = [
+        runner.Job(f"job {n}", writes(str(n), other, "pathlib.Path('busy').unlink()"), places=2, study="s")
+        for n in range(3)
+    ]
+    pool = runner.Pool(jobs, tmp_path, side=3, minutes=1, every=0.05)
+    pool.run()
+    assert not pool.failed
+    assert not pool.waiting
+
+
+def test_a_process_that_fails_or_is_out_of_time_is_said(runner: Any, tmp_path: Path, capsys: Any) -> None:
+    bad = runner.Job("bad", (sys.executable, "-c", "raise SystemExit(3)"))
+    long = runner.Job("long", (sys.executable, "-c", "import time; time.sleep(60)"))
+    pool = runner.Pool([bad, long], tmp_path, side=2, minutes=0.03, every=0.05)
+    pool.run()
+    assert sorted(pool.failed) == ["bad", "long"]
+    said = capsys.readouterr().out
+    assert "bad: failed with exit code 3" in said
+    assert "long: out of time" in said
+
+
+def test_every_plan_names_scripts_parts_and_rows_that_exist(runner: Any) -> None:
+    """What a process waits for is of a table of its study, and no two processes have one name."""
+    from plans import PLANS  # type: ignore[import-not-found]
+
+    for plan in PLANS.values():
+        processes = plan()
+        assert len({process.name for process in processes}) == len(processes)
+        for process in processes:
+            source = (STUDIES / process.script).read_text()
+            parts = process.words[process.words.index("--part") + 1 :]
+            parts = parts[: next((i for i, word in enumerate(parts) if word.startswith("--")), len(parts))]
+            assert parts
+            assert all(f'"{part}"' in source for part in parts)
+            assert all(seed in range(3) for *_, seed in process.waits)
+
+
+def test_data_that_a_study_lacks_are_named_before_anything_begins(tmp_path: Path) -> None:
+    command = [sys.executable, str(STUDIES / "all.py"), "genie", "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "genie needs cifar10.npz, cifar10_resnet56.safetensors" in done.stderr
+
+
+def test_studies_out_of_time_may_write_what_they_must(runner: Any, tmp_path: Path) -> None:
+    """A run of the study, not the study itself, writes its checkpoint when it is asked to stop."""
     wrote, ready = tmp_path / "checkpoint", tmp_path / "ready"
     run = (
         "import pathlib, signal, sys, time\n"
@@ -206,6 +282,6 @@ def test_studies_out_of_time_may_write_what_they_must(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", study], start_new_session=True)
     while not ready.exists():
         time.sleep(0.02)
-    module.end(process)
+    runner.end(process)
     assert wrote.exists()
     assert process.returncode is not None

@@ -20,11 +20,13 @@ ADAM_SIZE = 0.2  # root mean square of a usual AdamW update
 def orthogonalised(matrices: Tensor, steps: int = STEPS) -> Tensor:
     """Near-orthogonal factors of matrices [n, rows, columns]: U Vᵀ with singular values within about 0.7 to 1.2.
 
-    Newton-Schulz iterations in bf16, as published: noise on an update is harmless, and products are all there is.
+    Newton-Schulz iterations in bf16, as published: noise on an update is harmless, and products are all there is. On a
+    CPU they keep their precision: few CPUs multiply bf16, and on the others it is slower by far.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).to(torch.bfloat16)
+    x = matrices.mT if tall else matrices
+    x = x if x.device.type == "cpu" else x.to(torch.bfloat16)
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT

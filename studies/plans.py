@@ -1,0 +1,168 @@
+"""How studies of rows are cut into processes, and which rows each of them waits for; studies/all.py runs them.
+
+A small model leaves most of an accelerator idle, so a study takes a third of the time in a dozen processes. What
+several of them need (a teacher, a chosen learning rate) is made by one, and the others begin when its row is there;
+within a study what the longest chain stands on comes first. Parts that time something are not here: they are run alone.
+Rows and models belong together: a folder of rows whose models are gone has every process train them again for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Row = tuple[str, str, str, int]  # table, subject, what, seed
+CIFAR100, CIFAR10, IMAGENETTE = "cifar100.npz", "cifar10.npz", "imagenette.npz"
+SEEDS = range(3)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One call of a study's script."""
+
+    study: str  # the folder of its rows
+    name: str
+    script: str
+    words: tuple[str, ...]
+    data: tuple[str, ...]  # files and folders that must be there
+    waits: tuple[Row, ...] = ()  # rows of the study that others make
+
+
+def adaptive() -> list[Process]:
+    def process(name: str, words: str, *waits: Row) -> Process:
+        said = (CIFAR100, *words.split())
+        return Process("adaptive", name, "adaptive.py", said, (CIFAR100,), waits)
+
+    def base(seed: int) -> Row:
+        return "base", "vit", "plain", seed
+
+    made = [process(f"base {s}", f"--part base --only {s}") for s in SEEDS]
+    later = []
+    for s in SEEDS:
+        for kind in ("avit", "ats", "adavit"):
+            # The weight of A-ViT's ponder loss is chosen with seed 0; one batch of images is taken with its base.
+            first: tuple[Row, ...] = (("victims", "avit", "plain", 0),) if kind == "avit" and s else ()
+            own: Row = ("victims", kind, "plain", s)
+            made.append(
+                process(f"victim {kind} {s}", f"--part victims --of {kind} --only {s}", base(s), base(0), *first)
+            )
+            made.append(process(f"attacks {kind} {s}", f"--part attacks --of {kind} --only {s}", own))
+            later.append(process(f"variations {kind} {s}", f"--part variations --of {kind} --only {s}", own))
+        slow = [("attacks", kind, "slowformer", s) for kind in ("ats", "avit", "adavit")]
+        made += [
+            process(f"defence {kind} {s}", f"--part defence --of {kind} --only {s}", slow[1])
+            for kind in ("defended", "control")
+        ]
+        made.append(process(f"transfer {s}", f"--part transfer --only {s}", *slow))
+        made.append(process(f"ats {s}", f"--part ats --only {s}", ("victims", "ats", "plain", s), base(0)))
+    return made + later
+
+
+def attention_transfer() -> list[Process]:
+    def process(name: str, words: str, *waits: Row) -> Process:
+        said = (CIFAR100, "--other", CIFAR10, *words.split())
+        return Process("attention-transfer", name, "attention_transfer.py", said, (CIFAR100, CIFAR10), waits)
+
+    def trained(teacher: str) -> Row:
+        return "training", teacher, "whole", 0
+
+    def taught(seed: int, *more: tuple[str, str]) -> list[Row]:
+        plain = [("scratch", "no teacher"), *((way, "pre-trained") for way in ("fine-tune", "copy", "distill"))]
+        return [("main", subject, what, seed) for subject, what in (*plain, *more)]
+
+    def whole(seed: int) -> list[Row]:
+        return taught(seed, *((way, what) for way in ("copy", "distill") for what in ("fine-tuned", "random")))
+
+    made = [process(name, f"--part teachers --of {name}") for name in ("mae", "mae-other", "mae-shapes")]
+    made.append(process("main 0", "--part main --only 0", trained("mae")))
+    chosen = taught(0)  # with them all learning rates
+    made += [process(f"main {s}", f"--part main --only {s}", *chosen) for s in SEEDS[1:]]
+    made += [process(f"targets {s}", f"--part targets --only {s}", *chosen) for s in SEEDS]
+    later = []
+    for s in SEEDS:
+        rows = [
+            process(f"averages {s}", f"--part averages --only {s}", *chosen),
+            process(f"layers {s}", f"--part layers --only {s}", *chosen),
+            process(f"heads {s}", f"--part heads weights --only {s}", *chosen),
+            process(f"other {s}", f"--part other mix --only {s}", *chosen, trained("mae-other")),
+        ]
+        (later if s else made).extend(rows)
+        made.append(process(f"shift {s}", f"--part shift --only {s}", *whole(s)))
+        made.append(process(f"boxes {s}", f"--part boxes --only {s}", *chosen, trained("mae-shapes")))
+    made.append(process("ensemble", "--part ensemble", *(row for s in SEEDS for row in whole(s))))
+    made.append(process("pictures", "--part pictures", *whole(0)))
+    return made + later
+
+
+def adapters() -> list[Process]:
+    def process(name: str, words: str, *waits: Row, data: tuple[str, ...] = (CIFAR100, CIFAR10)) -> Process:
+        return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits)
+
+    def last(seed: int) -> Row:
+        return "main", "NOLA, MLP, rank 8", "k = l = 1000", seed
+
+    begun: Row = ("scratch", "NOLA, rank 8", "250 + 250 a convolution, 2000", 0)
+    made = [process("main 0", "--part main --only 0"), process("scratch 0", "--part scratch --only 0")]
+    made += [process(f"main {s}", f"--part main --only {s}", last(0)) for s in SEEDS[1:]]
+    for s in SEEDS:
+        words = f"--other {IMAGENETTE} --part other --only {s}"
+        made.append(process(f"other {s}", words, last(0), data=(CIFAR100, CIFAR10, IMAGENETTE)))
+    made += [process(f"shots {s}", f"--part shots --only {s}", last(0)) for s in range(4)]
+    made += [process(f"scratch {s}", f"--part scratch --only {s}", begun) for s in SEEDS[1:]]
+    return [*made, process("bits", "--part bits", *(last(s) for s in SEEDS))]
+
+
+def text() -> list[Process]:
+    made = []
+    for part in ("cola", "rte", "grammar"):
+        for head in ("class", "words", "both"):
+            words = ("glue", "minilm", "--part", part, "--head", head)
+            made.append(Process("text", f"{part} {head}", "text.py", words, ("glue", "minilm")))
+    return made
+
+
+def genie() -> list[Process]:
+    oracle = "cifar10_resnet56.safetensors"
+
+    def process(name: str, words: str, *waits: Row) -> Process:
+        return Process(
+            "genie", name, "genie.py", (CIFAR10, "--oracle", oracle, *words.split()), (CIFAR10, oracle), waits
+        )
+
+    both: tuple[Row, ...] = (
+        ("diffusion", "small-diffusion", "all classes", 0),
+        ("classifiers", "backbone", "MoCo, no labels", 0),
+    )
+    made = [process(part, f"--part {part}") for part in ("diffusion", "classifiers")]
+    made += [process(part, f"--part {part}", *both) for part in ("fewshot", "oracle")]
+    made += [process(f"longtail {s}", f"--part longtail --only {s}", *both) for s in SEEDS]
+    return [*made, process("pictures", "--part pictures", *both)]
+
+
+def selfsupervised() -> list[Process]:
+    def process(name: str, words: str, *waits: Row) -> Process:
+        said = (CIFAR100, CIFAR10, *words.split())
+        return Process("selfsupervised", name, "selfsupervised.py", said, (CIFAR100, CIFAR10), waits)
+
+    methods = ("moco", "byol-asym", "msf", "cmsf", "isd")
+    made = [process(f"main {method} 0", f"--part main --only 0 --of {method}") for method in methods]
+    made.append(process("students", "--part students", ("main", "resnet18", "moco, s/s", 0)))
+    made += [process(f"vit {method}", f"--part vit --of {method}") for method in methods]
+    made.append(process("attention", "--part attention", ("vit", "vit_tiny_32", "moco, s/s", 0)))
+    made += [process(f"noise {of}", f"--part noise --of {of}") for of in ("cmsf", "cross-entropy")]
+    made += [process("coarse", "--part coarse"), process("tail 0", "--part tail --only 0")]
+    made += [process(f"cifar10 {method}", f"--part cifar10 --of {method}") for method in methods]
+    for s in SEEDS[1:]:
+        made += [process(f"main {method} {s}", f"--part main --only {s} --of {method}") for method in methods]
+        made.append(process(f"tail {s}", f"--part tail --only {s}"))
+    return made
+
+
+PLANS: dict[str, Callable[[], list[Process]]] = {
+    "adaptive": adaptive,
+    "attention-transfer": attention_transfer,
+    "adapters": adapters,
+    "text": text,
+    "genie": genie,
+    "selfsupervised": selfsupervised,
+}
