@@ -3,9 +3,9 @@
     python benchmarks/sima.py [--out FILE] [--sweep] [--device cpu]
 
 On CUDA: milliseconds at [batch, tokens, 3, 6 heads, 64] in bfloat16, forward alone and forward + backward, with ratios
-to softmax and to the floor (what a copy of as many bytes takes). `--sweep` tries cuts of the kernel (`split`, `block`
-and `warps` of kernels/sima_triton.py). Everywhere: the two orders of plain SimA by number of tokens, and where they
-cross (`CROSSOVER` of kernels/sima.py).
+to softmax and to the floor (what a copy of as many bytes takes). `--sweep` tries cuts of the kernel (`split`, `block`,
+`warps` and `ahead` of kernels/sima_triton.py). Everywhere: the two orders of plain SimA by number of tokens, and where
+they cross (`CROSSOVER` of kernels/sima.py).
 """
 
 from __future__ import annotations
@@ -96,18 +96,19 @@ def sweep(batch: int, tokens: int) -> list[str]:
         ("backward", partial(sima_triton.backward, qkv, grad)),
     ):
         found = {}
-        for split, block, warps in itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (2, 4, 8)):
+        cuts = itertools.product((1, 2, 4, 8, 16), (32, 64, 128), (2, 4, 8), (False, True))
+        for split, block, warps, ahead in cuts:
             if split > 1 and tokens // split < 128:
                 continue
-            way = partial(run, split=split, block=block, warps=warps)
+            name = f"split {split} block {block} warps {warps}{' ahead' * ahead}"
             try:
-                found |= milliseconds({f"split {split} block {block} warps {warps}": way})
+                found |= milliseconds({name: partial(run, split=split, block=block, warps=warps, ahead=ahead)})
             except Exception as error:  # more shared memory or registers than there are
-                lines.append(f"{batch:4} x {tokens:5} {what} split {split} block {block} warps {warps}: {error!r:.80}")
+                lines.append(f"{batch:4} x {tokens:5} {what} {name}: {error!r:.80}")
         found |= milliseconds({"as shipped": run})
         best = sorted(found.items(), key=lambda pair: pair[1])
         shown = best[:6] + [pair for pair in best[6:] if pair[0] == "as shipped"]
-        lines += [f"{batch:4} x {tokens:5} {what:8} {name:28} {time:8.4f} ms" for name, time in shown]
+        lines += [f"{batch:4} x {tokens:5} {what:8} {name:34} {time:8.4f} ms" for name, time in shown]
     return lines
 
 

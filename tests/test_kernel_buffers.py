@@ -90,8 +90,9 @@ def overwritten(kernel: Made) -> list[str]:
 
 def of_sima(tokens: int, dim: int, dtype: torch.dtype) -> None:
     qkv = torch.zeros(2, tokens, 3, 2, dim, dtype=dtype)
-    sima_triton.forward(qkv)
-    sima_triton.backward(qkv, torch.zeros(2, tokens, 2, dim, dtype=dtype))
+    for ahead in (False, True):
+        sima_triton.forward(qkv, ahead=ahead)
+        sima_triton.backward(qkv, torch.zeros(2, tokens, 2, dim, dtype=dtype), ahead=ahead)
 
 
 def of_ragged_sima(tokens: int, dim: int, dtype: torch.dtype) -> None:

@@ -205,8 +205,10 @@ for tokens, heads, dim, split, p in sizes:
     expected = spelled_out(qkv, p)
     grad = torch.randn(expected.shape, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(expected, qkv, grad)
-    close(sima_triton.forward(qkv.detach(), None, p, split=split), expected, (tokens, p))
-    close(sima_triton.backward(qkv.detach(), grad.float(), None, p, split=split), gradient, (tokens, p, "gradient"))
+    for ahead in (False, True):
+        cut = {"split": split, "ahead": ahead}
+        close(sima_triton.forward(qkv.detach(), None, p, **cut), expected, (tokens, p, cut))
+        close(sima_triton.backward(qkv.detach(), grad.float(), None, p, **cut), gradient, (tokens, p, cut, "gradient"))
 qkv, offsets = torch.randn(80, 3, 2, 16), torch.tensor([0, 5, 5, 75])
 made, grad = sima_triton.forward(qkv, offsets), torch.randn(80, 2, 16)
 gradient = sima_triton.backward(qkv, grad, offsets)

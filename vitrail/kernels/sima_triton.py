@@ -49,6 +49,29 @@ def _amount(x, P: tl.constexpr):
 
 
 @triton.jit
+def _tiles(
+    QKV,
+    GRAD,
+    n,
+    last,
+    heads,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """N tokens from `n` on of q, k, v and (BACK) grad; zeros from `last` on."""
+    row = 3 * heads * D
+    q = _load(QKV, n, N, last, row, D, DP)
+    k = _load(QKV + heads * D, n, N, last, row, D, DP)
+    v = _load(QKV + 2 * heads * D, n, N, last, row, D, DP)
+    grad = v
+    if BACK:
+        grad = _load(GRAD, n, N, last, heads * D, D, DP)
+    return q, k, v, grad
+
+
+@triton.jit
 def _gather(
     QKV,
     GRAD,
@@ -60,9 +83,12 @@ def _gather(
     N: tl.constexpr,
     P: tl.constexpr,
     BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Over tokens `first` to `last` of a head: kᵀ v, qᵀ grad, and the sums of |q| and |k| to the power P."""
-    row = 3 * heads * D
+    """Over tokens `first` to `last` of a head: kᵀ v, qᵀ grad, and the sums of |q| and |k| to the power P.
+
+    AHEAD: the next tiles are asked for, into registers, before these are multiplied.
+    """
     kv = tl.zeros([DP, DP], tl.float32)
     qg = tl.zeros([DP, DP], tl.float32)
     # Added up token by token and reduced once: a reduction in every step would wait for all warps.
@@ -70,16 +96,24 @@ def _gather(
     size_k = tl.zeros([N, DP], tl.float32)
     # Not pipelined: of tiles that are both multiplied and added up Triton (3.6 to 3.9) keeps too few copies, and loads
     # the next over one that a product on the tensor cores still reads. See tests/test_kernel_buffers.py.
-    for n in tl.range(first, last, N, num_stages=1):
-        q = _load(QKV, n, N, last, row, D, DP)
-        k = _load(QKV + heads * D, n, N, last, row, D, DP)
-        v = _load(QKV + 2 * heads * D, n, N, last, row, D, DP)
-        kv = tl.dot(tl.trans(k), v, kv)
-        if BACK:
-            grad = _load(GRAD, n, N, last, heads * D, D, DP)
-            qg = tl.dot(tl.trans(q), grad, qg)
-        size_q += _amount(q, P)
-        size_k += _amount(k, P)
+    if AHEAD:
+        q, k, v, grad = _tiles(QKV, GRAD, first, last, heads, D, DP, N, BACK)
+        for n in tl.range(first, last, N, num_stages=1):
+            next_q, next_k, next_v, next_grad = _tiles(QKV, GRAD, n + N, last, heads, D, DP, N, BACK)
+            kv = tl.dot(tl.trans(k), v, kv)
+            if BACK:
+                qg = tl.dot(tl.trans(q), grad, qg)
+            size_q += _amount(q, P)
+            size_k += _amount(k, P)
+            q, k, v, grad = next_q, next_k, next_v, next_grad
+    else:
+        for n in tl.range(first, last, N, num_stages=1):
+            q, k, v, grad = _tiles(QKV, GRAD, n, last, heads, D, DP, N, BACK)
+            kv = tl.dot(tl.trans(k), v, kv)
+            if BACK:
+                qg = tl.dot(tl.trans(q), grad, qg)
+            size_q += _amount(q, P)
+            size_k += _amount(k, P)
     return kv, qg, tl.sum(size_q, 0), tl.sum(size_k, 0)
 
 
@@ -164,10 +198,11 @@ def _whole(
     P: tl.constexpr,
     BACK: tl.constexpr,
     RAGGED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One program: a whole head, N tokens at a time."""
     count, start, place = _head(QKV, GRAD, OFFSETS, tokens, heads, D, RAGGED)
-    kv, qg, size_q, size_k = _gather(QKV + start, GRAD + place, 0, count, heads, D, DP, N, P, BACK)
+    kv, qg, size_q, size_k = _gather(QKV + start, GRAD + place, 0, count, heads, D, DP, N, P, BACK, AHEAD)
     made = MADE + (start if BACK else place)
     _spread(QKV + start, GRAD + place, made, kv, qg, size_q, size_k, 0, count, heads, D, DP, N, P, BACK)
 
@@ -185,6 +220,7 @@ def _gather_part(
     N: tl.constexpr,
     P: tl.constexpr,
     BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One program: the sums over `chunk` tokens of a head, to PARTS [heads of all images, chunks, rows, DP].
 
@@ -193,7 +229,7 @@ def _gather_part(
     _, start, place = _head(QKV, GRAD, QKV, tokens, heads, D, False)
     first = tl.program_id(1) * chunk
     last = tl.minimum(first + chunk, tokens)
-    kv, qg, size_q, size_k = _gather(QKV + start, GRAD + place, first, last, heads, D, DP, N, P, BACK)
+    kv, qg, size_q, size_k = _gather(QKV + start, GRAD + place, first, last, heads, D, DP, N, P, BACK, AHEAD)
     rows = 2 * DP + 2 if BACK else DP + 2
     parts = PARTS + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows * DP
     d = tl.arange(0, DP)
@@ -250,15 +286,16 @@ def forward(
     split: int | None = None,
     block: int | None = None,
     warps: int = 8,
+    ahead: bool = False,
 ) -> Tensor:
     """SimA of qkv [batch, tokens, 3, heads, dim], or ragged, [capacity, 3, heads, dim].
 
     `split`: programs a head (none: by the number of tokens and heads); `block`: tokens at a time (none: 64, or 32
-    where heads are wide).
+    where heads are wide); `ahead`: of loads, before the products of the tokens before.
     """
     made = qkv.new_empty if offsets is None else qkv.new_zeros
     out = made(*qkv.shape[:-3], *qkv.shape[-2:])
-    _run(qkv, out, out, offsets, power, split, block, warps, back=False)
+    _run(qkv, out, out, offsets, power, split, block, warps, ahead, back=False)
     return out
 
 
@@ -271,10 +308,11 @@ def backward(
     split: int | None = None,
     block: int | None = None,
     warps: int = 8,
+    ahead: bool = False,
 ) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
     made = torch.empty_like(qkv) if offsets is None else torch.zeros_like(qkv)
-    _run(qkv, grad, made, offsets, power, split, block, warps, back=True)
+    _run(qkv, grad, made, offsets, power, split, block, warps, ahead, back=True)
     return made
 
 
@@ -287,6 +325,7 @@ def _run(
     split: int | None,
     block: int | None,
     warps: int,
+    ahead: bool,
     *,
     back: bool,
 ) -> None:
@@ -301,13 +340,15 @@ def _run(
         split = splits(tokens, all_heads)
     if split == 1:
         ragged = offsets is not None
-        _whole[(all_heads,)](qkv, grad, made, offsets if ragged else qkv, tokens, heads, **common, RAGGED=ragged)
+        _whole[(all_heads,)](
+            qkv, grad, made, offsets if ragged else qkv, tokens, heads, **common, RAGGED=ragged, AHEAD=ahead
+        )
         return
     chunk = triton.cdiv(triton.cdiv(tokens, split), block) * block
     grid = (all_heads, triton.cdiv(tokens, chunk))
     rows = 2 * wide + 2 if back else wide + 2
     parts = torch.empty(*grid, rows, wide, dtype=torch.float32, device=qkv.device)
-    _gather_part[grid](qkv, grad, parts, tokens, heads, chunk, **common)
+    _gather_part[grid](qkv, grad, parts, tokens, heads, chunk, **common, AHEAD=ahead)
     _spread_part[grid](qkv, grad, made, parts.sum(1), tokens, heads, chunk, **common)
 
 
