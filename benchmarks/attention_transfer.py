@@ -23,6 +23,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +147,9 @@ def table(options: argparse.Namespace, device: torch.device) -> list[str]:
     ]
     made: dict[str, Ready] = {}
     for way in options.only:
+        began = time.monotonic()
         made[way] = ready(partial(objective, way, *pair, options.layers), batches, device)
+        print(f"{way}: compiled and warm after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     turn = [0]
 
     def work(way: str) -> None:
