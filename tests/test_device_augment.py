@@ -67,6 +67,22 @@ def apart(made: np.ndarray, expected: list[Image.Image]) -> np.ndarray:
     return np.abs(made.astype(int) - np.stack([np.array(image) for image in expected]))
 
 
+def fused() -> bool:
+    """Whether Pillow was built to multiply and add with one rounding, as compilers for ARM do."""
+    first, second = np.meshgrid(np.arange(256), np.arange(256))
+    made = Image.blend(*(Image.fromarray(x.astype(np.uint8)) for x in (first, second)), 0.73)
+    plain = np.trunc(first.astype(np.float32) + np.float32(0.73) * (second - first).astype(np.float32))
+    return bool((np.asarray(made) != plain).any())
+
+
+FUSED = fused()
+
+
+def same(wrong: np.ndarray, operations: int = 1) -> bool:
+    """To the last level; with a fused Pillow few pixels may be one off after each operation."""
+    return bool(np.max(wrong) <= operations * FUSED and np.mean(np.asarray(wrong) > 0) <= 0.01 * FUSED)
+
+
 def crops(pixels: np.ndarray, drawn: dict) -> list[Image.Image]:
     boxes = np.stack([drawn[f"crop_{side}"] for side in ("left", "top", "width", "height")], 1).astype(int)
     pairs = zip(pixels, boxes, strict=True)
@@ -227,7 +243,7 @@ def test_every_operation_of_randaugment_has_the_pixels_of_torchvision_on_pillow_
         made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds))
         made = made.permute(0, 2, 3, 1).numpy()
         pairs = zip(pixels, chances[:, 1] > 0.5, strict=True)
-        assert apart(made, [torchvisions(Image.fromarray(p), name, up, magnitude) for p, up in pairs]).max() == 0
+        assert same(apart(made, [torchvisions(Image.fromarray(p), name, up, magnitude) for p, up in pairs]))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -245,7 +261,7 @@ def test_every_operation_of_trivialaugment_has_the_pixels_of_torchvision_on_pill
     triples = zip(pixels, chances[:, 1] > 0.5, levels.tolist(), strict=True)
     wide = v2.TrivialAugmentWide
     expected = [torchvisions(Image.fromarray(p), name, bool(up), level, wide) for p, up, level in triples]
-    assert apart(made, expected).max() == 0
+    assert same(apart(made, expected))
 
 
 @pytest.mark.parametrize("policy", ["imagenet", "cifar10", "svhn"])
@@ -268,7 +284,7 @@ def test_autoaugment_is_the_listed_pairs_with_torchvisions_pixels(policy):
         for (name, _, level), does, positive in zip(pairs[pair], comes, (up, not up), strict=True):
             if does:
                 expected[-1] = torchvisions(expected[-1], name, bool(positive), level or 0, v2.AutoAugment)
-    assert apart(images.permute(0, 2, 3, 1).numpy(), expected).max() == 0
+    assert same(apart(images.permute(0, 2, 3, 1).numpy(), expected), 2)
 
 
 def test_randaugment_in_a_batch_is_its_operations_one_after_the_other():
@@ -280,7 +296,7 @@ def test_randaugment_in_a_batch_is_its_operations_one_after_the_other():
         for turn in range(2):
             name, up = OPERATIONS[drawn[f"rand_{turn}_operation"][i]], drawn[f"rand_{turn}_factor"][i] > 1
             expected[-1] = torchvisions(expected[-1], name, bool(up), 9)
-    assert apart(made, expected).max() == 0
+    assert same(apart(made, expected), 2)
 
 
 def timms(image: Image.Image, name: str, up: bool, level: float, how: Image.Resampling, monkeypatch) -> Image.Image:
@@ -322,7 +338,7 @@ def test_every_operation_of_timms_style_has_the_pixels_of_timm_on_pillow_images(
         expected = [timms(Image.fromarray(p), name, bool(up), level, resample, monkeypatch) for p, up in pairs]
         wrong.append(apart(made, expected))
     if name not in SMOOTH:
-        assert np.max(wrong) == 0
+        assert same(wrong)
     elif interpolation == "nearest":
         # Pillow's coordinates are off by up to 33 * 2^-16 pixels here on each axis, and so many change sides.
         assert np.mean(np.max(wrong, -1) > 0) < 2 * 33 * 2**-16

@@ -280,13 +280,13 @@ def test_a_diffuser_with_an_exact_network_carries_noise_to_the_data(
 
 
 def test_a_denoiser_learns_colours_makes_them_and_tells_them_apart() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model = small()
     objective = Diffusion(model, DiffusionConfig())
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     held_out = flat(32, first=1000)
     before = judge_denoising(model, loaders([held_out]))["numbers"]["denoising_loss"]
-    for step in range(150):
+    for step in range(250):
         optimizer.zero_grad()
         objective(flat(16, first=32 * (step % 4)))["loss"].backward()
         optimizer.step()

@@ -29,7 +29,7 @@ from vitrail.measure.episodes import (
     judge_episodes,
 )
 from vitrail.measure.evaluate import Loaders
-from vitrail.measure.linear_classifiers import linear_svm, logistic_regression, prototypes
+from vitrail.measure.linear_classifiers import _solve, linear_svm, logistic_regression, prototypes
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Projected
 from vitrail.schema import ConfigError
@@ -180,6 +180,14 @@ def test_the_prototype_is_scikit_learns_nearest_centroid() -> None:
     for i in range(4):
         theirs = NearestCentroid().fit(known[i].numpy(), label[i].numpy()).predict(asked[i].numpy())
         assert ours[i].tolist() == theirs.tolist()
+
+
+def test_what_rounding_adds_along_a_flat_direction_is_not_followed() -> None:
+    """The bias of all classes together has no curvature but rounding; a step along it would be of any length."""
+    curvature = torch.tensor([[2.0], [1e-18]], dtype=torch.float64)
+    right = torch.tensor([[[1.0], [1e-16]], [[0.0], [1e-16]]], dtype=torch.float64)
+    found = _solve(lambda change: curvature * change, right, torch.full((2,), 1e-20, dtype=torch.float64))
+    torch.testing.assert_close(found[:, :, 0], torch.tensor([[0.5, 0.0], [0.0, 0.0]], dtype=torch.float64))
 
 
 def test_problems_that_are_solved_together_are_solved_as_alone() -> None:

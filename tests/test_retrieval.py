@@ -70,7 +70,7 @@ def test_two_processes_have_the_images_of_both(tmp_path: Path, shares: list[list
     for rank in range(2):
         together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for name, value in alone.items():
-            torch.testing.assert_close(together[name], value)
+            torch.testing.assert_close(together[name], value, rtol=1e-6, atol=1e-6)  # of float32 embeddings
 
 
 def kept(split: str) -> SimpleNamespace:

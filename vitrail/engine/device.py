@@ -11,6 +11,7 @@ from vitrail.engine.distributed import Group
 
 WORKSPACE, DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 _GIVEN = WORKSPACE in os.environ  # by the user, before any run
+_ONEDNN = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def choose_device(name: str, group: Group | None = None) -> torch.device:
@@ -49,5 +50,10 @@ def prepare(config: EngineConfig, seed: int, device: torch.device, group: Group)
         del os.environ[WORKSPACE]
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:
         torch.use_deterministic_algorithms(config.deterministic)
+    # On a CPU that cannot multiply bf16 the first such product switches oneDNN off for good, in the middle of a step:
+    # there it is off from the start, and on again for the next run.
+    halves = device.type == "cpu" and choose_precision(config.precision, device) is torch.bfloat16
+    able = not halves or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    torch.backends.mkldnn.enabled = _ONEDNN and able  # type: ignore[assignment]
     torch.backends.cudnn.benchmark = False  # it chooses by the clock; what is chosen without it is always the same
     return device.type == "cuda" if config.compile is None else config.compile

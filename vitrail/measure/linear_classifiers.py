@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TOLERANCE = 1e-7  # of the gradient, against its size at zero weights
+FLAT = 1e-13  # curvature of a direction of length 1 that is taken for none
 NEWTON_STEPS = 100
 INNER_STEPS = 500
 HALVINGS = 40
@@ -149,7 +150,11 @@ def _minimise(design: Tensor, penalty: Tensor, classes: int, loss: Loss) -> Tens
 
 
 def _solve(matrix: Callable[[Tensor], Tensor], right: Tensor, tolerance: Tensor) -> Tensor:
-    """Conjugate gradients: x with ||matrix(x) - right|| <= tolerance [problems]; those that are done wait."""
+    """Conjugate gradients: x with ||matrix(x) - right|| <= tolerance [problems]; those that are done wait.
+
+    A direction without curvature is rounding: the same added to the bias of all classes changes no chance. A problem of
+    which nothing else is left is done.
+    """
     found, left = torch.zeros_like(right), right
     along, size = left, left.square().sum((1, 2))
     for _ in range(INNER_STEPS):
@@ -158,7 +163,9 @@ def _solve(matrix: Callable[[Tensor], Tensor], right: Tensor, tolerance: Tensor)
             break
         moved = matrix(along)
         curved = (along * moved).sum((1, 2))
-        length = torch.where(open_ & (curved > 0), size / curved.clamp(min=1e-300), 0.0)[:, None, None]
+        bent = curved > FLAT * along.square().sum((1, 2))
+        tolerance = torch.where(open_ & ~bent, torch.inf, tolerance)
+        length = torch.where(open_ & bent, size / curved.clamp(min=1e-300), 0.0)[:, None, None]
         found, left = found + length * along, left - length * moved
         new = left.square().sum((1, 2))
         along = left + (new / size.clamp(min=1e-300))[:, None, None] * along
