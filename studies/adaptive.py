@@ -9,7 +9,7 @@ Rows are appended to FOLDER/found.jsonl as they come, models and patches are kep
 where a kill, or `--minutes`, ended it, and trains again what was lost. What matters most comes first, for all seeds;
 variations of attacks follow, seed by seed. Choices are made on validation images, everything reported is of test
 images; patches are learned on training images. `--of` takes ats, avit, adavit, defended and control. `speed` is to be
-run with nothing else on the accelerator; all the rest took 13 minutes of one H200, cut as studies/plans.py says.
+run with nothing else on the accelerator; all the rest took 13 minutes of one H200, cut nearly as in studies/plans.py.
 
 Expected (efficiency-1 §2.A6, A7, §4.3; efficiency-2 §6.2, 19 to 27): sampling loses little without training, several
 blocks lose less than one, the first block is the worst; the class token scores better than a random one, inverse

@@ -13,7 +13,6 @@ again. Times of studies made side by side mean nothing; benchmarks/ is where tim
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from found import key, read_rows  # noqa: E402
 from plans import PLANS, Process, Row  # noqa: E402
 
 LAST_ROW = 0.4  # minutes in which a script may end what it is at
@@ -91,36 +91,6 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
         process.wait()
 
 
-class Rows:
-    """What studies have found so far, read as it comes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._read: dict[str, int] = {}
-        self._rows: dict[str, set[Row]] = {}
-
-    def __contains__(self, place: tuple[str, Row]) -> bool:
-        study, row = place
-        return row in self._rows.get(study, ())
-
-    def look(self, studies: set[str]) -> None:
-        for study in studies:
-            path = self.folder / study / "found.jsonl"
-            if not path.is_file():
-                continue
-            with path.open("rb") as file:
-                file.seek(self._read.get(study, 0))
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]  # a line may be half written
-            self._read[study] = self._read.get(study, 0) + len(whole)
-            for line in whole.splitlines():
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    if "failed" not in row:
-                        place = (row["table"], row["subject"], row["what"], row["seed"])
-                        self._rows.setdefault(study, set()).add(place)
-
-
 class Pool:
     """Starts the first job that waits for nothing more whenever there is a place for it."""
 
@@ -129,7 +99,7 @@ class Pool:
     ) -> None:
         self.waiting, self.folder, self.side, self.every = list(waiting), folder, side, every
         self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-        self.rows = Rows(folder / "runs" / "studies")
+        self.rows: dict[str, set[tuple[object, ...]]] = {}  # by study
         self.running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
         self.failed: list[str] = []
         (folder / "runs" / "logs").mkdir(parents=True, exist_ok=True)
@@ -141,7 +111,9 @@ class Pool:
             for job, (process, _) in list(self.running.items()):
                 if process.poll() is not None:
                     self._over(job, process.returncode)
-            self.rows.look(studies)
+            for study in studies:
+                found = read_rows(self.folder / "runs" / "studies" / study)
+                self.rows[study] = {key(row) for row in found if "failed" not in row}
             begun = [self._begin(job) for job in self._ready()]
             if not self.running and not begun:
                 break  # what the others wait for will not come
@@ -154,7 +126,7 @@ class Pool:
         free, found = self.side - sum(job.places for job in self.running), []
         for job in self.waiting:
             alone = not self.running and not found  # one that has more runs at a time than there are places
-            if (job.places <= free or alone) and all((job.study, row) in self.rows for row in job.waits):
+            if (job.places <= free or alone) and all(row in self.rows[job.study] for row in job.waits):
                 found.append(job)
                 free -= job.places
         return found

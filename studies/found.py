@@ -56,7 +56,7 @@ class Found:
     """Rows of FOLDER/found.jsonl, written as they come; what is there is not made again."""
 
     def __init__(self, folder: Path, minutes: float = math.inf, of: Sequence[str] | None = None) -> None:
-        self.path, self.of = folder / "found.jsonl", of
+        self.path, self.of, self.met = folder / "found.jsonl", of, set[str]()
         folder.mkdir(parents=True, exist_ok=True)
         self.until = time.monotonic() + 60 * minutes
         self.failed = 0
@@ -73,6 +73,7 @@ class Found:
 
     def wants(self, name: str) -> bool:
         """Whether rows of this model or method are to be made (`--of`)."""
+        self.met.add(name)
         return self.of is None or name in self.of
 
     def row(
@@ -141,6 +142,9 @@ def to_the_end(found: Found, minutes: float) -> Iterator[None]:
         yield
     except OutOfTime:
         print(f"{minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
+    else:
+        for name in sorted({*(found.of or ())} - found.met):
+            print(f"--of {name}: nothing in these parts is called so, and no row was made for it", file=sys.stderr)
     if found.failed:
         sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
 

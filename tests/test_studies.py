@@ -247,7 +247,7 @@ def test_a_process_that_fails_or_is_out_of_time_is_said(runner: Any, tmp_path: P
     assert "long: out of time" in said
 
 
-def test_every_plan_names_scripts_parts_and_rows_that_exist(runner: Any) -> None:
+def test_every_plan_names_scripts_parts_and_tables_that_exist(runner: Any) -> None:
     """What a process waits for is of a table of its study, and no two processes have one name."""
     from plans import PLANS  # type: ignore[import-not-found]
 
@@ -260,7 +260,8 @@ def test_every_plan_names_scripts_parts_and_rows_that_exist(runner: Any) -> None
             parts = parts[: next((i for i, word in enumerate(parts) if word.startswith("--")), len(parts))]
             assert parts
             assert all(f'"{part}"' in source for part in parts)
-            assert all(seed in range(3) for *_, seed in process.waits)
+            tables = source + (STUDIES / "found.py").read_text()
+            assert all(f'"{table}"' in tables and seed in range(3) for table, _, _, seed in process.waits)
 
 
 def test_data_that_a_study_lacks_are_named_before_anything_begins(tmp_path: Path) -> None:
