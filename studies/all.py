@@ -53,6 +53,7 @@ class Job:
     study: str = ""
     waits: tuple[Row, ...] = ()
     timed: bool = False  # ends by itself where it is told how many minutes it has
+    first: bool = False  # served before the others where CUDA's MPS runs
 
 
 def jobs_of(name: str, jobs: int, smoke: bool) -> list[Job]:
@@ -69,7 +70,8 @@ def jobs_of(name: str, jobs: int, smoke: bool) -> list[Job]:
 
 def of_rows(process: Process, extra: Sequence[str]) -> Job:
     words = (sys.executable, str(HERE / process.script), *process.words, "--out", f"runs/studies/{process.study}")
-    return Job(f"{process.study}: {process.name}", (*words, *extra), 1, process.study, process.waits, True)
+    name = f"{process.study}: {process.name}"
+    return Job(name, (*words, *extra), 1, process.study, process.waits, True, process.first)
 
 
 def lacking(name: str, folder: Path) -> list[str]:
@@ -138,7 +140,12 @@ class Pool:
         path = self.folder / "runs" / "logs" / f"{job.name.replace(': ', '-').replace(' ', '-')}.txt"
         with path.open("w") as log:
             process = subprocess.Popen(
-                words, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "CUDA_MPS_CLIENT_PRIORITY": "0" if job.first else "1"},
             )
         self.running[job] = process, time.monotonic()
         return job

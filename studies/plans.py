@@ -26,6 +26,7 @@ class Process:
     words: tuple[str, ...]
     data: tuple[str, ...]  # files and folders that must be there
     waits: tuple[Row, ...] = ()  # rows of the study that others make
+    first: bool = False  # many wait for it: the accelerator serves it before the others
 
 
 def adaptive() -> list[Process]:
@@ -59,12 +60,15 @@ def adaptive() -> list[Process]:
 
 
 def attention_transfer() -> list[Process]:
-    def process(name: str, words: str, *waits: Row) -> Process:
+    def process(name: str, words: str, *waits: Row, first: bool = False) -> Process:
         said = (CIFAR100, "--other", CIFAR10, *words.split())
-        return Process("attention-transfer", name, "attention_transfer.py", said, (CIFAR100, CIFAR10), waits)
+        return Process("attention-transfer", name, "attention_transfer.py", said, (CIFAR100, CIFAR10), waits, first)
 
     def trained(teacher: str) -> Row:
         return "training", teacher, "whole", 0
+
+    def tuned(seed: int) -> Row:
+        return "main", "fine-tune", "pre-trained", seed
 
     def taught(seed: int, *more: tuple[str, str]) -> list[Row]:
         plain = [("scratch", "no teacher"), *((way, "pre-trained") for way in ("fine-tune", "copy", "distill"))]
@@ -73,18 +77,28 @@ def attention_transfer() -> list[Process]:
     def whole(seed: int) -> list[Row]:
         return taught(seed, *((way, what) for way in ("copy", "distill") for what in ("fine-tuned", "random")))
 
-    made = [process(name, f"--part teachers --of {name}") for name in ("mae", "mae-other", "mae-shapes")]
-    made.append(process("main 0", "--part main --only 0", trained("mae")))
-    chosen = taught(0)  # with them all learning rates
-    made += [process(f"main {s}", f"--part main --only {s}", *chosen) for s in SEEDS[1:]]
+    mae, families = trained("mae"), ("scratch", "tune", "copy", "distill")
+    made = [process("mae", "--part teachers --of mae", first=True)]
+    for of in families:  # which choose all learning rates
+        waits = () if of == "scratch" else (mae,)
+        made.append(process(f"main {of} 0", f"--part main --of {of} --only 0", *waits, first=True))
+    made += [process(name, f"--part teachers --of {name}") for name in ("mae-other", "mae-shapes")]
+    chosen = taught(0)
+    for s in SEEDS[1:]:
+        made += [process(f"main {of} {s}", f"--part main --of {of} --only {s}", *chosen) for of in families]
+    others = " ".join(f"{way}-{teacher}" for way in ("copy", "distill") for teacher in ("tuned", "random"))
+    made += [process(f"main others {s}", f"--part main --of {others} --only {s}", *chosen, tuned(s)) for s in SEEDS]
     made += [process(f"targets {s}", f"--part targets --only {s}", *chosen) for s in SEEDS]
     later = []
     for s in SEEDS:
-        rows = [
-            process(f"averages {s}", f"--part averages --only {s}", *chosen),
-            process(f"layers {s}", f"--part layers --only {s}", *chosen),
-            process(f"heads {s}", f"--part heads weights --only {s}", *chosen),
-            process(f"other {s}", f"--part other mix --only {s}", *chosen, trained("mae-other")),
+        rows = [process(f"averages {s}", f"--part averages --only {s}", *chosen)]
+        for of in ("copy-first", "copy-last", "distill-first"):
+            depths = " ".join(f"{of}-{k}" for k in ((2, 4, 8) if of == "distill-first" else (2, 4, 6)))
+            rows.append(process(f"layers {of} {s}", f"--part layers --of {depths} --only {s}", *chosen))
+        rows += [process(f"{part} {s}", f"--part {part} --only {s}", *chosen) for part in ("heads", "weights")]
+        rows += [
+            process(f"{part} {s}", f"--part {part} --only {s}", *chosen, trained("mae-other"))
+            for part in ("other", "mix")
         ]
         (later if s else made).extend(rows)
         made.append(process(f"shift {s}", f"--part shift --only {s}", *whole(s)))
