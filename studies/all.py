@@ -26,9 +26,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from found import key, read_rows  # noqa: E402
+from found import UNFINISHED, key, read_rows  # noqa: E402
 from plans import PLANS, Process, Row  # noqa: E402
 
+ENDED = "ended.txt"  # beside the rows of a study; remove it where rows or models were removed
 LAST_ROW = 0.4  # minutes in which a script may end what it is at
 CHAINED = {  # name: arguments of studies/chained.py
     "resolution": ("resolution", "cifar100.npz"),
@@ -78,6 +79,12 @@ def lacking(name: str, folder: Path) -> list[str]:
     """Files that a study of rows needs and FOLDER does not have."""
     wanted = {file for process in PLANS[name]() for file in process.data} if name in PLANS else set()
     return sorted(file for file in wanted if not (folder / file).exists())
+
+
+def ended(folder: Path, study: str) -> set[str]:
+    """Processes of a study that made all their rows: to begin them again would take ten seconds each, for nothing."""
+    path = folder / "runs" / "studies" / study / ENDED
+    return set(path.read_text().splitlines()) if study and path.is_file() else set()
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
@@ -152,9 +159,13 @@ class Pool:
 
     def _over(self, job: Job, code: int | None) -> None:
         _, began = self.running.pop(job)
-        said = "out of time" if code is None else "done" if code == 0 else f"failed with exit code {code}: see its log"
+        said = {None: "out of time", UNFINISHED: "out of time", 0: "done"}.get(code)
         if code != 0:
             self.failed.append(job.name)
+        elif job.study:
+            with (self.folder / "runs" / "studies" / job.study / ENDED).open("a") as file:
+                file.write(job.name + "\n")
+        said = said or f"failed with exit code {code}: see its log"
         print(f"{job.name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
@@ -175,7 +186,8 @@ def main() -> int:
             parser.error(
                 f"{name} needs {', '.join(missing)} in {options.data}; the header of its script says what they are"
             )
-    waiting = [job for name in options.names for job in jobs_of(name, options.jobs, options.smoke)]
+    wanted = [job for name in options.names for job in jobs_of(name, options.jobs, options.smoke)]
+    waiting = [job for job in wanted if job.name not in ended(options.data, job.study)]
     pool = Pool(waiting, options.data, options.side, options.minutes)
     pool.run()
     for job in pool.waiting:

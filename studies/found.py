@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from vitrail.api.evaluation import load
+from vitrail.engine.fit import Stopped
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import DESCRIPTION
 
+UNFINISHED = 75  # the exit code of a study that the same command goes on with
 Order = Sequence[tuple[str, Callable[[int], None], Sequence[int]]]  # part, what makes the rows of a seed, seeds
 
 
@@ -49,7 +51,7 @@ def hardware(fast: bool) -> str:
 
 
 class OutOfTime(Exception):
-    """Nothing more is to be begun; the same command goes on where it was."""
+    """Nothing more is to be begun, for want of time or because a run was asked to stop."""
 
 
 class Found:
@@ -96,6 +98,8 @@ class Found:
             made = {**place, **make()}
         except OutOfTime:
             raise
+        except Stopped as error:  # a signal is meant for the whole study
+            raise OutOfTime from error
         except Exception as error:
             self._fail(place, error)
             return None
@@ -110,6 +114,8 @@ class Found:
             work()
         except OutOfTime:
             raise
+        except Stopped as error:
+            raise OutOfTime from error
         except Exception as error:
             self._fail({"table": table, "subject": "between rows", "what": what, "seed": seed}, error)
 
@@ -137,16 +143,21 @@ class Found:
 
 @contextmanager
 def to_the_end(found: Found, minutes: float) -> Iterator[None]:
-    """Around all the work of a study: a time that is over is said, rows that failed make the exit code 1."""
+    """Around all the work of a study: rows that failed make the exit code 1, a time that is over makes it another."""
+    done = False
     try:
         yield
     except OutOfTime:
-        print(f"{minutes:g} minutes are over; the same command goes on where it was", file=sys.stderr)
+        why = "stopped" if time.monotonic() < found.until else f"{minutes:g} minutes are over"
+        print(f"{why}; the same command goes on where it was", file=sys.stderr)
     else:
+        done = True
         for name in sorted({*(found.of or ())} - found.met):
             print(f"--of {name}: nothing in these parts is called so, and no row was made for it", file=sys.stderr)
     if found.failed:
         sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
+    if not done:
+        sys.exit(UNFINISHED)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

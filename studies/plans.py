@@ -26,7 +26,8 @@ class Process:
     words: tuple[str, ...]
     data: tuple[str, ...]  # files and folders that must be there
     waits: tuple[Row, ...] = ()  # rows of the study that others make
-    first: bool = False  # many wait for it: the accelerator serves it before the others
+    # Served before others: many wait for it, or its kernels are so small that each would wait behind large ones.
+    first: bool = False
 
 
 def adaptive() -> list[Process]:
@@ -109,20 +110,31 @@ def attention_transfer() -> list[Process]:
 
 
 def adapters() -> list[Process]:
-    def process(name: str, words: str, *waits: Row, data: tuple[str, ...] = (CIFAR100, CIFAR10)) -> Process:
-        return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits)
+    def process(
+        name: str, words: str, *waits: Row, data: tuple[str, ...] = (CIFAR100, CIFAR10), first: bool = True
+    ) -> Process:
+        return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits, first)
 
     def last(seed: int) -> Row:
         return "main", "NOLA, MLP, rank 8", "k = l = 1000", seed
 
-    begun: Row = ("scratch", "NOLA, rank 8", "250 + 250 a convolution, 2000", 0)
-    made = [process("main 0", "--part main --only 0"), process("scratch 0", "--part scratch --only 0")]
+    scratch = ("dense", "scratch-pranc", "scratch-lora", "scratch-nola")
+    results = {
+        "scratch-pranc": ("PRANC", "500 a convolution, 2000"),
+        "scratch-lora": ("LoRA", "rank 3"),
+        "scratch-nola": ("NOLA, rank 8", "250 + 250 a convolution, 2000"),
+    }
+    made = [process("main 0", "--part main --only 0")]
+    made += [process(f"{of} 0", f"--part scratch --of {of} --only 0") for of in scratch]
+    for s in SEEDS[1:]:
+        for of in scratch:  # after the first seed, which chooses a rate
+            waits = (("scratch", *results[of], 0),) if of in results else ()
+            made.append(process(f"{of} {s}", f"--part scratch --of {of} --only {s}", *waits))
     made += [process(f"main {s}", f"--part main --only {s}", last(0)) for s in SEEDS[1:]]
     for s in SEEDS:
         words = f"--other {IMAGENETTE} --part other --only {s}"
         made.append(process(f"other {s}", words, last(0), data=(CIFAR100, CIFAR10, IMAGENETTE)))
     made += [process(f"shots {s}", f"--part shots --only {s}", last(0)) for s in range(4)]
-    made += [process(f"scratch {s}", f"--part scratch --only {s}", begun) for s in SEEDS[1:]]
     return [*made, process("bits", "--part bits", *(last(s) for s in SEEDS))]
 
 
@@ -131,7 +143,7 @@ def text() -> list[Process]:
     for part in ("cola", "rte", "grammar"):
         for head in ("class", "words", "both"):
             words = ("glue", "minilm", "--part", part, "--head", head)
-            made.append(Process("text", f"{part} {head}", "text.py", words, ("glue", "minilm")))
+            made.append(Process("text", f"{part} {head}", "text.py", words, ("glue", "minilm"), first=True))
     return made
 
 

@@ -247,6 +247,45 @@ def test_a_process_that_fails_or_is_out_of_time_is_said(runner: Any, tmp_path: P
     assert "long: out of time" in said
 
 
+def test_a_process_that_made_all_its_rows_is_not_begun_again(runner: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "studies" / "s").mkdir(parents=True)
+    late = runner.Job("late", (sys.executable, "-c", f"raise SystemExit({runner.UNFINISHED})"), study="s")
+    pool = runner.Pool([runner.Job("whole", writes("whole"), study="s"), late], tmp_path, 2, minutes=1, every=0.05)
+    pool.run()
+    assert runner.ended(tmp_path, "s") == {"whole"}
+    assert runner.ended(tmp_path, "another") == set()
+    assert pool.failed == ["late"]
+
+
+def test_what_many_wait_for_is_served_first(runner: Any, tmp_path: Path) -> None:
+    says = (sys.executable, "-c", "import os; print(os.environ['CUDA_MPS_CLIENT_PRIORITY'])")
+    jobs = [runner.Job("mae", says, first=True), runner.Job("student", says)]
+    runner.Pool(jobs, tmp_path, side=2, minutes=1, every=0.05).run()
+    logs = tmp_path / "runs" / "logs"
+    assert [(logs / f"{name}.txt").read_text().strip() for name in ("mae", "student")] == ["0", "1"]
+
+
+def test_a_run_that_is_asked_to_stop_ends_its_study(tmp_path: Path) -> None:
+    """A signal to a process is not a row that failed: nothing is written, and the exit code says that more is to do."""
+    from found import UNFINISHED, Found, read_rows, to_the_end  # type: ignore[import-not-found]
+
+    from vitrail.engine.fit import Stopped
+
+    def stopped() -> dict[str, Any]:
+        raise Stopped(3, tmp_path)
+
+    def study() -> None:
+        with to_the_end(found, float("inf")):
+            found.guarded("t", "w", 0, lambda: found.row("t", "s", "w", 0, stopped) and None)
+            found.row("t", "next", "w", 0, dict)
+
+    found = Found(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        study()
+    assert ended.value.code == UNFINISHED
+    assert read_rows(tmp_path) == []
+
+
 def test_every_plan_names_scripts_parts_and_tables_that_exist(runner: Any) -> None:
     """What a process waits for is of a table of its study, and no two processes have one name."""
     from plans import PLANS  # type: ignore[import-not-found]
