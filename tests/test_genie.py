@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -491,8 +491,8 @@ def test_a_square_is_the_centre_of_the_resized_image() -> None:
     assert square(torch.rand(2, 3, 30, 20), 16).shape == (2, 3, 16, 16)
 
 
-@pytest.mark.skipif(find_spec("diffusers") is not None, reason="diffusers is installed")
-def test_without_diffusers_one_sentence_says_what_to_do() -> None:
+def test_without_diffusers_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ImportError, match=r"vitrail\[generate\]"):
         load_pipeline("nowhere")
 
