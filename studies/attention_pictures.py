@@ -90,11 +90,13 @@ class Pictures:
         figure, axis = plt.subplots(figsize=(5, 3.2))
         _lines(axis, likeness, "CKA to the fine-tuned model")
         axis.set_ylim(0, 1)
+        axis.legend(fontsize=7)
         _save(figure, self.out / "cka.png")
         figure, axes = plt.subplots(1, len(matched), figsize=(3 * len(matched), 3.2), sharey=True)
         for axis, (matching, curves) in zip(axes, matched.items(), strict=True):
             _lines(axis, curves, "divergence from the autoencoder, nats" if axis is axes[0] else "")
             axis.set_title(matching, fontsize=9)
+        axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the curves, once for all
         _save(figure, self.out / "jsd.png")
         _, folder = self._inspected(SIDE_BY_SIDE, seed, count=4)
         shutil.copyfile(folder / "attention.png", self.out / "attention.png")
@@ -106,7 +108,6 @@ def _lines(axis: Any, curves: dict[str, list[float]], label: str) -> None:
         axis.plot(range(len(values)), values, marker=".", label=TITLES.get(name, name))
     axis.set_xlabel("layer")
     axis.set_ylabel(label)
-    axis.legend(fontsize=7)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -85,7 +85,8 @@ class Study:
 
         def make(name: str) -> dict[str, Any]:
             model, runs = self.models(name, seed), self.data.few
-            return {"split": "test", "top1": runs.top1(model, "test"), "val_top1": runs.top1(model, "val")}
+            found = {"split": "test", "top1": runs.top1(model, "test"), "val_top1": runs.top1(model, "val")}
+            return {**found, "rate": self.models.rate(self.models.ways[name].family)}
 
         for name, way in self.models.ways.items():
             needs_other = "mae-other" in (way.teacher, way.start)

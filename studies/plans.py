@@ -115,27 +115,36 @@ def adapters() -> list[Process]:
     ) -> Process:
         return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits, first)
 
-    def last(seed: int) -> Row:
-        return "main", "NOLA, MLP, rank 8", "k = l = 1000", seed
-
-    scratch = ("dense", "scratch-pranc", "scratch-lora", "scratch-nola")
-    results = {
+    ends = {  # ways that share a learning rate, and the row that is made last
+        "full": ("full fine-tuning", "all weights"),
+        "linear": ("linear", "classifier alone"),
+        "lora-1 lora-4": ("LoRA, q and v", "rank 4"),
+        "nola-60 nola-250 nola-1000": ("NOLA, MLP, rank 8", "k = l = 1000"),
+    }
+    base: Row = ("training", "base", "whole", 0)
+    chosen: list[Row] = [("main", *row, 0) for row in ends.values()]
+    nola: list[Row] = [("main", "NOLA, MLP, rank 8", "k = l = 1000", s) for s in SEEDS]
+    scratch = {
+        "dense": None,
         "scratch-pranc": ("PRANC", "500 a convolution, 2000"),
         "scratch-lora": ("LoRA", "rank 3"),
         "scratch-nola": ("NOLA, rank 8", "250 + 250 a convolution, 2000"),
     }
-    made = [process("main 0", "--part main --only 0")]
+    made = []
+    for ways in ends:  # the first trains the base
+        waits = () if ways == "full" else (base,)
+        made.append(process(f"main {ways.split('-')[0]} 0", f"--part main --of {ways} --only 0", *waits))
     made += [process(f"{of} 0", f"--part scratch --of {of} --only 0") for of in scratch]
     for s in SEEDS[1:]:
-        for of in scratch:  # after the first seed, which chooses a rate
-            waits = (("scratch", *results[of], 0),) if of in results else ()
+        for of, row in scratch.items():  # after the first seed, which chooses a rate
+            waits = () if row is None else (("scratch", *row, 0),)
             made.append(process(f"{of} {s}", f"--part scratch --of {of} --only {s}", *waits))
-    made += [process(f"main {s}", f"--part main --only {s}", last(0)) for s in SEEDS[1:]]
+    made += [process(f"main {s}", f"--part main --only {s}", *chosen) for s in SEEDS[1:]]
     for s in SEEDS:
         words = f"--other {IMAGENETTE} --part other --only {s}"
-        made.append(process(f"other {s}", words, last(0), data=(CIFAR100, CIFAR10, IMAGENETTE)))
-    made += [process(f"shots {s}", f"--part shots --only {s}", last(0)) for s in range(4)]
-    return [*made, process("bits", "--part bits", *(last(s) for s in SEEDS))]
+        made.append(process(f"other {s}", words, *chosen, data=(CIFAR100, CIFAR10, IMAGENETTE)))
+    made += [process(f"shots {s}", f"--part shots --only {s}", *chosen) for s in range(4)]
+    return [*made, process("bits", "--part bits", *chosen, *nola[1:])]
 
 
 def text() -> list[Process]:

@@ -47,7 +47,7 @@ from vitrail.recipes import recipe, with_values
 
 PARTS = ("rte", "cola", "grammar")
 HEADS = {"class": "class_only", "words": "words_only", "both": "sum"}
-RATES = {"all weights": (2e-5, 5e-5, 1e-4), "NOLA": (1e-3, 3e-3, 1e-2)}
+RATES = {"all weights": (2e-5, 5e-5, 1e-4), "NOLA": (3e-3, 1e-2, 3e-2, 1e-1)}
 TASKS = {"rte": ("RTE", 256), "cola": ("CoLA", 64)}  # folder, length
 SMALL = {"width": 128, "depth": 4, "heads": 4, "length": 32}
 TINY = {"width": 32, "depth": 1, "heads": 2, "length": 32}

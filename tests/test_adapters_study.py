@@ -37,7 +37,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "full": ["rate 0.0002", "rate 0.0005"],
         "linear": ["rate 0.002", "rate 0.01"],
         "lora": ["rate 0.002", "rate 0.01"],
-        "nola": ["rate 0.005", "rate 0.02", "rate 0.05"],
+        "nola": ["rate 0.005", "rate 0.02"],
         "scratch-pranc": ["rate 0.005", "rate 0.02"],
         "scratch-lora": ["rate 0.001", "rate 0.005"],
         "scratch-nola": ["rate 0.005", "rate 0.02"],

@@ -26,7 +26,14 @@ from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.kernels.attention_match import able, attention_match, map_entropy, map_match, plain_attention_match
+from vitrail.kernels.attention_match import (
+    MadeOf,
+    able,
+    attention_match,
+    map_entropy,
+    map_match,
+    plain_attention_match,
+)
 from vitrail.learn.attention_plan import chosen, load_source
 from vitrail.learn.attention_transfer import AttentionTransfer, unused_parameters
 from vitrail.learn.config import AttentionTransferConfig
@@ -596,6 +603,31 @@ assert not found_entropy.requires_grad
 for a, b in zip(torch.autograd.grad(found, parts[:2], grad), expected):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 torch.library.opcheck(torch.ops.vitrail.attention_match.default, parts, test_utils=("test_schema", "test_faketensor"))
+# With q and k of the teacher made again in the backward pass: the same gradients, and neither of them kept.
+operators._match_again.register_kernel("cpu")(lambda *parts: kernel.forward(*parts[:4]))
+operators._match_again_backward.register_kernel("cpu")(
+    lambda q, k, x, w, b, *rest: kernel.backward(q, k, *operators.MadeOf(x, w, b).parts(), *rest)
+)
+for bias in (torch.randn(2, 2, 16), None):
+    source = operators.MadeOf(torch.randn(1, 9, 24), torch.randn(2, 2, 16, 24), bias)
+    q_t, k_t = source.parts()
+    rows = source.x @ source.weight.flatten(0, 2).mT + (0 if bias is None else bias.flatten())
+    for found, first in ((q_t, 0), (k_t, 32)):
+        for head in range(2):
+            at = first + 16 * head
+            torch.testing.assert_close(found[:, head], rows[..., at : at + 16], atol=1e-5, rtol=1e-5)
+    parts = [*(x.detach().requires_grad_() for x in parts[:2]), q_t, k_t]
+    cross, _, _, _ = torch.ops.vitrail.attention_match(*parts)
+    expected = torch.autograd.grad(cross, parts[:2], grad)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        again, _, _, _ = torch.ops.vitrail.attention_match_again(*parts, *source)
+    assert torch.equal(again, cross)
+    assert {x.untyped_storage().data_ptr() for x in kept}.isdisjoint({q_t.untyped_storage().data_ptr()})
+    for a, b in zip(torch.autograd.grad(again, parts[:2], grad), expected):
+        assert torch.equal(a, b)
+    checked = torch.ops.vitrail.attention_match_again.default
+    torch.library.opcheck(checked, (*parts, *source), test_utils=("test_schema", "test_faketensor"))
 print("attention match is right")
 """
 
@@ -623,6 +655,58 @@ def test_the_kernel_equals_float64_on_an_accelerator(tokens: int, dim: int, dim_
     # bfloat16 keeps 8 bits: half of 2^-8 for the tile and as much for the result.
     most = 1e-5 if dtype == torch.float32 else 2**-7
     assert all((a - b).norm() / b.norm() < most for a, b in zip(made, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_q_and_k_made_again_give_the_same_gradients_on_an_accelerator(dtype: torch.dtype) -> None:
+    q, k = (torch.randn(2, 3, 197, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    x, weight = torch.randn(2, 197, 192, device="cuda", dtype=dtype), torch.randn(2, 3, 64, 192, device="cuda") / 14
+    source = MadeOf(x, weight, torch.randn(2, 3, 64, device="cuda"))
+    cross, entropy = attention_match(q, k, *source.parts())
+    grad = torch.randn_like(cross)
+    expected = torch.autograd.grad(cross, (q, k), grad)
+    again, entropy_again = attention_match(q, k, *source.parts(), source)
+    assert torch.equal(again, cross)
+    assert torch.equal(entropy_again, entropy)
+    assert all(map(torch.equal, torch.autograd.grad(again, (q, k), grad), expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": "0,2"}, {"layers": "last:2"}, {"layers": "1", "heads": "first:3"}])
+def test_q_and_k_of_the_teacher_are_what_they_are_said_to_be_made_of(options: dict[str, Any]) -> None:
+    teacher = vit()
+    if "layers" in options:
+        for block in teacher.trunk.blocks:
+            block.attn.qkv.bias = None
+    objective = transfer(vit(), teacher, **options)
+    assert objective.guide is not None
+    said = objective.guide(objective.model._images(IMAGES))
+    for layer, _ in objective.guide.config.layers:
+        source = objective.guide.made_of(layer, said)
+        assert source is not None
+        assert not source.weight.requires_grad
+        for found, name in zip(source.parts(), ("q", "k"), strict=True):
+            torch.testing.assert_close(found, said[f"{name}.{layer}"])
+
+
+def test_what_is_kept_of_a_teacher_is_the_smaller_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input has half of the size of q and k; of few heads, q and k are smaller. Averages ask for none."""
+    asked = []
+
+    class Operators:
+        def __getattr__(self, name: str) -> Callable[..., tuple[Tensor, ...]]:
+            asked.append(name)
+            return lambda q, k, q_t, k_t, *_: (*plain_attention_match(q, k, q_t, k_t), q, q)
+
+    monkeypatch.setattr("vitrail.kernels.attention_match.able", lambda *_: True)
+    monkeypatch.setattr(torch.ops, "vitrail", Operators())
+    plain = [float(transfer(vit(), vit(), heads=heads)(batch())["loss"]) for heads in ("all", "first:1")]
+    assert asked == ["attention_match_again"] * 3 + ["attention_match"] * 3
+    assert all(map(math.isfinite, plain))
+    averaged = transfer(vit(), vit(), aggregate="heads")
+    assert averaged.guide is not None
+    assert not any(name.startswith("input") for name in averaged.guide(averaged.model._images(IMAGES)))
 
 
 def test_a_cpu_uses_the_plain_twin() -> None:

@@ -5,7 +5,8 @@ Of every query, with logits s = q kᵀ / √dim of a student and t of a teacher,
     cross entropy = logsumexp(s) - Σ p s, with the gradient softmax(s) - p of s; entropy of p = logsumexp(t) - Σ p t
 
 Both run over keys in tiles, so nothing of size tokens x tokens is ever stored; the backward pass computes the tiles
-again. Heads of teacher and student may have different widths. No gradient reaches the teacher.
+again. Heads of teacher and student may have different widths. No gradient reaches the teacher. What the backward pass
+must keep of the teacher is q_t and k_t, or what they are a linear function of (`MadeOf`), which has half their size.
 
 q, k [batch, heads, tokens, dim], q_t, k_t [batch, heads, tokens, dim_t] -> two of [batch, heads, tokens], in float32
 """
@@ -13,23 +14,48 @@ q, k [batch, heads, tokens, dim], q_t, k_t [batch, heads, tokens, dim_t] -> two 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _TRITON = find_spec("triton") is not None
 
 
-def attention_match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
+class MadeOf(NamedTuple):
+    """What q_t and k_t are made of: a linear layer of x."""
+
+    x: Tensor  # [batch, tokens, width]
+    weight: Tensor  # [2, heads, dim_t, width], of q_t and of k_t
+    bias: Tensor | None  # [2, heads, dim_t]
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """q_t and k_t, [batch, heads, tokens, dim_t], in the precision of x."""
+        weight, bias = self.weight, self.bias
+        rows = F.linear(
+            self.x, weight.flatten(0, 2).to(self.x.dtype), None if bias is None else bias.flatten().to(self.x.dtype)
+        )
+        q_t, k_t = rows.unflatten(-1, weight.shape[:3]).permute(2, 0, 3, 1, 4).unbind(0)
+        return q_t, k_t
+
+
+def attention_match(
+    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, made_of: MadeOf | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross entropy of each query's attention with the teacher's, and the teacher's entropy, its least value.
 
-    The kernel where it is able, else its plain twin.
+    The kernel where it is able, else its plain twin. With `made_of` the kernel makes q_t and k_t again in its backward
+    pass, where their source is smaller than they are.
     """
-    if able(q, k, q_t, k_t):
+    if not able(q, k, q_t, k_t):
+        return plain_attention_match(q, k, q_t, k_t)
+    if made_of is not None and made_of.x.shape[-1] < 2 * q_t.shape[1] * q_t.shape[-1]:
+        x = made_of.x.to(q_t.dtype)
+        cross, entropy, _, _ = torch.ops.vitrail.attention_match_again(q, k, q_t, k_t, x, made_of.weight, made_of.bias)
+    else:
         cross, entropy, _, _ = torch.ops.vitrail.attention_match(q, k, q_t, k_t)
-        return cross, entropy
-    return plain_attention_match(q, k, q_t, k_t)
+    return cross, entropy
 
 
 def plain_attention_match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,3 +136,72 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
 
 
 _match.register_autograd(_gradient, setup_context=_remember)
+
+
+# The same with the teacher's q and k made again in the backward pass. One operator, not a recomputation that a compiler
+# can see: it would find that both are the same and keep them after all.
+
+
+@torch.library.custom_op("vitrail::attention_match_again", mutates_args=(), device_types="cuda")
+def _match_again(
+    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `attention_match`."""
+    from vitrail.kernels import attention_match_triton
+
+    return attention_match_triton.forward(q, k, q_t, k_t)
+
+
+@torch.library.custom_op("vitrail::attention_match_again_backward", mutates_args=(), device_types="cuda")
+def _match_again_backward(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    lse_t: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k."""
+    from vitrail.kernels import attention_match_triton
+
+    return attention_match_triton.backward(q, k, *MadeOf(x, weight, bias).parts(), lse, lse_t, grad.contiguous())
+
+
+@_match_again.register_fake
+def _(
+    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(4)]
+    return rows[0], rows[1], rows[2], rows[3]
+
+
+@_match_again_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    lse_t: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _remember_source(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, _, x, weight, bias = inputs
+    ctx.save_for_backward(q, k, x, weight, bias, *output[2:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient_again(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    return *_match_again_backward(*ctx.saved_tensors, grad), None, None, None, None, None
+
+
+_match_again.register_autograd(_gradient_again, setup_context=_remember_source)

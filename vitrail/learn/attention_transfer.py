@@ -65,6 +65,7 @@ class AttentionTransfer(Supervised):
         else:
             self.frozen = ("guide.source",)
             self.guide = guide
+            guide.inputs = True  # the loss keeps them for its backward pass, in place of q and k
         self.notes = tuple(notes)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -113,7 +114,8 @@ class AttentionTransfer(Supervised):
                 given = said[f"attention.{layer}"]
                 cross, entropy = map_match(q, k, given), map_entropy(given)
             else:
-                cross, entropy = attention_match(q, k, said[f"q.{layer}"], said[f"k.{layer}"])
+                made_of = self.guide.made_of(layer, said)
+                cross, entropy = attention_match(q, k, said[f"q.{layer}"], said[f"k.{layer}"], made_of)
             each.append(self._over_heads(cross.mean()))
             floor.append(self._over_heads(entropy.mean()))
         return each, floor

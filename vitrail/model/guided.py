@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.kernels.attention_match import MadeOf
 from vitrail.model.block import Block
 from vitrail.model.config import GuideConfig, Guided
 from vitrail.model.mixers.softmax import SoftmaxMixer
@@ -48,7 +49,10 @@ class Guide(nn.Module):
     """What a frozen source says of some images, under the names of the layers that take it.
 
     `source` is a trunk or `Stored`. Maps averaged over examples are a running mean over all images seen in training.
+    With `inputs` a trunk also says what its q and k are made of (`made_of`).
     """
+
+    inputs = False
 
     scale: Tensor
     shift: Tensor
@@ -112,9 +116,27 @@ class Guide(nn.Module):
                 for s, t in config.layers
                 for what in self.parts
             }
+            if self.shows_inputs:
+                taken |= {f"input.{s}": found[f"input.{t}"] for s, t in config.layers}
             if config.maps and "attention" not in self.parts:
                 taken = {f"attention.{s}": make_map(taken[f"q.{s}"], taken[f"k.{s}"]) for s, _ in config.layers}
             return taken if config.aggregate == "none" else self._averaged(taken, learn)
+
+    @property
+    def shows_inputs(self) -> bool:
+        return self.inputs and self.parts == ("q", "k") and not self.config.maps and isinstance(self.source, Trunk)
+
+    def made_of(self, layer: int, said: Mapping[str, Tensor]) -> MadeOf | None:
+        """What q and k of one of the layers that take them are made of; none where nobody asked for it."""
+        if f"input.{layer}" not in said:
+            return None
+        block = cast("Trunk", self.source).blocks[dict(self.config.layers)[layer]]
+        mixer = cast("SoftmaxMixer", cast("Block", block).mixers[0])
+        heads = [t for _, t in self.config.heads]
+        weight = pick(mixer.qkv.weight.detach().unflatten(0, (3, mixer.heads, -1))[:2], heads)
+        bias = mixer.qkv.bias
+        rows = None if bias is None else pick(bias.detach().unflatten(0, (3, mixer.heads, -1))[:2], heads)
+        return MadeOf(said[f"input.{layer}"], weight, rows)
 
     def _look(self, images: Tensor, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         trunk = cast("Trunk", self.source)
@@ -124,15 +146,17 @@ class Guide(nn.Module):
             images = F.interpolate(images, (size, size), mode="bicubic", antialias=True)
         tokens = trunk.embed(images)
         last = len(trunk.blocks) - 1
-        names = {f"{what}.{t}" for what in self.parts for _, t in self.config.layers}
-        if "tokens" in self.parts:
+        parts = (*self.parts, "input") if self.shows_inputs else self.parts
+        names = {f"{what}.{t}" for what in parts for _, t in self.config.layers}
+        if "tokens" in parts:
             return trunk.encode(tokens, names, _up_to(last + 1, keep), until=last + 1)[1]
         # Of the last block only q and k (or v) matter: its mixing and its channel branch are left out.
-        ends = {f"{what}.{last}" for what in self.parts}
+        ends = {f"{what}.{last}" for what in parts}
         tokens, found = trunk.encode(tokens, names - ends, _up_to(last, keep), until=last)
         block = cast("Block", trunk.blocks[last])
-        parts = cast("SoftmaxMixer", block.attn).project(block.norm1(tokens.sequence), tokens)
-        return found | {f"{what}.{last}": part for what, part in zip("qkv", parts, strict=True)}
+        x = block.norm1(tokens.sequence)
+        made = cast("SoftmaxMixer", block.attn).project(x, tokens)
+        return found | {f"{what}.{last}": part for what, part in zip(("q", "k", "v", "input"), (*made, x), strict=True)}
 
     def _averaged(self, maps: dict[str, Tensor], learn: bool) -> dict[str, Tensor]:
         kind = self.config.aggregate

@@ -99,7 +99,8 @@ Given = Tensor | Callable[[Tensor], Tensor]
 
 
 class Probe:
-    """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `tokens.7`, `kept.5`.
+    """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `input.0` (of which these three
+    are made), `tokens.7`, `kept.5`.
 
     `want` names what is captured; `given` maps names to what takes the place of a computed value. Names that the model
     does not have are an error before anything runs: a silent empty answer would be worse. `keep.3`, which can only be

@@ -194,7 +194,8 @@ class _Gated(Passage):
 def _mixed(block: Block, i: int, tokens: Tokens, gates: Gates, probe: Probe | None) -> Tensor:
     """The mixing operation on all tokens, kept ones and oneself as keys, heads times their gates."""
     mixer, x = cast("SoftmaxMixer", block.attn), tokens.sequence
-    q, k, v = mixer.project(block.norm1(x), tokens)
+    normed = block.norm1(x)
+    q, k, v = mixer.project(normed if probe is None else probe(f"input.{i}", normed), tokens)
     seen = (gates.tokens.detach() > 0)[:, None, None]
     if gates.tokens.requires_grad:
         # What a dropped token would get is multiplied by 0, but its gate learns from it: it sees itself, too.

@@ -21,7 +21,7 @@ from vitrail.model.tokens import Probe, Tokens
 class KernelMixer(QkvMixer):
     """What the three have in common; a subclass says what the features are."""
 
-    shows = ("q", "k", "v", "attention")
+    shows = ("input", "q", "k", "v", "attention")
     divided: ClassVar[bool] = True
 
     def features(self, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ class KernelMixer(QkvMixer):
         return (out / self.rows(q, k)).to(v.dtype) if self.divided else out
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        q, k, v = self.project(x, tokens)
+        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
         if probe is None:
             return self.leave(self.mixed(q, k, v, tokens))
         q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)

@@ -16,7 +16,7 @@ class SimaMixer(QkvMixer):
     [-dim, dim]. Either product may come first, the result is the same.
     """
 
-    shows = ("q", "k", "v", "attention")
+    shows = ("input", "q", "k", "v", "attention")
     takes_packed = True
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, norm: Norm = "l1", order: Order = "auto") -> None:
@@ -39,7 +39,7 @@ class SimaMixer(QkvMixer):
             if tokens.mask is not None:  # zeros add nothing to a norm, nor to k̂ᵀ v
                 packed = packed.masked_fill(~tokens.mask[..., None, None, None], 0.0)
             return self.proj(sima(packed, self.norm, self.order).flatten(2))
-        q, k, v = self.project(x, tokens)
+        q, k, v = self.project(probe(f"input.{layer}", x), tokens)
         q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
         attention = probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
         if attention is not None:

@@ -14,10 +14,11 @@ from vitrail.model.tokens import Probe, Tokens
 class SoftmaxMixer(QkvMixer):
     """Multi-head scaled dot-product attention (architectures-and-training §2.3, eq. 3.1).
 
-    sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]; map [batch, heads, tokens, tokens]
+    sequence, input [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads];
+    map [batch, heads, tokens, tokens]
     """
 
-    shows = ("q", "k", "v", "attention")
+    shows = ("input", "q", "k", "v", "attention")
     takes_packed = True
     fused = True  # nothing happens between scores, softmax and values
 
@@ -57,7 +58,7 @@ class SoftmaxMixer(QkvMixer):
             return self.proj(ragged_attention(self.packed(x), tokens.offsets, most=tokens.most).flatten(1))
         if probe is None and plain:
             return self.proj(packed_attention(self.packed(x)).flatten(2))
-        q, k, v = self.project(x, tokens)
+        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
         if probe is None:
             return self.mix((q, k, v), tokens)
         q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)

@@ -17,7 +17,7 @@ class XcaMixer(QkvMixer):
     why XCiT adds `LocalPatchInteraction`. The map [batch, heads, dim, dim] is called `channels`.
     """
 
-    shows = ("q", "k", "v", "channels")
+    shows = ("input", "q", "k", "v", "channels")
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
         super().__init__(width, heads, qkv_bias)
@@ -35,7 +35,7 @@ class XcaMixer(QkvMixer):
         return ((q.mT @ k) * self.temperature[:, None, None]).softmax(-1)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        q, k, v = self.project(x, tokens)
+        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
         if probe is None:
             channels = self.channels(q, k, tokens)
         else:
