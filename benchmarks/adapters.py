@@ -23,6 +23,7 @@ from rounds import Rounds, in_turns, where
 from torch import Tensor, nn
 
 from vitrail.kernels.bases import combine
+from vitrail.measure.speed import as_one_graph
 from vitrail.model.adapters.apply import apply, bank_of, counts, use
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.build import create_model
@@ -138,19 +139,6 @@ def stepping(
     return step
 
 
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """A replay of a step that has run before."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def compare(
     title: str, model: nn.Module, batch: tuple[Tensor, ...], configs: dict[str, AdapterConfig], o: argparse.Namespace
 ) -> list[str]:
@@ -179,7 +167,7 @@ def compare(
             torch.cuda.synchronize()
             peaks[name] = torch.cuda.max_memory_allocated()
     if way == "graph":
-        steps = {name: captured(step) for name, step in steps.items()}
+        steps = {name: as_one_graph(step, warm_up=1) for name, step in steps.items()}
     found = in_turns(steps, device, o.rounds)
     lines = [f"{title}, {way}"]
     lines += [line(name, found, peaks, counts(inner, keys[name]).adapter) for name in configs]

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.measure.speed import as_one_graph
+
 SIZES = ((1024, 65, 3), (2048, 65, 6), (512, 197, 6), (256, 197, 12), (256, 257, 16))  # batch, tokens, heads of 64
 SWEEP = ((1024, 65, 3), (512, 197, 6))
 BACKENDS = {
@@ -60,21 +62,13 @@ def ours(qkv: Tensor) -> Tensor:
 
 def milliseconds(call: Callable[[], object], seconds: float = 0.2) -> float:
     """Median over replays of a CUDA graph of several calls, so that launches do not count."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph, calls = torch.cuda.CUDAGraph(), 8
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+    calls = 8
+    replay = as_one_graph(call, calls)
     times = []
     for _ in range(15):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / calls)

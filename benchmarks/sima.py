@@ -22,30 +22,16 @@ from torch import Tensor
 
 from vitrail.kernels.attention import packed_attention
 from vitrail.kernels.sima import plain_sima, product, sima
+from vitrail.measure.speed import as_one_graph
 
 SIZES = ((256, 197), (128, 577), (64, 1025), (16, 4097))  # batch, tokens
 HEADS, DIM = 6, 64
 ROUNDS, CALLS = 15, 8
 
 
-def several(call: Callable[[], object]) -> Callable[[], object]:
-    """A CUDA graph of several calls, so that launches do not count."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph.replay
-
-
 def milliseconds(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Medians of interleaved rounds."""
-    found = in_turns({name: several(way) for name, way in ways.items()}, torch.device("cuda"), ROUNDS)
+    found = in_turns({name: as_one_graph(way, CALLS) for name, way in ways.items()}, torch.device("cuda"), ROUNDS)
     return {name: found.median(name) * 1e3 / CALLS for name in ways}
 
 

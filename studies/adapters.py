@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,6 +52,7 @@ from found import Found, Order, hardware, study_parser, to_the_end
 from torch import Tensor, nn
 
 from vitrail.data.open import open_data
+from vitrail.measure.speed import as_one_graph
 from vitrail.model.adapters.apply import apply
 from vitrail.model.adapters.config import AdapterConfig, Nola, Pranc
 
@@ -124,7 +124,7 @@ class Study:
         if fast:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if fast else 0
-        again = as_one_graph(step) if fast else step
+        again = as_one_graph(step) if fast else step  # launches would be all the time of a network this small
         self.runs.target.wait()
         began = time.monotonic()
         for _ in range(2 if self.runs.smoke else TOY_EPOCHS):
@@ -170,20 +170,6 @@ class Study:
             ("scratch", partial(self.adapted, "scratch", "target"), others),
             ("time", self.time, first),
         ]
-
-
-def as_one_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """A training step, captured after three that are made: of a network this small, launches would be all the time."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def main() -> None:

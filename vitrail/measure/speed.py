@@ -340,3 +340,18 @@ def _peak_memory(place: torch.device) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def as_one_graph(call: Callable[[], object], calls: int = 1, warm_up: int = 3) -> Callable[[], None]:
+    """Replays a CUDA graph of so many calls, captured after some that are made: launches do not count."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(warm_up):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph.replay
