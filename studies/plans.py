@@ -159,16 +159,15 @@ def text() -> list[Process]:
 def genie() -> list[Process]:
     oracle = "cifar10_resnet56.safetensors"
 
-    def process(name: str, words: str, *waits: Row) -> Process:
-        return Process(
-            "genie", name, "genie.py", (CIFAR10, "--oracle", oracle, *words.split()), (CIFAR10, oracle), waits
-        )
+    def process(name: str, words: str, *waits: Row, first: bool = False) -> Process:
+        said = (CIFAR10, "--oracle", oracle, *words.split())
+        return Process("genie", name, "genie.py", said, (CIFAR10, oracle), waits, first)
 
     both: tuple[Row, ...] = (
         ("diffusion", "small-diffusion", "all classes", 0),
         ("classifiers", "backbone", "MoCo, no labels", 0),
     )
-    made = [process(part, f"--part {part}") for part in ("diffusion", "classifiers")]
+    made = [process(part, f"--part {part}", first=True) for part in ("diffusion", "classifiers")]
     made += [process(part, f"--part {part}", *both) for part in ("fewshot", "oracle")]
     made += [process(f"longtail {s}", f"--part longtail --only {s}", *both) for s in SEEDS]
     return [*made, process("pictures", "--part pictures", *both)]
@@ -177,7 +176,8 @@ def genie() -> list[Process]:
 def selfsupervised() -> list[Process]:
     def process(name: str, words: str, *waits: Row) -> Process:
         said = (CIFAR100, CIFAR10, *words.split())
-        return Process("selfsupervised", name, "selfsupervised.py", said, (CIFAR100, CIFAR10), waits)
+        first = name in ("main moco 0", "vit moco")  # teachers
+        return Process("selfsupervised", name, "selfsupervised.py", said, (CIFAR100, CIFAR10), waits, first)
 
     methods = ("moco", "byol-asym", "msf", "cmsf", "isd")
     made = [process(f"main {method} 0", f"--part main --only 0 --of {method}") for method in methods]
