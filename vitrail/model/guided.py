@@ -124,7 +124,8 @@ class Guide(nn.Module):
 
     @property
     def shows_inputs(self) -> bool:
-        return self.inputs and self.parts == ("q", "k") and not self.config.maps and isinstance(self.source, Trunk)
+        plain = self.config.target == "map" and not self.config.maps
+        return self.inputs and plain and isinstance(self.source, Trunk)
 
     def made_of(self, layer: int, said: Mapping[str, Tensor]) -> MadeOf | None:
         """What q and k of one of the layers that take them are made of; none where nobody asked for it."""
