@@ -110,10 +110,8 @@ def attention_transfer() -> list[Process]:
 
 
 def adapters() -> list[Process]:
-    def process(
-        name: str, words: str, *waits: Row, data: tuple[str, ...] = (CIFAR100, CIFAR10), first: bool = True
-    ) -> Process:
-        return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits, first)
+    def process(name: str, words: str, *waits: Row, data: tuple[str, ...] = (CIFAR100, CIFAR10)) -> Process:
+        return Process("adapters", name, "adapters.py", (CIFAR100, CIFAR10, *words.split()), data, waits, first=True)
 
     ends = {  # ways that share a learning rate, and the row that is made last
         "full": ("full fine-tuning", "all weights"),

@@ -303,6 +303,28 @@ def test_every_plan_names_scripts_parts_and_tables_that_exist(runner: Any) -> No
             assert all(f'"{table}"' in tables and seed in range(3) for table, _, _, seed in process.waits)
 
 
+def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way() -> None:
+    """Plans name ways by hand: one misspelt, or one left out, would be a row that nobody makes."""
+    from adapter_runs import WAYS  # type: ignore[import-not-found]
+    from attention_models import AUTOENCODERS, MODEL, ways  # type: ignore[import-not-found]
+    from plans import PLANS
+
+    def named(study: str, part: str) -> set[str]:
+        found = set()
+        for words in (process.words for process in PLANS[study]()):
+            if "--of" in words and words[words.index("--part") + 1] == part:
+                rest = words[words.index("--of") + 1 :]
+                found |= {*rest[: next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))]}
+        return found
+
+    taught = ways(MODEL.trunk["depth"], MODEL.trunk["heads"])
+    assert named("attention-transfer", "teachers") == {*AUTOENCODERS}
+    for part in ("main", "layers"):
+        assert named("attention-transfer", part) == {name for name, way in taught.items() if way.part == part}
+    for part in ("main", "scratch"):
+        assert named("adapters", part) == {name for name, way in WAYS.items() if way.part == part}
+
+
 def test_data_that_a_study_lacks_are_named_before_anything_begins(tmp_path: Path) -> None:
     command = [sys.executable, str(STUDIES / "all.py"), "genie", "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

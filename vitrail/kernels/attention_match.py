@@ -110,19 +110,6 @@ def _match_backward(
     return attention_match_triton.backward(q, k, q_t, k_t, lse, lse_t, grad.contiguous())
 
 
-@_match.register_fake
-def _(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(4)]
-    return rows[0], rows[1], rows[2], rows[3]
-
-
-@_match_backward.register_fake
-def _(
-    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, lse: Tensor, lse_t: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output[2:])
     ctx.mark_non_differentiable(*output[1:])
@@ -169,28 +156,6 @@ def _match_again_backward(
     return attention_match_triton.backward(q, k, *MadeOf(x, weight, bias).parts(), lse, lse_t, grad.contiguous())
 
 
-@_match_again.register_fake
-def _(
-    q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(4)]
-    return rows[0], rows[1], rows[2], rows[3]
-
-
-@_match_again_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    lse_t: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def _remember_source(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     q, k, _, _, x, weight, bias = inputs
     ctx.save_for_backward(q, k, x, weight, bias, *output[2:])
@@ -205,3 +170,18 @@ def _gradient_again(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[T
 
 
 _match_again.register_autograd(_gradient_again, setup_context=_remember_source)
+
+
+def _rows(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(4)]
+    return rows[0], rows[1], rows[2], rows[3]
+
+
+def _gradients(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+for forward in (_match, _match_again):
+    forward.register_fake(_rows)
+for backward in (_match_backward, _match_again_backward):
+    backward.register_fake(_gradients)

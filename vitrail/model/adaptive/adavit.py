@@ -194,15 +194,13 @@ class _Gated(Passage):
 def _mixed(block: Block, i: int, tokens: Tokens, gates: Gates, probe: Probe | None) -> Tensor:
     """The mixing operation on all tokens, kept ones and oneself as keys, heads times their gates."""
     mixer, x = cast("SoftmaxMixer", block.attn), tokens.sequence
-    normed = block.norm1(x)
-    q, k, v = mixer.project(normed if probe is None else probe(f"input.{i}", normed), tokens)
+    q, k, v = mixer.shown(block.norm1(x), tokens, i, probe)
     seen = (gates.tokens.detach() > 0)[:, None, None]
     if gates.tokens.requires_grad:
         # What a dropped token would get is multiplied by 0, but its gate learns from it: it sees itself, too.
         seen = seen | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
     attention = None
     if probe is not None:
-        q, k, v = probe(f"q.{i}", q), probe(f"k.{i}", k), probe(f"v.{i}", v)
         bare = replace(tokens, mask=None)
         attention = probe.map(
             f"attention.{i}", lambda: mixer.scores(q, k, bare).masked_fill(~seen, float("-inf")).softmax(-1)

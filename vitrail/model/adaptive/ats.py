@@ -162,10 +162,7 @@ class _Sampling(Passage):
 
     def _padded(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> Tokens:
         mixer, prefix, x = _mixer(block), tokens.prefix, tokens.sequence
-        normed = block.norm1(x)
-        q, k, v = mixer.project(normed if probe is None else probe(f"input.{i}", normed), tokens)
-        if probe is not None:
-            q, k, v = probe(f"q.{i}", q), probe(f"k.{i}", k), probe(f"v.{i}", v)
+        q, k, v = mixer.shown(block.norm1(x), tokens, i, probe)
         keep = self._drawn(i, q, k, v, tokens)
         places = self._places(i, keep, tokens)  # [batch, prefix + kept]
         mask = keep.gather(1, places)

@@ -44,10 +44,9 @@ class KernelMixer(QkvMixer):
         return (out / self.rows(q, k)).to(v.dtype) if self.divided else out
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
+        q, k, v = self.shown(x, tokens, layer, probe)
         if probe is None:
             return self.leave(self.mixed(q, k, v, tokens))
-        q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
         attention = probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
         return self.leave(self.mixed(q, k, v, tokens) if attention is None else attention.to(v.dtype) @ v)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vitrail.model.mixers.mixer import Mixer
-from vitrail.model.tokens import Tokens
+from vitrail.model.tokens import Probe, Tokens
 
 
 class QkvMixer(Mixer):
@@ -38,6 +38,13 @@ class QkvMixer(Mixer):
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.packed(x).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
+
+    def shown(self, x: Tensor, tokens: Tokens, layer: int, probe: Probe | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; they, and what they are made of, captured or replaced where somebody asks for it."""
+        if probe is None:
+            return self.project(x, tokens)
+        q, k, v = self.project(probe(f"input.{layer}", x), tokens)
+        return probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
 
     def leave(self, mixed: Tensor) -> Tensor:
         """Mixed values [batch, heads, tokens, width / heads] to the branch [batch, tokens, width]."""

@@ -39,8 +39,7 @@ class SimaMixer(QkvMixer):
             if tokens.mask is not None:  # zeros add nothing to a norm, nor to k̂ᵀ v
                 packed = packed.masked_fill(~tokens.mask[..., None, None, None], 0.0)
             return self.proj(sima(packed, self.norm, self.order).flatten(2))
-        q, k, v = self.project(probe(f"input.{layer}", x), tokens)
-        q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
+        q, k, v = self.shown(x, tokens, layer, probe)
         attention = probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
         if attention is not None:
             return self.leave(attention.to(v) @ v)

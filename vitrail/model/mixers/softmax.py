@@ -58,8 +58,7 @@ class SoftmaxMixer(QkvMixer):
             return self.proj(ragged_attention(self.packed(x), tokens.offsets, most=tokens.most).flatten(1))
         if probe is None and plain:
             return self.proj(packed_attention(self.packed(x)).flatten(2))
-        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
+        q, k, v = self.shown(x, tokens, layer, probe)
         if probe is None:
             return self.mix((q, k, v), tokens)
-        q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
         return self.mix((q, k, v), tokens, probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens)))

@@ -35,11 +35,10 @@ class XcaMixer(QkvMixer):
         return ((q.mT @ k) * self.temperature[:, None, None]).softmax(-1)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        q, k, v = self.project(x if probe is None else probe(f"input.{layer}", x), tokens)
+        q, k, v = self.shown(x, tokens, layer, probe)
         if probe is None:
             channels = self.channels(q, k, tokens)
         else:
-            q, k, v = probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
             given = probe.map(f"channels.{layer}", lambda: self.channels(q, k, tokens))
             channels = self.channels(q, k, tokens) if given is None else given
         return self.leave(v @ channels.to(v.dtype).mT)
