@@ -6,8 +6,8 @@ FOLDER holds cifar100.npz and cifar10.npz, and what else a study names that lack
 FOLDER/runs/studies, what each process printed in FOLDER/runs/logs. Without names: the studies of training and heads,
 longest first, so that the last minutes are not one study's alone. Studies of rows are cut into processes as
 studies/plans.py says; earlier names come first. A study of `vitrail compare` takes as many places of `--side` as it has
-`--jobs`. After `--minutes` everything is stopped, and the same command goes on: finished runs and rows are never made
-again. Times of studies made side by side mean nothing; benchmarks/ is where times are measured.
+`--jobs`. After `--minutes`, or at SIGTERM, everything is stopped, and the same command goes on: finished runs and rows
+are never made again. Times of studies made side by side mean nothing; benchmarks/ is where times are measured.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class Pool:
             end(process)
             self._over(job, None)
 
+    def stop(self) -> None:
+        """As if the time were over."""
+        self.until = float("-inf")
+
     def _ready(self) -> list[Job]:
         free, found = self.side - sum(job.places for job in self.running), []
         for job in self.waiting:
@@ -189,6 +193,7 @@ def main() -> int:
     wanted = [job for name in options.names for job in jobs_of(name, options.jobs, options.smoke)]
     waiting = [job for job in wanted if job.name not in ended(options.data, job.study)]
     pool = Pool(waiting, options.data, options.side, options.minutes)
+    signal.signal(signal.SIGTERM, lambda *_: pool.stop())
     pool.run()
     for job in pool.waiting:
         print(f"{job.name}: not begun")

@@ -2,7 +2,8 @@
 
 A row is made by what it is the row of: table, subject, what, seed. A kill, or a time that is over, loses nothing that
 was written; a row that failed is said, does not end the study, and is tried again by the next call. Processes side by
-side (`--part`, `--only`, `--of`; studies/plans.py) may share a folder: each sees the rows of the others.
+side (`--part`, `--only`, `--of`; studies/plans.py) may share a folder: each sees the rows of the others. SIGTERM ends a
+study after its last kernel: CUDA's MPS takes all processes down with one that is killed in the middle of one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -61,10 +64,11 @@ class Found:
         self.path, self.of, self.met = folder / "found.jsonl", of, set[str]()
         folder.mkdir(parents=True, exist_ok=True)
         self.until = time.monotonic() + 60 * minutes
-        self.failed = 0
+        self.failed, self.stopped = 0, False
         if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
             self._append("\n")  # a kill cut the last line off, and the next must not go on in it
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.broken = set[tuple[Any, ...]]()  # rows that failed in this call
         self._read()
 
     def _read(self) -> None:
@@ -81,7 +85,7 @@ class Found:
     def row(
         self, table: str, subject: str, what: str, seed: int, make: Callable[[], dict[str, Any]], again: bool = False
     ) -> dict[str, Any] | None:
-        """A row, made now if it is not there; none where that failed, which is said and does not end the study.
+        """A row, made now if it is not there; none where that failed, which is said once and does not end the study.
 
         `again`: what it is the row of is gone, so it is made even where it is there.
         """
@@ -90,6 +94,8 @@ class Found:
             self._read()
         if key(place) in self.rows and not again:
             return self.rows[key(place)]
+        if key(place) in self.broken:
+            return None
         if time.monotonic() > self.until:
             raise OutOfTime
         torch.manual_seed(seed)
@@ -101,6 +107,7 @@ class Found:
         except Stopped as error:  # a signal is meant for the whole study
             raise OutOfTime from error
         except Exception as error:
+            self.broken.add(key(place))
             self._fail(place, error)
             return None
         made["seconds"] = time.monotonic() - began
@@ -146,9 +153,12 @@ def to_the_end(found: Found, minutes: float) -> Iterator[None]:
     """Around all the work of a study: rows that failed make the exit code 1, a time that is over makes it another."""
     done = False
     try:
-        yield
+        with _asked_to_stop(found):
+            yield
     except OutOfTime:
-        why = "stopped" if time.monotonic() < found.until else f"{minutes:g} minutes are over"
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        why = "stopped" if found.stopped or time.monotonic() < found.until else f"{minutes:g} minutes are over"
         print(f"{why}; the same command goes on where it was", file=sys.stderr)
     else:
         done = True
@@ -158,6 +168,24 @@ def to_the_end(found: Found, minutes: float) -> Iterator[None]:
         sys.exit(f"{found.failed} rows failed; see above. The same command tries them again")
     if not done:
         sys.exit(UNFINISHED)
+
+
+@contextmanager
+def _asked_to_stop(found: Found) -> Iterator[None]:
+    """SIGTERM is a time that is over. A run of `vitrail train` inside takes it for itself, and saves."""
+
+    def stop(number: int, frame: object) -> None:
+        found.stopped, found.until = True, -math.inf  # said again at the next row, should a library catch all errors
+        raise OutOfTime
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

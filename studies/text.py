@@ -42,6 +42,7 @@ from found import Found, read_rows, to_the_end
 
 import vitrail
 from vitrail.config import RunConfig
+from vitrail.engine.fit import Diverged
 from vitrail.model.adapters.config import Nola
 from vitrail.model.heads.config import SecondOrder
 from vitrail.recipes import recipe, with_values
@@ -111,13 +112,20 @@ class Study:
         finally:
             shutil.rmtree(out, ignore_errors=True)  # 100 MB each, and nothing but its figures is wanted
 
+    def tried(self, config: RunConfig) -> dict[str, Any]:
+        """As `judged`; that a rate is too large is found out too."""
+        try:
+            return self.judged(config)
+        except Diverged as error:
+            return {"split": config.data.judge, "matthews": -1.0, "diverged": str(error)}
+
     def rate(self, part: str, way: str, head: str) -> float:
         """The rate that is best on val, with seed 0."""
         rates = RATES[way][:2] if self.smoke else RATES[way]
         scores = {}
         for rate in rates:
             config = with_values(self.config(part, head, way, rate, 0), {"data.val_fraction": 0.1, "data.judge": "val"})
-            row = self.found.row("choice", f"{part}, {way}, {head}", f"rate {rate:g}", 0, partial(self.judged, config))
+            row = self.found.row("choice", f"{part}, {way}, {head}", f"rate {rate:g}", 0, partial(self.tried, config))
             if row is not None:
                 scores[rate] = row["matthews"]
         if not scores:

@@ -20,7 +20,7 @@ from vitrail.data.source import UNLABELLED
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.kernels.similarity import log_sum, relation_loss, top_rows
+from vitrail.kernels.similarity import GROUP, largest, log_sum, relation_loss, top_rows
 from vitrail.learn.bank import Bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
@@ -190,6 +190,30 @@ def test_top_rows_equal_a_sorted_list(part: int, labelled: bool) -> None:
         wanted = [int(own[i]), *ranked][:6]
         assert rows[i, : len(wanted)].tolist() == wanted
         assert (scores[i] > float("-inf")).sum() == len(wanted)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(13, 13), (20 * GROUP, 5), (20 * GROUP + 17, 5), (20 * GROUP - 1, 6)])
+def test_the_largest_by_groups_equal_those_of_all(rows: int, k: int) -> None:
+    scores = torch.randn(8, rows)
+    scores[1] = float("-inf")  # no row is allowed
+    scores[2, 3:] = float("-inf")  # fewer than k are
+    scores[3, :k] = float("inf")  # all in one group
+    scores[4, -1] = 99.0  # in what is less than a group
+    scores[5] = scores[5].round()  # ties
+    top, places = largest(scores, k)
+    assert torch.equal(top, scores.topk(k, dim=1).values)
+    assert torch.equal(scores.gather(1, places), top)
+    assert all(len(set(row)) == k for row in places.tolist())
+
+
+@pytest.mark.parametrize("part", [7 * GROUP * 90, 1 << 24])
+def test_rows_of_a_memory_of_many_groups_equal_a_sorted_one(part: int) -> None:
+    queries, memory = unit(7, 8), unit(95 * GROUP + 5, 8)
+    own = torch.tensor([0, 90 * GROUP, 90 * GROUP - 1, 95 * GROUP + 4, 64, 63, 4000])
+    scores, rows = top_rows(queries, memory, 4, own, part=part)
+    ranked = (queries @ memory.T).scatter(1, own[:, None], float("inf")).argsort(dim=1, descending=True)[:, :4]
+    assert torch.equal(rows, ranked)
+    assert torch.allclose(scores[:, 1:], (queries @ memory.T).gather(1, ranked)[:, 1:])
 
 
 def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:

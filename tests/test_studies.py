@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -284,6 +285,52 @@ def test_a_run_that_is_asked_to_stop_ends_its_study(tmp_path: Path) -> None:
         study()
     assert ended.value.code == UNFINISHED
     assert read_rows(tmp_path) == []
+
+
+def test_a_study_ends_by_itself_at_sigterm(tmp_path: Path) -> None:
+    """Not by the signal's own action, which would end it in the middle of what an accelerator does for it."""
+    from found import UNFINISHED, read_rows
+
+    lines = (
+        "import os, pathlib, signal, time, found",
+        f"rows = found.Found(pathlib.Path({str(tmp_path)!r}))",
+        "def deaf():",
+        "    try:",
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+        "    except Exception:",
+        "        return {}",
+        "with found.to_the_end(rows, float('inf')):",
+        "    rows.row('t', 'deaf', 'w', 0, deaf)",
+        "    rows.row('t', 'next', 'w', 0, dict)",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=STUDIES, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == UNFINISHED, done.stderr
+    assert "stopped; the same command goes on" in done.stderr
+    assert [row["subject"] for row in read_rows(tmp_path)] == ["deaf"]
+
+
+def test_a_pool_that_is_stopped_stops_what_it_began(runner: Any, tmp_path: Path) -> None:
+    pool = runner.Pool([runner.Job("long", (sys.executable, "-c", "import time; time.sleep(60)"))], tmp_path, 1, None)
+    threading.Timer(0.5, pool.stop).start()
+    pool.run()
+    assert pool.failed == ["long"]
+    assert not pool.running
+
+
+def test_a_row_that_failed_is_not_tried_twice_by_one_call(tmp_path: Path) -> None:
+    from found import Found, read_rows
+
+    tries = []
+
+    def bad() -> dict[str, Any]:
+        tries.append(1)
+        raise RuntimeError("no")
+
+    found = Found(tmp_path)
+    assert [found.row("t", "s", "w", 0, bad) for _ in range(3)] == [None] * 3
+    assert len(tries) == found.failed == len(read_rows(tmp_path)) == 1
+    assert Found(tmp_path).row("t", "s", "w", 0, dict) is not None  # the next call tries it again
 
 
 def test_every_plan_names_scripts_parts_and_tables_that_exist(runner: Any) -> None:

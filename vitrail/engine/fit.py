@@ -29,6 +29,10 @@ from vitrail.model.classifier import Classifier
 SETTLED_STEPS = 10  # after which a step allocates nothing new
 
 
+class Diverged(ValueError):
+    """Gradients have long been no numbers: going on would change nothing."""
+
+
 class Stopped(Exception):
     """Training was asked to stop; everything needed to go on is saved."""
 
@@ -191,7 +195,7 @@ class Fit:
         self._say(bar, text)
         self.notes.append(text)
         if skipped == steps and steps >= 10:
-            raise ValueError(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
+            raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
 
     def _look_at_val(self, bar: Progress) -> None:
         if self.evaluate is None:
