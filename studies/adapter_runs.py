@@ -51,14 +51,14 @@ SCRATCH = RunConfig(
 RATES: dict[
     str, tuple[float, ...]
 ] = {  # of several the best on val, with seed 0, by the way that stands for its family
-    "full": (2e-4, 5e-4, 1.2e-3),
-    "linear": (2e-3, 1e-2, 5e-2),
-    "lora": (2e-3, 1e-2, 5e-2),
-    "nola": (5e-3, 2e-2, 5e-2, 0.15),
+    "full": (2e-4, 5e-4, 1.2e-3, 3e-3),
+    "linear": (2e-3, 1e-2, 5e-2, 0.2),
+    "lora": (2e-3, 1e-2, 5e-2, 0.15),
+    "nola": (5e-3, 2e-2, 5e-2, 0.15, 0.4),
     "dense": (3e-3,),
-    "scratch-lora": (1e-3, 5e-3, 2e-2),
-    "scratch-pranc": (5e-3, 2e-2, 8e-2),
-    "scratch-nola": (5e-3, 2e-2, 8e-2),
+    "scratch-lora": (1e-3, 5e-3, 2e-2, 8e-2),
+    "scratch-pranc": (5e-3, 2e-2, 8e-2, 0.3),
+    "scratch-nola": (5e-3, 2e-2, 8e-2, 0.3),
 }
 BATCHES = 8  # that steps are timed with, again and again
 SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}

@@ -16,7 +16,7 @@ Estimates for one H200, at 30k images a second without compilation and 2.5 s to 
     part      runs                                                                        epochs   minutes
     base      one ViT (12 blocks of width 192), compiled                                      40       1.5
     main      full, linear, LoRA of rank 1 and 4, NOLA of three budgets; three seeds           4       3
-              and nine more runs to choose rates                                               4       1.3
+              and thirteen more to choose rates                                                 4       1.3
     bits      2 to 8 bits after training (three seeds); 2 and 3 in training                    4       0.8
     toy       784-256-10: dense, PRANC, NOLA; three seeds                                    200       0.8
     shots     four ways with 5 and 10 images a class; four samplings                 100 steps         1.3
