@@ -2,9 +2,10 @@
 
     python benchmarks/generate.py [--model RUN] [--pipeline FOLDER] [--images 64] [--device cuda] [--out FILE] [--smoke]
 
-Without --model the network has random weights: speed does not depend on them. With --pipeline (a folder of diffusers)
-the same for a published model, in which the other way also reads its text and encodes its image anew each time, as the
-authors' code does. `--smoke` is the smallest of everything, to see that it runs.
+Without --model the network has random weights: speed does not depend on them. Batches of one shape (`exact`, as
+`vitrail augment` asks for them) are a graph on CUDA. With --pipeline (a folder of diffusers) the same for a published
+model, in which the other way also reads its text and encodes its image anew each time, as the authors' code does.
+`--smoke` is the smallest of everything, to see that it runs.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def main() -> None:
     steps, rounds = (5, 1) if asked.smoke else (asked.steps, ROUNDS)
     model = asked.model or create_model("denoiser_32", classes=CLASSES, **tiny)
     own = OwnDiffuser(model, steps=steps, batch=count, device=device, autocast=half)
+    fixed = OwnDiffuser(own.model, steps=steps, batch=count, exact=True, autocast=half)
     target, seeds = torch.arange(count) % len(own.classes), torch.arange(count)
     images = torch.randint(0, 256, (count, 3, own.size, own.size), dtype=torch.uint8)
     plain = OwnDiffuser(own.model, steps=steps, batch=count, guidance=1.0, autocast=half)
@@ -91,6 +93,7 @@ def main() -> None:
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "one at a time": (partial(one_by_one, own, images, target, USUAL_R, seeds), few),
         "batched": (partial(own, images, target, USUAL_R, seeds), count),
+        "batched, of one shape": (partial(fixed, images, target, USUAL_R, seeds), count),
         "batched, without guidance": (partial(plain, images, target, USUAL_R, seeds), count),
     }
     about = f"{own.size} pixels, r {USUAL_R:g}, {steps} steps, {count} images"

@@ -16,7 +16,7 @@ measured (a U-Net of 14 M parameters: 7k images a second in training, 30k rows a
     oracle       2,000 test images at seven r and from noise; GeNIe-Ada; round trips             600          60
     fewshot      100 episodes: fifteen ways to add images to one and to five labelled ones     2,400         110
     pictures     samples, sweeps over r, trajectories, densities                                 250          12
-    longtail     three seeds of seven ways, a ResNet-20 of 1,200 steps each                      750          90
+    longtail     three seeds of nine ways, a ResNet-20 of 1,200 steps each                       750         110
     fewshot      five labelled ones with images from noise at equal compute, last                800          27
 
 That is ten minutes; after nine, the last seed of the long tail and the last line are left.

@@ -34,7 +34,11 @@ from vitrail.recipes import with_values
 FACTOR, EACH, STEPS = 100.0, 340, 1200  # images of three classes are one batch of the sampler
 SMOKE_FACTOR, SMOKE_EACH = 4.0, 4
 PLAIN, BALANCED, MIXED = "none", "balanced sampling", "mixup in training"
-MADE = {"img2img_high": "img2img_high", "txt2img": "txt2img", "genie 0.8": "genie", "genie_ada": "genie_ada"}
+COPIED = {"weak copies": "weak", "strong copies": "strong"}  # of the rare images themselves, as many as are made
+MADE = {
+    **COPIED,
+    **{"img2img_high": "img2img_high", "txt2img": "txt2img", "genie 0.8": "genie", "genie_ada": "genie_ada"},
+}
 ROWS = (PLAIN, BALANCED, MIXED, *MADE)
 CHANGES: dict[str, dict[str, Any]] = {BALANCED: {"data.sampling": "balanced"}, MIXED: {"data.augment.mixup": 1.0}}
 OFF, ON = "logits as learned", "logits adjusted"
@@ -118,11 +122,13 @@ class LongTails:
             parts = (plan.source, plan.own, plan.target, plan.seeds)
             source, own, target, seeds = (torch.from_numpy(part).to(runs.device) for part in parts)
             request = Request(tail.held.pixels, tail.held.labels, source, own, target, seeds, runs.classes)
-            tools = Tools(self.models.diffuser, embed=self.models.embed, prototypes=self._prototypes(tail), r=0.8)
-            made[name] = make(MADE[name], request, tools)
+            made[name] = make(MADE[name], request, Tools() if name in COPIED else self._tools(tail))
             # Where the target was counted may differ, not what was counted.
             check_budgets({each: replace(one, target=one.target.cpu()) for each, one in made.items()})
         return made[name]
+
+    def _tools(self, tail: Tail) -> Tools:
+        return Tools(self.models.diffuser, embed=self.models.embed, prototypes=self._prototypes(tail), r=0.8)
 
     def _prototypes(self, tail: Tail) -> Tensor:
         rows = [(tail.held.labels == c).nonzero()[:PROTOTYPE_IMAGES, 0] for c in range(self.runs.classes)]

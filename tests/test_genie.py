@@ -175,6 +175,21 @@ def test_an_image_does_not_depend_on_the_batch_it_is_made_in(own: OwnDiffuser, b
     torch.testing.assert_close(found, whole[order], rtol=0, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_graph_of_the_network_makes_what_the_network_makes(own: OwnDiffuser, guidance: float) -> None:
+    plain = OwnDiffuser(own.model, steps=10, guidance=guidance, batch=4, device="cuda")
+    graph = OwnDiffuser(own.model, steps=10, guidance=guidance, batch=4, exact=True)
+    images, target, seeds = pictures(10), torch.arange(10) % 3, torch.arange(10)
+    for r in (0.4, 0.9):
+        made = graph(images, target, r, seeds)
+        assert int((made.int() - plain(images, target, r, seeds).int()).abs().max()) <= 1
+        assert torch.equal(made[5:8], graph(images[5:8], target[5:8], r, seeds[5:8]))
+    assert not torch.equal(graph.txt2img(target, seeds), graph.txt2img(target, seeds + 10))
+    assert len(graph._graphs) == 1
+
+
 def test_an_exact_diffuser_always_computes_as_many_rows(own: OwnDiffuser, monkeypatch: pytest.MonkeyPatch) -> None:
     own.exact, own.batch = True, 4
     images, target, seeds = pictures(4), torch.tensor([0, 1, 2, 0]), torch.arange(4)

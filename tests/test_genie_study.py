@@ -37,7 +37,7 @@ WAYS = [
     "genie_ada",
     "txt2img, equal compute",
 ]
-MADE = ["img2img_high", "txt2img", "genie 0.8", "genie_ada"]
+MADE = ["weak copies", "strong copies", "img2img_high", "txt2img", "genie 0.8", "genie_ada"]
 # Rows of a smoke run by table and subject, in order.
 ROWS: dict[str, dict[str, list[str]]] = {
     "diffusion": {"small-diffusion": ["all classes"]},

@@ -17,6 +17,7 @@ from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.block import Mlp
 from vitrail.model.classifier import Classifier
 from vitrail.model.fold import fold_affine
+from vitrail.model.replay import Replay
 from vitrail.model.stems import ConvEmbed
 
 Precision = Literal["auto", "float32", "bf16", "fp8"]
@@ -38,7 +39,7 @@ class Optimized(nn.Module):
         self.classes, self.preprocess = model.classes, model.preprocess
         self.graph = graph
         self.batches = self.recomputed = 0
-        self._graphs: dict[tuple[torch.Size, torch.dtype], _Replay] = {}
+        self._graphs: dict[tuple[torch.Size, torch.dtype], Replay] = {}
         self._run: Callable[[Tensor], tuple[Tensor, Tensor | None]] = self._logits
         if compiled:
             # Otherwise a running sum is not stored but added up again from its terms, block after block.
@@ -58,8 +59,9 @@ class Optimized(nn.Module):
             else:
                 key = (images.shape, images.dtype)
                 if key not in self._graphs:
-                    self._graphs[key] = _Replay(self._run, images)
+                    self._graphs[key] = Replay(self._run, images)
                 logits, overflow = self._graphs[key](images)
+                logits = logits.clone()
             self.batches += 1
             if overflow is not None and overflow:  # waits for the device, once and after all work
                 self._tell(len(images))
@@ -87,27 +89,6 @@ class LinearGelu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_gelu(x, self.weight, self.bias)
-
-
-class _Replay:
-    """A captured forward pass. What it returns is overwritten by the next call of the same shape, so it is copied."""
-
-    def __init__(self, run: Callable[[Tensor], tuple[Tensor, Tensor | None]], images: Tensor) -> None:
-        self.images = images.clone()
-        aside = torch.cuda.Stream(images.device)
-        aside.wait_stream(torch.cuda.current_stream(images.device))
-        with torch.cuda.stream(aside):
-            for _ in range(3):  # compilation and library handles
-                run(self.images)
-        torch.cuda.current_stream(images.device).wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.logits, self.overflow = run(self.images)
-
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        self.images.copy_(images)
-        self.graph.replay()
-        return self.logits.clone(), self.overflow
 
 
 def optimize(
