@@ -216,6 +216,21 @@ def test_rows_of_a_memory_of_many_groups_equal_a_sorted_one(part: int) -> None:
     assert torch.allclose(scores[:, 1:], (queries @ memory.T).gather(1, ranked)[:, 1:])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_a_memory_on_an_accelerator_equal_float64(dtype: torch.dtype) -> None:
+    queries, memory = unit(33, 64).to(dtype).cuda(), unit(40_037, 64).to(dtype).cuda()
+    own = torch.randint(40_037, (33,), device="cuda")
+    scores, rows = top_rows(queries.float(), memory, 6, own, part=33 * 7000)
+    exact = queries.double() @ memory.double().T
+    ranked = exact.scatter(1, own[:, None], float("inf")).topk(6, dim=1)
+    assert torch.equal(rows[:, 0], own)
+    error = 1e-6 if dtype != torch.float32 else 2e-3  # TF32, where it is allowed
+    assert (scores[:, 1:] - ranked.values[:, 1:]).abs().max() < error
+    assert (exact.gather(1, rows)[:, 1:] - ranked.values[:, 1:]).abs().max() < error
+
+
 def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
     bank = Bank.queue(7, 3, beside=2)
     place = bank.rows.data_ptr()

@@ -1,8 +1,8 @@
 """A memory of unit vectors under a softmax, and the nearest in it, a part of it at a time.
 
 Nothing as large as queries x memory is kept, for the backward pass neither, and nothing is normalised or copied: the
-memory is read where it lies, in its own precision, and multiplied in float32. Queries [queries, width], memory
-[rows, width], both of unit length.
+memory is read where it lies, in its own precision, and multiplied in float32 (a search in bfloat16 on CUDA: in its own,
+summed in float32). Queries [queries, width], memory [rows, width], both of unit length.
 """
 
 from __future__ import annotations
@@ -114,6 +114,17 @@ def relation_loss(
     return (teacher_score - teacher_sum + cross).mean()
 
 
+def products(queries: Tensor, memory: Tensor) -> Tensor:
+    """queries @ memory.T in float32: [queries, rows].
+
+    On CUDA a memory of half precision is multiplied where it lies, with queries rounded as its rows are: a copy of it
+    in float32 takes longer than the product.
+    """
+    if memory.is_cuda and memory.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(queries.to(memory.dtype), memory.T, out_dtype=torch.float32)
+    return queries.float() @ memory.float().T
+
+
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As `scores.topk(k, dim=1)` of scores [queries, rows], in less time where k is small.
 
@@ -159,7 +170,7 @@ def top_rows(
         best = torch.zeros(len(queries), 0, device=queries.device)
         found = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
         for rows in parts(len(queries), len(memory), part):
-            scores = queries.float() @ memory[rows].float().T
+            scores = products(queries, memory[rows])
             if labels is not None and memory_labels is not None:
                 other = (labels[:, None] != memory_labels[None, rows]) & (labels[:, None] >= 0)
                 scores = scores.masked_fill(other, float("-inf"))
