@@ -226,7 +226,7 @@ def test_rows_of_a_memory_on_an_accelerator_equal_float64(dtype: torch.dtype) ->
     exact = queries.double() @ memory.double().T
     ranked = exact.scatter(1, own[:, None], float("inf")).topk(6, dim=1)
     assert torch.equal(rows[:, 0], own)
-    error = 1e-6 if dtype != torch.float32 else 2e-3  # TF32, where it is allowed
+    error = 1e-5 if dtype != torch.float32 else 2e-3  # TF32, where it is allowed
     assert (scores[:, 1:] - ranked.values[:, 1:]).abs().max() < error
     assert (exact.gather(1, rows)[:, 1:] - ranked.values[:, 1:]).abs().max() < error
 
