@@ -146,6 +146,15 @@ def test_what_cannot_be_together_is_said_before_anything_is_read(
     assert said in str(caught.value)
 
 
+def test_a_head_beside_an_adapter_may_have_a_rate_of_its_own() -> None:
+    groups = parameter_groups(
+        Supervised(trained(Nola(rank=2, coefficients=4)), SupervisedConfig()), OptimConfig(head_rate=0.01)
+    )
+    shares = {name: group["share"] for group in groups for name in group["names"]}
+    assert {name for name, share in shares.items() if share != 1} == {"model.head.fc.weight", "model.head.fc.bias"}
+    assert set(shares.values()) == {0.01, 1.0}
+
+
 def test_flags_choose_an_adapter(tmp_path: Path) -> None:
     from vitrail.schema import parse_flags
 

@@ -120,6 +120,15 @@ def test_layer_decay_falls_from_head_to_stem() -> None:
     assert share["model.trunk.pos_embed"] == share["model.trunk.patch_embed.proj.weight"] == 0.0625
 
 
+def test_a_head_may_have_a_rate_of_its_own() -> None:
+    groups = parameter_groups(objective(), OptimConfig(layer_decay=0.5, head_rate=0.1))
+    share = {name: group["share"] for group in groups for name in group["names"]}
+    assert {name for name, each in share.items() if each == 0.1} == {"model.head.fc.weight", "model.head.fc.bias"}
+    below = parameter_groups(objective(), OptimConfig(layer_decay=0.5))
+    rest = {name: group["share"] for group in below for name in group["names"]}
+    assert all(share[name] == each for name, each in rest.items() if ".head." not in name)
+
+
 def test_a_layer_has_its_share_of_every_rate_the_lowest_too() -> None:
     config = OptimConfig(lr=8e-3, steps=10, warmup=0, floor=2e-3, layer_decay=0.5)
     made, curve = build_optimizer(objective(), config), make_schedule(config, 4, 40)

@@ -45,6 +45,8 @@ class OptimConfig:
     """Largest norm of the gradient (0: no clipping)."""
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Learning rate of a block over that of the block above it."""
+    head_rate: Positive = 1.0
+    """Learning rate of the head over that of the rest: coefficients of NOLA want far more than a head does."""
     tune: str = "full"
     """full, head, last:N (N blocks, norm and head), norm, bias (BitFit), or attention (each with the head)."""
 

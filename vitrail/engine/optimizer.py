@@ -71,14 +71,17 @@ def of_adapter(name: str) -> bool:
 
 
 def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters of an objective by (layer, decayed, matrix of Muon), each with its share of the rate.
+    """Trainable parameters of an objective by (layer, decayed, matrix of Muon, head), each with its share of the rate.
 
-    The share is layer_decay ** (layers below the head); parts of the objective outside its model (projectors), and
-    adapters, take the full rate.
+    The share is layer_decay ** (layers below the head), and `head_rate` for the head; parts of the objective outside
+    its model (projectors), and adapters, take the full rate.
     """
     model = getattr(objective, "model", None)
-    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, bool, bool], dict[str, Any]] = {}
     deepest = model.layers if isinstance(model, Classifier) else 0
+    head: set[str] = set()
+    if isinstance(model, Classifier) and config.head_rate != 1:
+        head = {f"model.{name}" for name in model.head_parameters()}
     for name, parameter in objective.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -87,9 +90,9 @@ def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str
         if isinstance(model, Classifier) and own and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
         matrices = config.name == "muon" and parameter.ndim == 2 and ".blocks." in name
-        key = (layer, decays(name, parameter), matrices)
+        key = (layer, decays(name, parameter), matrices, name in head)
         if key not in groups:
-            share = config.layer_decay ** (deepest - layer)
+            share = config.head_rate if key[3] else config.layer_decay ** (deepest - layer)
             groups[key] = {"params": [], "names": [], "share": share, "decayed": key[1], "matrices": matrices}
         groups[key]["params"].append(parameter)
         groups[key]["names"].append(name)
