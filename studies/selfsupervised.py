@@ -21,6 +21,9 @@ one), 6 s to judge a run, 45,000 training images; `--factor` multiplies all epoc
     cifar10    the five methods on CIFAR-10                                                   14         5
     compilation of three trunks and of labels alone                                                      3
 
+Last, `time`: steps of every method and of labels alone, to be run with nothing else on the accelerator (a minute).
+Images a second of the other rows count compilation, and whatever ran beside them.
+
 Not a study of `vitrail compare`: most rows are judged by other labels or images than they learned from, students stand
 on a teacher, and the evaluators `knn` and `linear` look behind the projector, where the papers look before it.
 
@@ -41,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import resnet18_32  # noqa: F401, registers timm:resnet18_32
+import torch
 from found import Found, Order, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
@@ -54,7 +58,7 @@ from vitrail.model.heads.config import Mean, Projected
 from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10")
+PARTS = ("main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {
     "main": 20,
     "students": 20,
@@ -65,7 +69,9 @@ EPOCHS = {
     "coarse": 20,
     "tail": 60,
     "cifar10": 14,
+    "time": 2,
 }
+TIMED, UNTIMED = 250, 100  # steps of the part time, and those of them that pass before the clock runs
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
     "byol-asym, s/s": ("small-byol", {}),
     "moco, s/s": ("small-moco", {}),
@@ -124,6 +130,7 @@ STUDENT_VIT = {"model.name": "vit_tiny_32", "model.head": Mean()}  # as many tok
 TEACHER = "moco, s/s"  # as CompRes'
 
 SMOKE = {"data.batch": 20, "optim.steps": 2}
+SMOKE_UNTIMED = 1
 SMOKE_TRUNKS = {
     "timm:resnet18_32": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
     "vit_tiny_32": {"depth": 2, "width": 48, "heads": 3},
@@ -198,6 +205,20 @@ class Study:
             keep = self._place("vit") if (what, seed) == (TEACHER, 0) else None
             config = partial(self.config, name, "vit", VIT, changes)
             self.row("vit", "vit_tiny_32", what, seed, config, self.worth, keep)
+
+    def time(self, seed: int) -> None:
+        ways: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cross entropy": (PLAIN, LABELS)}
+        for what, (name, changes) in ways.items():
+
+            def make(name: str = name, changes: dict[str, Any] = changes) -> dict[str, Any]:
+                steps = {} if self.smoke else {"optim.steps": TIMED}
+                config = with_values(self.config(name, "time", RESNET, changes), steps)
+                if self.runs.fast:
+                    torch.cuda.reset_peak_memory_stats()
+                done = self.runs.trained(config, seed, untimed=SMOKE_UNTIMED if self.smoke else UNTIMED)
+                return {"images_per_second": done.images_per_second, "memory": done.memory}
+
+            self.found.row("time", "resnet18", what, seed, make)
 
     def cifar10(self, seed: int) -> None:
         for what, (name, changes) in METHODS.items():

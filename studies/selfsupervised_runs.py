@@ -52,7 +52,8 @@ class Trained:
     model: Classifier  # what is kept: the moving average where there is one
     objective: Objective
     epochs: float
-    images_per_second: float  # of training, compilation included
+    images_per_second: float  # of training, compilation included, or without the first steps where these are left out
+    memory: int  # bytes, at the highest point so far; 0 where nobody counts them
 
     def figures(self) -> dict[str, float]:
         return {"epochs": self.epochs, "images_per_second": self.images_per_second}
@@ -96,8 +97,11 @@ class Runs:
             )
         return self._data[key]
 
-    def trained(self, config: RunConfig, seed: int, *, compiled: bool = True) -> Trained:
-        """What a configuration describes; `compiled=False` spares short runs what compilation takes."""
+    def trained(self, config: RunConfig, seed: int, *, compiled: bool = True, untimed: int = 0) -> Trained:
+        """What a configuration describes; `compiled=False` spares short runs what compilation takes.
+
+        The clock runs after `untimed` steps.
+        """
         torch.manual_seed(seed)
         data = self.data(config.data)
         train = data["train"]
@@ -123,12 +127,16 @@ class Runs:
         loader.images.pixels  # noqa: B018, reads them before the clock runs
         began = time.perf_counter()
         with compiled_networks(objective, compiled and not labels_only):
-            for batch in loader:
+            for number, batch in enumerate(loader):
+                if untimed and number == untimed:
+                    self.wait()
+                    began = time.perf_counter()
                 step.feed(batch)
         self.wait()
-        seen = schedule.steps * config.data.batch
-        rate = seen / (time.perf_counter() - began)
-        return Trained(cast("Classifier", step.model), objective, seen / len(train), rate)
+        seconds, size = time.perf_counter() - began, config.data.batch
+        rate = (schedule.steps - untimed) * size / seconds
+        memory = torch.cuda.max_memory_allocated() if self.fast else 0
+        return Trained(cast("Classifier", step.model), objective, schedule.steps * size / len(train), rate, memory)
 
     def _loader(self, config: RunConfig, data: DataSet, objective: Objective, seed: int, steps: int) -> DeviceLoader:
         train, augment, own = data["train"], config.data.augment, objective.model.preprocess

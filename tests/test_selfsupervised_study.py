@@ -33,6 +33,7 @@ WANTED = {  # (table, subject) -> rows
     ("coarse", "cross entropy"): ["coarse labels"],
     ("coarse", "cmsf, nearest 10 of the label"): ["coarse labels"],
     ("tail", "resnet18"): ["moco, s/s", "isd, s/s"],
+    ("time", "resnet18"): [*METHODS, "cross entropy"],
 }
 
 
