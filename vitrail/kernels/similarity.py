@@ -52,12 +52,13 @@ def attend(
         total, score = torch.zeros_like(highest), torch.zeros_like(highest)
         mean = torch.zeros(len(queries), values.shape[1], device=queries.device)
         for rows in parts(len(queries), len(memory), part):
-            scores = scaled @ memory[rows].float().T
+            held = memory[rows].float()
+            scores = scaled @ held.T
             top = torch.maximum(highest, scores.amax(1))
             shrink, weights = (highest - top).exp(), (scores - top[:, None]).exp()
             total = total * shrink + weights.sum(1)
             score = score * shrink + (weights * scores).sum(1)
-            mean = mean * shrink[:, None] + weights @ values[rows].float()
+            mean = mean * shrink[:, None] + weights @ (held if values is memory else values[rows].float())
             highest = top
         return mean / total[:, None], highest + total.log(), score / total
 
