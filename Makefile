@@ -11,29 +11,30 @@ demo: $(VENV)/.installed
 test: lint types imports unit
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 imports: $(VENV)/.installed-dev
-	$(BIN)/lint-imports
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
 # Two test processes with one thread each: small tensors gain nothing from more.
 unit: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-# An installed torch >= 2.10 is used as it is; otherwise pip brings one.
+# An installed torch >= 2.10 is used as it is (not that of a virtual environment, which another does not see); otherwise
+# pip brings one. Tools are called as modules: what is installed beside that torch has no script in .venv/bin.
 $(VENV)/bin/pip:
-	$(PYTHON) -m venv $(VENV) $$($(PYTHON) -c "import torch, torchvision; ok = tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10); print('--system-site-packages' if ok else '')" 2>/dev/null || true)
+	$(PYTHON) -m venv $(VENV) $$($(PYTHON) -c "import sys, torch, torchvision; ok = sys.prefix == sys.base_prefix and tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10); print('--system-site-packages' if ok else '')" 2>/dev/null || true)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
