@@ -211,7 +211,6 @@ class KeptModels:
     def __init__(self, folder: Path, found: Found, device: torch.device) -> None:
         self.folder, self.found, self.device = folder, found, device
         self._kept: dict[tuple[str, int], Classifier] = {}
-        self._broken: set[tuple[str, int]] = set()
 
     def training(self, name: str, seed: int) -> Callable[[], Classifier]:
         """What trains a model; whatever it needs that has rows of its own is made before it is returned."""
@@ -221,8 +220,6 @@ class KeptModels:
         return self.folder / "models" / f"{name.replace(' ', '-')}-seed{seed}"
 
     def __call__(self, name: str, seed: int) -> Classifier:
-        if (name, seed) in self._broken:
-            raise RuntimeError(f"{name} of seed {seed} could not be trained")
         if (name, seed) not in self._kept:
             folder = self.place(name, seed)
             if not (folder / DESCRIPTION).is_file():
@@ -233,7 +230,6 @@ class KeptModels:
                     return {"device": self.device.type}
 
                 if self.found.row("training", name, "whole", seed, make, again=True) is None:
-                    self._broken.add((name, seed))  # not again for each of its rows
                     raise RuntimeError(f"{name} of seed {seed} could not be trained")
             self._kept[name, seed] = load(folder, self.device).eval()
         return self._kept[name, seed]

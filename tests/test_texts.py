@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from vitrail.config import RunConfig, from_mapping
 from vitrail.data import grammar
 from vitrail.data.open import open_data
 from vitrail.data.texts import Text, holds_texts, texts_of
-from vitrail.engine.fit import Stopped
+from vitrail.engine.fit import Diverged, Stopped
 from vitrail.engine.progress import Progress
 from vitrail.engine.update import Updater
 from vitrail.measure.classification import classification, matthews
@@ -493,6 +494,25 @@ def test_runs_on_texts_are_compared_without_a_price(finished: Path, tmp_path: Pa
     made, _ = api.compare_runs([finished, tmp_path / "other"], out=tmp_path / "compared", quiet=True)
     assert [row.price for row in made.rows] == [None, None]
     assert "reads texts" in made.notes[0]
+
+
+def test_a_rate_that_diverges_is_a_choice_that_lost(
+    extra: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "studies"))
+    import text  # type: ignore[import-not-found]
+    from found import Found  # type: ignore[import-not-found]
+
+    def judged(self: Any, config: RunConfig) -> dict[str, Any]:
+        if config.optim.lr > 3e-3:
+            raise Diverged("training has diverged")
+        return {"matthews": -0.2}
+
+    monkeypatch.setattr(text.Study, "judged", judged)
+    found = Found(tmp_path)
+    study = text.Study(argparse.Namespace(smoke=True, epochs=1, glue="g", encoder="e", out=tmp_path), found)
+    assert study.rate("rte", "NOLA", "class") == 3e-3
+    assert found.failed == 0
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.replay import captured
+
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
 MOST_CALLS = 1000  # of a round
@@ -344,14 +346,5 @@ def _peak_memory(place: torch.device) -> int | None:
 
 def as_one_graph(call: Callable[[], object], calls: int = 1, warm_up: int = 3) -> Callable[[], None]:
     """Replays a CUDA graph of so many calls, captured after some that are made: launches do not count."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(warm_up):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+    graph, _ = captured(call, calls=calls, warm_up=warm_up)
     return graph.replay

@@ -9,6 +9,26 @@ import torch
 from torch import Tensor
 
 
+def captured(
+    run: Callable[[], Any], *, calls: int = 1, warm_up: int = 3, device: torch.device | None = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of so many calls, and what the last of them returned: it lies where every replay writes.
+
+    `warm_up` calls are made before, aside, for compilation and the handles of libraries.
+    """
+    aside = torch.cuda.Stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        for _ in range(warm_up):
+            run()
+    torch.cuda.current_stream(device).wait_stream(aside)
+    graph, made = torch.cuda.CUDAGraph(), None
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            made = run()
+    return graph, made
+
+
 class Replay:
     """`replay(*inputs)` is `run(*inputs)` as one CUDA graph, for inputs of the shapes and kinds it was made with.
 
@@ -17,16 +37,7 @@ class Replay:
 
     def __init__(self, run: Callable[..., Any], *inputs: Tensor) -> None:
         self.inputs = [each.clone() for each in inputs]
-        device = inputs[0].device
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            for _ in range(3):  # compilation and library handles
-                run(*self.inputs)
-        torch.cuda.current_stream(device).wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.made = run(*self.inputs)
+        self.graph, self.made = captured(lambda: run(*self.inputs), device=inputs[0].device)
 
     def __call__(self, *inputs: Tensor) -> Any:
         for place, given in zip(self.inputs, inputs, strict=True):
