@@ -58,8 +58,9 @@ from vitrail.model.heads.config import Mean, Projected
 from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
+PARTS = ("rates", "main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {
+    "rates": 12,
     "main": 20,
     "students": 20,
     "vit": 16,
@@ -82,6 +83,12 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
 STRONG = {"objective.views": "strong_strong"}
 BOTH_VIEWS = {**METHODS, "msf, s/s": ("small-msf", STRONG)}
 BY_LABEL = {"objective.constraint": "supervised", "objective.k": 10}
+PULLED: dict[str, tuple[str, dict[str, Any]]] = {  # methods without anything that pushes images apart
+    "byol-asym, s/s": METHODS["byol-asym, s/s"],
+    "msf, w/s": METHODS["msf, w/s"],
+    "cmsf by label, w/s": ("small-cmsf", BY_LABEL),
+}
+MOMENTA, RATES = (0.99, 0.95, 0.8), (0.05, 0.2)
 TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", STRONG)}
 FACTOR, TAIL_BANK = 100.0, 4096
 NOISE = (0.0, 0.25, 0.5)
@@ -205,6 +212,19 @@ class Study:
             keep = self._place("vit") if (what, seed) == (TEACHER, 0) else None
             config = partial(self.config, name, "vit", VIT, changes)
             self.row("vit", "vit_tiny_32", what, seed, config, self.worth, keep)
+
+    def rates(self, seed: int) -> None:
+        """How fast the slow copy follows, and the learning rate, by validation images: nothing else is judged."""
+
+        def judge(done: Trained) -> dict[str, Any]:
+            return {"val_knn20": self.runs.neighbours(done.model, self.fine, "val")}
+
+        for what, (name, changes) in PULLED.items():
+            for momentum in MOMENTA:
+                for rate in RATES:
+                    values = {**changes, "objective.momentum": momentum, "optim.lr": rate}
+                    config = partial(self.config, name, "rates", RESNET, values)
+                    self.row("rates", f"momentum {momentum:g}, rate {rate:g}", what, seed, config, judge)
 
     def time(self, seed: int) -> None:
         ways: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cross entropy": (PLAIN, LABELS)}

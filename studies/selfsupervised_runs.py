@@ -200,10 +200,10 @@ class Runs:
             found |= {f"knn{k}_rare": value for k, value in of_rare.items()}
         return found
 
-    def neighbours(self, model: Classifier, uri: str) -> float:
+    def neighbours(self, model: Classifier, uri: str, split: str = "test") -> float:
         """Accuracy of 20 neighbours alone."""
-        train, test = (self.seen(model, uri, split) for split in ("train", "test"))
-        return knn_accuracy(*test, *train, neighbours=(20,))[20]
+        train, judged = self.seen(model, uri, "train"), self.seen(model, uri, split)
+        return knn_accuracy(*judged, *train, neighbours=(20,))[20]
 
     @torch.no_grad()
     def top1(self, model: Classifier, uri: str) -> float:

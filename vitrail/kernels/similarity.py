@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-PART = 1 << 24  # similarities that are held at once
-GROUP = 64  # similarities of which the largest is looked at first
+PART = 1 << 24  # similarities that are held at once, with the rows they are of in float32
+SEARCHED = 1 << 26  # the same of a search, which holds nothing else: larger parts, fewer kernels
+GROUP = 256  # similarities of which the largest is looked at first
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -157,7 +158,7 @@ def top_rows(
     own: Tensor | None = None,
     labels: Tensor | None = None,
     memory_labels: Tensor | None = None,
-    part: int = PART,
+    part: int = SEARCHED,
 ) -> tuple[Tensor, Tensor]:
     """Products and rows of the k nearest, nearest first: [queries, k] each; exact, whatever the part.
 
@@ -174,12 +175,13 @@ def top_rows(
             scores = products(queries, memory[rows])
             if labels is not None and memory_labels is not None:
                 other = (labels[:, None] != memory_labels[None, rows]) & (labels[:, None] >= 0)
-                scores = scores.masked_fill(other, float("-inf"))
+                scores.masked_fill_(other, float("-inf"))
             if own is not None:
                 place = (own - rows.start).clamp(0, scores.shape[1] - 1)[:, None]
                 here = ((own >= rows.start) & (own < rows.stop))[:, None]
                 scores.scatter_(1, place, scores.gather(1, place).masked_fill(here, float("inf")))
             top, where = largest(scores, min(k, scores.shape[1]))
+            del scores  # before the next ones come
             both, places = torch.cat([best, top], 1), torch.cat([found, where + rows.start], 1)
             best, order = both.topk(min(k, both.shape[1]), dim=1)
             found = places.gather(1, order)
