@@ -1,6 +1,7 @@
 """How studies of rows are cut into processes, and which rows each of them waits for; studies/all.py runs them.
 
-A small model leaves most of an accelerator idle, so a study takes a third of the time in a dozen processes. What
+A small model leaves most of an accelerator idle, so a study takes a third of the time in a dozen processes (with steps
+that are one graph each: in four). What
 several of them need (a teacher, a chosen learning rate) is made by one, and the others begin when its row is there;
 within a study what the longest chain stands on comes first. Parts that time something are not here: they are run alone.
 Rows and models belong together: a folder of rows whose models are gone has every process train them again for itself.
@@ -90,7 +91,7 @@ def attention_transfer() -> list[Process]:
     others = " ".join(f"{way}-{teacher}" for way in ("copy", "distill") for teacher in ("tuned", "random"))
     made += [process(f"main others {s}", f"--part main --of {others} --only {s}", *chosen, tuned(s)) for s in SEEDS]
     made += [process(f"targets {s}", f"--part targets --only {s}", *chosen) for s in SEEDS]
-    later = []
+    later: list[Process] = []
     for s in SEEDS:
         rows = [process(f"averages {s}", f"--part averages --only {s}", *chosen)]
         for of in ("copy-first", "copy-last", "distill-first"):
@@ -172,22 +173,34 @@ def genie() -> list[Process]:
 
 
 def selfsupervised() -> list[Process]:
+    """Few and long ones (`--side 4`): four fill an accelerator, and each compiles its trunks once."""
+    methods = ("moco, s/s", "isd, w/s", "byol-asym, s/s", "msf, w/s", "cmsf, w/s", "cmsf by label, w/s")
+    short = {method: method.partition(",")[0].replace(" ", "-") for method in methods}
+    settings = [f"rate {rate}{norm}" for norm in ("", ", last norm") for rate in ("0.05", "0.2")]
+    chosen: dict[str, tuple[Row, ...]] = {
+        short[method]: tuple(("settings", each, method, 0) for each in settings) for method in methods
+    }
+
     def process(name: str, words: str, *waits: Row) -> Process:
         said = (CIFAR100, CIFAR10, *words.split())
-        first = name in ("main moco 0", "vit moco")  # teachers
+        first = name in ("settings 0", "main moco", "vit moco")  # teachers
         return Process("selfsupervised", name, "selfsupervised.py", said, (CIFAR100, CIFAR10), waits, first)
 
-    methods = ("moco", "byol-asym", "msf", "cmsf", "isd")
-    made = [process(f"main {method} 0", f"--part main --only 0 --of {method}") for method in methods]
+    def several(part: str, of: str, wait: bool = True) -> Process:
+        waits = (row for method in of.split() for row in chosen[method]) if wait else ()
+        return process(f"{part} {of}", f"--part {part} --of {of}", *waits)
+
+    by_label, pairs = chosen["cmsf-by-label"], ("moco isd", "byol-asym msf", "cmsf cmsf-by-label")
+    made = [process(f"settings {i}", f"--part settings --of {pair}") for i, pair in enumerate(pairs)]
+    made.append(process("vit moco", "--part vit --of moco untrained"))
+    made += [process("main moco", "--part main --of moco untrained", *chosen["moco"]), several("main", "msf")]
     made.append(process("students", "--part students", ("main", "resnet18", "moco, s/s", 0)))
-    made += [process(f"vit {method}", f"--part vit --of {method}") for method in methods]
+    made += [several("main", method) for method in ("isd", "byol-asym", "cmsf")]
+    made.append(process("tail", "--part tail", *chosen["moco"], *chosen["isd"]))
+    made.append(process("noise", "--part noise coarse", *by_label))
+    made += [several("vit", "isd byol-asym", wait=False), several("vit", "msf cmsf", wait=False)]
+    made += [several("cifar10", "moco isd"), several("cifar10", "byol-asym msf cmsf")]
     made.append(process("attention", "--part attention", ("vit", "vit_tiny_32", "moco, s/s", 0)))
-    made += [process(f"noise {of}", f"--part noise --of {of}") for of in ("cmsf", "cross-entropy")]
-    made += [process("coarse", "--part coarse"), process("tail 0", "--part tail --only 0")]
-    made += [process(f"cifar10 {method}", f"--part cifar10 --of {method}") for method in methods]
-    for s in SEEDS[1:]:
-        made += [process(f"main {method} {s}", f"--part main --only {s} --of {method}") for method in methods]
-        made.append(process(f"tail {s}", f"--part tail --only {s}"))
     return made
 
 

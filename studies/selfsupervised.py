@@ -7,19 +7,20 @@
 
 One process. Rows are appended to FOLDER/found.jsonl as they come and teachers are kept beside it: the same command goes
 on where a kill, or `--minutes`, ended it, and trains again a teacher that was lost. One seed of everything comes first,
-the other seeds of `main` and `tail` last. Estimates for one H200 at 13.5k images a second of a pair of views (27k of
-one), 6 s to judge a run, 45,000 training images; `--factor` multiplies all epochs where the rate turns out another:
+the other seeds of `main` and `tail` last. Estimates for one H200 that
+four processes make 55k images a second of a pair of views together on (studies/plans.py), 10 s to judge a run, 45,000
+training images; `--factor` multiplies all epochs where the rate turns out another:
 
     part       runs                                                                       epochs   minutes
-    main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             20        22
-    students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      20         4
-    vit        the five methods on a small ViT                                                16         5
-    attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         2
-    noise      labels and supervised CMSF at 0, 25, 50 % wrong labels                         20         6
-    coarse     the same with coarse labels, judged by fine ones                               20         2
-    tail       MoCo and ISD where classes have 450 to 4 images; three seeds                   60         5
-    cifar10    the five methods on CIFAR-10                                                   14         5
-    compilation of three trunks and of labels alone                                                      3
+    settings   every method at two rates, with and without a last norm, by validation images  12         4
+    main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             40        10
+    students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      30         2
+    vit        the five methods on a small ViT                                                30         3
+    attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         1
+    noise      labels and supervised CMSF at 0, 25, 50 % wrong labels                     20, 40         3
+    coarse     the same with coarse labels, judged by fine ones                           20, 40         1
+    tail       MoCo and ISD where classes have 450 to 4 images; three seeds                  120         3
+    cifar10    the five methods on CIFAR-10                                                   28         2
 
 Last, `time`: steps of every method and of labels alone, to be run with nothing else on the accelerator (a minute).
 Images a second of the other rows count compilation, and whatever ran beside them.
@@ -27,9 +28,11 @@ Images a second of the other rows count compilation, and whatever ran beside the
 Not a study of `vitrail compare`: most rows are judged by other labels or images than they learned from, students stand
 on a teacher, and the evaluators `knn` and `linear` look behind the projector, where the papers look before it.
 
-Settings are those of the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`), projector
-and predictor of 1024 and 128 (BYOL-asym's ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384 (smaller
-than the data set; 16K is on par with 128K, Fig 4.3). MoCo and ISD on unbalanced data both see two strong views.
+Learning rate and last norm on the ResNet-18 are the best of `settings` for each method (a row that another needs is
+made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too. The rest is as in the small- recipes,
+except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`), projector and predictor of 1024 and 128 (BYOL-asym's
+ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384 (smaller than the data set; 16K is on par with 128K,
+Fig 4.3). MoCo and ISD on unbalanced data both see two strong views.
 
 Expected (efficiency-1 §2.C, §2.E to §2.G, §4.3): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
 to wrong labels than cross entropy and keeps more of the fine classes under coarse labels; CompRes > regression > from
@@ -58,18 +61,18 @@ from vitrail.model.heads.config import Mean, Projected
 from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("rates", "main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
+PARTS = ("settings", "main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {
-    "rates": 12,
-    "main": 20,
-    "students": 20,
-    "vit": 16,
+    "settings": 12,
+    "main": 40,
+    "students": 30,
+    "vit": 30,
     "attention": 20,
     "labels": 20,  # cross entropy in noise and coarse
-    "noise": 20,
-    "coarse": 20,
-    "tail": 60,
-    "cifar10": 14,
+    "noise": 40,
+    "coarse": 40,
+    "tail": 120,
+    "cifar10": 28,
     "time": 2,
 }
 TIMED, UNTIMED = 250, 100  # steps of the part time, and those of them that pass before the clock runs
@@ -83,12 +86,12 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
 STRONG = {"objective.views": "strong_strong"}
 BOTH_VIEWS = {**METHODS, "msf, s/s": ("small-msf", STRONG)}
 BY_LABEL = {"objective.constraint": "supervised", "objective.k": 10}
-PULLED: dict[str, tuple[str, dict[str, Any]]] = {  # methods without anything that pushes images apart
-    "byol-asym, s/s": METHODS["byol-asym, s/s"],
-    "msf, w/s": METHODS["msf, w/s"],
-    "cmsf by label, w/s": ("small-cmsf", BY_LABEL),
+TUNED: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cmsf by label, w/s": ("small-cmsf", BY_LABEL)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"rate {rate:g}{', last norm' * norm}": {"optim.lr": rate, "model.head.last_norm": norm}
+    for norm in (False, True)
+    for rate in (0.05, 0.2)
 }
-MOMENTA, RATES = (0.99, 0.95, 0.8), (0.05, 0.2)
 TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", STRONG)}
 FACTOR, TAIL_BANK = 100.0, 4096
 NOISE = (0.0, 0.25, 0.5)
@@ -135,6 +138,7 @@ ATTENTION = {
 }
 STUDENT_VIT = {"model.name": "vit_tiny_32", "model.head": Mean()}  # as many tokens as the teacher: no class token
 TEACHER = "moco, s/s"  # as CompRes'
+UNTRAINED = "untrained"
 
 SMOKE = {"data.batch": 20, "optim.steps": 2}
 SMOKE_UNTIMED = 1
@@ -169,6 +173,12 @@ class Study:
             config = with_values(config, {**SMOKE, "model.trunk": trunk})
         return config
 
+    def tuned(self, what: str, name: str, part: str, changes: dict[str, Any], uri: str = "") -> RunConfig:
+        """A recipe on the ResNet-18, in the settings that do best for the method `what` (whatever its views)."""
+        method = what.partition(",")[0]
+        best = self.best(next(tuned for tuned in TUNED if tuned.partition(",")[0] == method))
+        return self.config(name, part, RESNET, changes, best, uri=uri)
+
     def row(
         self,
         table: str,
@@ -180,8 +190,12 @@ class Study:
         keep: Path | None = None,
         compiled: bool = True,
         again: bool = False,
-    ) -> None:
-        """A row of one run: trained and judged, unless it is there (and not wanted again)."""
+        needed: bool = False,
+    ) -> dict[str, Any] | None:
+        """A row of one run: trained and judged, unless it is there (and not wanted again).
+
+        `needed`: another row stands on it, so it is made whatever `--of` says.
+        """
 
         def make() -> dict[str, Any]:
             done = self.runs.trained(config(), seed, compiled=compiled)
@@ -190,8 +204,9 @@ class Study:
             return {**done.figures(), **judge(done)}
 
         method = (subject if table in ("noise", "coarse") else what).partition(",")[0].replace(" ", "-")
-        if self.found.wants(method) or table == "teacher":
-            self.found.row(table, subject, what, seed, make, again)
+        if self.found.wants(method) or needed:
+            return self.found.row(table, subject, what, seed, make, again)
+        return None
 
     def worth(self, done: Trained, uri: str = "", **options: Any) -> dict[str, Any]:
         """What the trunk is worth, and the slow copy of it where there is one."""
@@ -202,29 +217,50 @@ class Study:
         return made
 
     def main(self, seed: int) -> None:
+        self._untrained("main", "resnet18", RESNET, seed)
         for what, (name, changes) in BOTH_VIEWS.items():
             keep = self._place("resnet") if (what, seed) == (TEACHER, 0) else None
-            config = partial(self.config, name, "main", RESNET, changes)
+            config = partial(self.tuned, what, name, "main", changes)
             self.row("main", "resnet18", what, seed, config, self.worth, keep)
 
+    def _untrained(self, part: str, subject: str, network: dict[str, Any], seed: int) -> None:
+        """What the same network is worth before anything is learned."""
+
+        def make() -> dict[str, Any]:
+            return self.runs.worth(self.runs.untrained(self.config(PLAIN, part, network), seed), self.fine)
+
+        if self.found.wants(UNTRAINED):
+            self.found.row(part, subject, UNTRAINED, seed, make)
+
     def vit(self, seed: int) -> None:
+        self._untrained("vit", "vit_tiny_32", VIT, seed)
         for what, (name, changes) in METHODS.items():
             keep = self._place("vit") if (what, seed) == (TEACHER, 0) else None
             config = partial(self.config, name, "vit", VIT, changes)
             self.row("vit", "vit_tiny_32", what, seed, config, self.worth, keep)
 
-    def rates(self, seed: int) -> None:
-        """How fast the slow copy follows, and the learning rate, by validation images: nothing else is judged."""
+    def settings(self, seed: int) -> None:
+        for what in TUNED:
+            for setting in SETTINGS:
+                self._tried(what, setting, seed)
+
+    def _tried(self, what: str, setting: str, seed: int = 0, needed: bool = False) -> float | None:
+        """How a setting does, by 20 neighbours of validation images."""
 
         def judge(done: Trained) -> dict[str, Any]:
             return {"val_knn20": self.runs.neighbours(done.model, self.fine, "val")}
 
-        for what, (name, changes) in PULLED.items():
-            for momentum in MOMENTA:
-                for rate in RATES:
-                    values = {**changes, "objective.momentum": momentum, "optim.lr": rate}
-                    config = partial(self.config, name, "rates", RESNET, values)
-                    self.row("rates", f"momentum {momentum:g}, rate {rate:g}", what, seed, config, judge)
+        name, changes = TUNED[what]
+        config = partial(self.config, name, "settings", RESNET, changes, SETTINGS[setting])
+        row = self.row("settings", setting, what, seed, config, judge, needed=needed)
+        return None if row is None else float(row["val_knn20"])
+
+    def best(self, what: str) -> dict[str, Any]:
+        """The settings that do best. Raises `RuntimeError` where none could be tried."""
+        found = {each: worth for each in SETTINGS if (worth := self._tried(what, each, needed=True)) is not None}
+        if not found:
+            raise RuntimeError(f"no settings of {what} could be tried")
+        return SETTINGS[max(found, key=lambda each: found[each])]
 
     def time(self, seed: int) -> None:
         ways: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cross entropy": (PLAIN, LABELS)}
@@ -242,7 +278,7 @@ class Study:
 
     def cifar10(self, seed: int) -> None:
         for what, (name, changes) in METHODS.items():
-            config = partial(self.config, name, "cifar10", RESNET, changes, uri=self.other)
+            config = partial(self.tuned, what, name, "cifar10", changes, uri=self.other)
             self.row("cifar10", "resnet18", what, seed, config, partial(self.worth, uri=self.other))
 
     def noise(self, seed: int) -> None:
@@ -257,7 +293,7 @@ class Study:
     ) -> None:
         plain = partial(self.config, PLAIN, "labels", RESNET, LABELS, data)
         self.row(part, "cross entropy", what, seed, plain, judge)
-        shifted = partial(self.config, "small-cmsf", part, RESNET, BY_LABEL, data)
+        shifted = partial(self.tuned, "cmsf by label, w/s", "small-cmsf", part, {**BY_LABEL, **data})
         self.row(part, "cmsf, nearest 10 of the label", what, seed, shifted, judge)
 
     def _with_top1(self, done: Trained) -> dict[str, Any]:
@@ -266,7 +302,7 @@ class Study:
     def tail(self, seed: int) -> None:
         for what, (name, changes) in TAIL.items():
             long = {"data.long_tail": 4.0 if self.smoke else FACTOR}
-            config = partial(self.config, name, "tail", RESNET, changes, long)
+            config = partial(self.tuned, what, name, "tail", {**changes, **long})
             self.row("tail", "resnet18", what, seed, config, partial(self.worth, rare=True))
 
     def students(self, seed: int) -> None:
@@ -305,7 +341,9 @@ class Study:
             what = ("teacher", trunk, TEACHER, 0)
             name, changes = METHODS[TEACHER]
             part = "main" if trunk == "resnet" else "vit"
-            self.row(*what, partial(self.config, name, part, network, changes), lambda _: {}, place, again=True)
+            best = self.best(TEACHER) if trunk == "resnet" else {}
+            config = partial(self.config, name, part, network, changes, best)
+            self.row(*what, config, lambda _: {}, place, again=True, needed=True)
         if not (place / DESCRIPTION).is_file():
             raise RuntimeError(f"the teacher {trunk} could not be trained")
         return place

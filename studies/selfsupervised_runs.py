@@ -102,12 +102,9 @@ class Runs:
 
         The clock runs after `untimed` steps.
         """
-        torch.manual_seed(seed)
         data = self.data(config.data)
         train = data["train"]
-        model = build_model(config.model, config, data)
-        if not config.model.name.startswith("vit"):
-            model.to(memory_format=torch.channels_last)
+        model = self.untrained(config, seed)
         schedule = make_schedule(config.optim, config.data.batch, len(train))
         facts = TrainingFacts(train.labels, train.index, schedule.steps, config.data.augment)
         objective = build_objective(config.objective, model, facts)
@@ -137,6 +134,12 @@ class Runs:
         rate = (schedule.steps - untimed) * size / seconds
         memory = torch.cuda.max_memory_allocated() if self.fast else 0
         return Trained(cast("Classifier", step.model), objective, schedule.steps * size / len(train), rate, memory)
+
+    def untrained(self, config: RunConfig, seed: int) -> Classifier:
+        """The model that a run with this seed begins with."""
+        torch.manual_seed(seed)
+        model = build_model(config.model, config, self.data(config.data)).to(self.device)
+        return model if config.model.name.startswith("vit") else model.to(memory_format=torch.channels_last)
 
     def _loader(self, config: RunConfig, data: DataSet, objective: Objective, seed: int, steps: int) -> DeviceLoader:
         train, augment, own = data["train"], config.data.augment, objective.model.preprocess

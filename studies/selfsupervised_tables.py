@@ -19,6 +19,7 @@ FORMS: Forms = {
     "linear": ("linear, %", percent),
     "knn1_rare": ("1-NN of rare, %", percent),
     "knn20_rare": ("20-NN of rare, %", percent),
+    "val_knn20": ("20-NN of validation images, %", percent),
     "target_knn20": ("20-NN of the slow copy, %", percent),
     "rank": ("rank", lambda v: f"{v:.0f}"),
     "epochs": ("epochs", lambda v: f"{v:.0f}"),
@@ -29,6 +30,7 @@ FORMS: Forms = {
 WORTH = ("knn1", "knn20", "linear")
 COST = ("epochs", "images_per_second", "seconds")
 TABLES: Layout = (
+    ("settings", "Settings, ResNet-18, by validation images", ("val_knn20", "epochs")),
     ("main", "Without labels, ResNet-18", (*WORTH, "target_knn20", "rank", *COST)),
     ("vit", "Without labels, a small ViT", (*WORTH, "target_knn20", "rank", *COST)),
     ("cifar10", "Without labels, CIFAR-10, ResNet-18", (*WORTH, "target_knn20", "rank", *COST)),

@@ -66,6 +66,27 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small(7, width=24).save(tmp_path_factory.mktemp("teacher")))
 
 
+@pytest.mark.parametrize("projector", ["mlp", "linear"])
+def test_a_last_norm_is_that_of_the_batch_and_has_no_weights(projector: str) -> None:
+    images = torch.randint(0, 256, (12, 3, 28, 28), dtype=torch.uint8)
+    plain, normed = small(projector=projector), small(projector=projector, last_norm=True)
+    assert {k: v.shape for k, v in plain.named_parameters()}.keys() == {
+        k.replace("projector.0.weight", "projector.weight") if projector == "linear" else k
+        for k, _ in normed.named_parameters()
+    }
+    normed.load_state_dict(
+        {k.replace("projector.weight", "projector.0.weight"): v for k, v in plain.state_dict().items()}, strict=False
+    )
+    said = plain.train().head.embed(plain.tokens(images))
+    expected = (said - said.mean(0)) / (said.var(0, unbiased=False) + 1e-5).sqrt()
+    torch.testing.assert_close(normed.train().head.embed(normed.tokens(images)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_behind_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head\.last_norm stands behind a projector"):
+        small(projector="none", last_norm=True)
+
+
 def batch_of(step: int = 0, views: int | ViewSpec = 2) -> Batch:
     generator = torch.Generator().manual_seed(step)
     spec = ViewSpec(views) if isinstance(views, int) else views

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from study_calls import STUDIES, call, rows
 
 BENCHMARKS = STUDIES.parent / "benchmarks"
 METHODS = ["byol-asym, s/s", "moco, s/s", "isd, w/s", "msf, w/s", "cmsf, w/s"]
+SETTINGS = ["rate 0.05", "rate 0.2", "rate 0.05, last norm", "rate 0.2, last norm"]
 WANTED = {  # (table, subject) -> rows
-    ("main", "resnet18"): [*METHODS, "msf, s/s"],
-    ("vit", "vit_tiny_32"): METHODS,
+    **{("settings", each): [*METHODS, "cmsf by label, w/s"] for each in SETTINGS},
+    ("main", "resnet18"): ["untrained", *METHODS, "msf, s/s"],
+    ("vit", "vit_tiny_32"): ["untrained", *METHODS],
     ("cifar10", "resnet18"): METHODS,
     ("students", "resnet18"): ["the teacher, moco"],
     ("students", "resnet20"): [
@@ -72,7 +76,7 @@ def test_a_teacher_that_was_lost_is_trained_again_to_the_same_weights(folder: Pa
     study("--smoke", "--seeds", "1", "--out", str(tmp_path), "--part", "students")
     added = rows(tmp_path)[len(kept) :]
     assert [row["table"] for row in added] == ["teacher", *["students"] * 7]
-    name = "models/moco-resnet-seed0/model.safetensors"
+    name = "models/moco-resnet-seed0/model.safetensors"  # at the rate that was chosen before
     assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
@@ -83,6 +87,25 @@ def test_tables_have_every_row(folder: Path) -> None:
     assert len(lines) == sum(len(each) for each in WANTED.values())
     assert text.count("### ") == len({table for table, _ in WANTED})
     assert "A smoke run" in text
+
+
+@pytest.mark.slow
+def test_a_row_has_the_settings_that_are_best_by_validation_images(folder: Path, tmp_path: Path) -> None:
+    """Other validation figures, another model: what is chosen is what the rows say, and one that lacks is made."""
+    kept = [row for row in rows(folder) if row["table"] == "settings"]
+    found = {}
+    for best in SETTINGS[1:3]:
+        out = tmp_path / best.replace(" ", "-")
+        out.mkdir()
+        told = [{**row, "val_knn20": float(row["subject"] == best)} for row in kept]
+        told = [row for row in told if (row["subject"], row["what"]) != (SETTINGS[0], "moco, s/s")]
+        (out / "found.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        study("--smoke", "--seeds", "1", "--out", str(out), "--part", "main", "--of", "moco")
+        added = [(row["table"], row["subject"]) for row in rows(out)[len(told) :] if row["table"] != "about"]
+        assert added == [("settings", SETTINGS[0]), ("main", "resnet18")]
+        with safe_open(out / "models/moco-resnet-seed0/model.safetensors", "pt") as file:
+            found[best] = [name for name in file.keys() if "running_mean" in name and "projector" in name]  # noqa: SIM118
+    assert [len(names) for names in found.values()] == [1, 2]  # inside the projector, and behind it
 
 
 @pytest.fixture

@@ -11,17 +11,22 @@ from vitrail.model.tokens import Tokens
 
 
 def projector(config: Projected, width: int) -> nn.Module:
-    """Trunk features [batch, width] -> [batch, config.width]."""
+    """Trunk features [batch, width] -> [batch, config.width]. Raises `ValueError` for a norm behind nothing."""
+    if config.last_norm and config.projector == "none":
+        raise ValueError("head.last_norm stands behind a projector, and head.projector is none; leave one of them out")
+    last: list[nn.Module] = [nn.BatchNorm1d(config.width, affine=False)] if config.last_norm else []
     if config.projector == "none":
         return nn.Identity()
     if config.projector == "linear":
-        return nn.Linear(width, config.width, bias=False)
+        linear = nn.Linear(width, config.width, bias=False)
+        return nn.Sequential(linear, *last) if last else linear
     middle: list[nn.Module] = [nn.BatchNorm1d(config.hidden)] if config.norm else []
     return nn.Sequential(
         nn.Linear(width, config.hidden, bias=False),
         *middle,
         nn.ReLU(inplace=True),
         nn.Linear(config.hidden, config.width, bias=False),
+        *last,
     )
 
 
