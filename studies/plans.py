@@ -197,7 +197,7 @@ def selfsupervised() -> list[Process]:
     made.append(process("students", "--part students", ("main", "resnet18", "moco, s/s", 0)))
     made += [several("main", method) for method in ("isd", "byol-asym", "cmsf")]
     made.append(process("tail", "--part tail", *chosen["moco"], *chosen["isd"]))
-    made.append(process("noise", "--part noise coarse", *by_label))
+    made += [process(part, f"--part {part}", *by_label) for part in ("noise", "coarse")]
     made += [several("vit", "isd byol-asym", wait=False), several("vit", "msf cmsf", wait=False)]
     made += [several("cifar10", "moco isd"), several("cifar10", "byol-asym msf cmsf")]
     made.append(process("attention", "--part attention", ("vit", "vit_tiny_32", "moco, s/s", 0)))

@@ -17,8 +17,8 @@ training images; `--factor` multiplies all epochs where the rate turns out anoth
     students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      30         2
     vit        the five methods on a small ViT                                                30         3
     attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         1
-    noise      labels and supervised CMSF at 0, 25, 50 % wrong labels                     20, 40         3
-    coarse     the same with coarse labels, judged by fine ones                           20, 40         1
+    noise      labels and supervised CMSF (two ways) at 0, 25, 50 % wrong labels          20, 40         5
+    coarse     the same with coarse labels, judged by fine ones                           20, 40         2
     tail       MoCo and ISD where classes have 450 to 4 images; three seeds                  120         3
     cifar10    the five methods on CIFAR-10                                                   28         2
 
@@ -86,6 +86,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
 STRONG = {"objective.views": "strong_strong"}
 BOTH_VIEWS = {**METHODS, "msf, s/s": ("small-msf", STRONG)}
 BY_LABEL = {"objective.constraint": "supervised", "objective.k": 10}
+SHIFTED = {  # row -> changes; both in the settings of the first
+    "cmsf, nearest 10 of the label": BY_LABEL,
+    "cmsf, all of the label": {**BY_LABEL, "objective.k": None},
+}
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cmsf by label, w/s": ("small-cmsf", BY_LABEL)}
 SETTINGS: dict[str, dict[str, Any]] = {
     f"rate {rate:g}{', last norm' * norm}": {"optim.lr": rate, "model.head.last_norm": norm}
@@ -293,8 +297,9 @@ class Study:
     ) -> None:
         plain = partial(self.config, PLAIN, "labels", RESNET, LABELS, data)
         self.row(part, "cross entropy", what, seed, plain, judge)
-        shifted = partial(self.tuned, "cmsf by label, w/s", "small-cmsf", part, {**BY_LABEL, **data})
-        self.row(part, "cmsf, nearest 10 of the label", what, seed, shifted, judge)
+        for subject, changes in SHIFTED.items():
+            shifted = partial(self.tuned, "cmsf by label, w/s", "small-cmsf", part, {**changes, **data})
+            self.row(part, subject, what, seed, shifted, judge)
 
     def _with_top1(self, done: Trained) -> dict[str, Any]:
         return {**self.worth(done), "top1": self.runs.top1(done.model, self.fine)}
