@@ -1,10 +1,10 @@
 """How studies of rows are cut into processes, and which rows each of them waits for; studies/all.py runs them.
 
 A small model leaves most of an accelerator idle, so a study takes a third of the time in a dozen processes (with steps
-that are one graph each: in four). What
-several of them need (a teacher, a chosen learning rate) is made by one, and the others begin when its row is there;
-within a study what the longest chain stands on comes first. Parts that time something are not here: they are run alone.
-Rows and models belong together: a folder of rows whose models are gone has every process train them again for itself.
+that are one graph each: in four). What several of them need (a teacher, a chosen learning rate) is made by one, and the
+others begin when its row is there; within a study what the longest chain stands on comes first. Parts that time
+something are not here: they are run alone. Rows and models belong together: a folder of rows whose models are gone has
+every process train them again for itself.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 
 One process. Rows are appended to FOLDER/found.jsonl as they come and teachers are kept beside it: the same command goes
 on where a kill, or `--minutes`, ended it, and trains again a teacher that was lost. One seed of everything comes first,
-the other seeds of `main` and `tail` last. Estimates for one H200 that
-four processes make 55k images a second of a pair of views together on (studies/plans.py), 10 s to judge a run, 45,000
-training images; `--factor` multiplies all epochs where the rate turns out another:
+the other seeds of `main` and `tail` last. Estimates for one H200 with four processes (studies/plans.py), which together
+make 55k images a second of a pair of views, 10 s to judge a run, 45,000 training images; `--factor` multiplies all
+epochs where the rate turns out another:
 
     part       runs                                                                       epochs   minutes
     settings   every method at two rates, with and without a last norm, by validation images  12         4
@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Any
 
 import resnet18_32  # noqa: F401, registers timm:resnet18_32
-import torch
 from found import Found, Order, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
@@ -273,10 +272,8 @@ class Study:
             def make(name: str = name, changes: dict[str, Any] = changes) -> dict[str, Any]:
                 steps = {} if self.smoke else {"optim.steps": TIMED}
                 config = with_values(self.config(name, "time", RESNET, changes), steps)
-                if self.runs.fast:
-                    torch.cuda.reset_peak_memory_stats()
                 done = self.runs.trained(config, seed, untimed=SMOKE_UNTIMED if self.smoke else UNTIMED)
-                return {"images_per_second": done.images_per_second, "memory": done.memory}
+                return {"images_per_second": done.images_per_second}
 
             self.found.row("time", "resnet18", what, seed, make)
 

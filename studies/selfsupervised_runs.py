@@ -53,7 +53,6 @@ class Trained:
     objective: Objective
     epochs: float
     images_per_second: float  # of training, compilation included, or without the first steps where these are left out
-    memory: int  # bytes, at the highest point so far; 0 where nobody counts them
 
     def figures(self) -> dict[str, float]:
         return {"epochs": self.epochs, "images_per_second": self.images_per_second}
@@ -132,8 +131,7 @@ class Runs:
         self.wait()
         seconds, size = time.perf_counter() - began, config.data.batch
         rate = (schedule.steps - untimed) * size / seconds
-        memory = torch.cuda.max_memory_allocated() if self.fast else 0
-        return Trained(cast("Classifier", step.model), objective, schedule.steps * size / len(train), rate, memory)
+        return Trained(cast("Classifier", step.model), objective, schedule.steps * size / len(train), rate)
 
     def untrained(self, config: RunConfig, seed: int) -> Classifier:
         """The model that a run with this seed begins with."""

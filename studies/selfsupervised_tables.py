@@ -24,7 +24,6 @@ FORMS: Forms = {
     "rank": ("rank", lambda v: f"{v:.0f}"),
     "epochs": ("epochs", lambda v: f"{v:.0f}"),
     "images_per_second": ("img/s", lambda v: f"{v:,.0f}"),
-    "memory": ("GiB", lambda v: f"{v / 2**30:.1f}"),
     "seconds": ("seconds", lambda v: f"{v:.0f}"),
 }
 WORTH = ("knn1", "knn20", "linear")
@@ -39,7 +38,7 @@ TABLES: Layout = (
     ("students", "A small student of a ResNet-18", (*WORTH, *COST)),
     ("tail", "Unbalanced data, ResNet-18; judged with all images", ("knn1", "knn1_rare", "knn20", "knn20_rare", *COST)),
     ("attention", "Attention of a ViT that was trained without labels", ("top1", *COST)),
-    ("time", "Steps with nothing beside them", ("images_per_second", "memory")),
+    ("time", "Steps with nothing beside them", ("images_per_second",)),
     ("teacher", "Teachers trained again, because they were lost", COST),
 )
 

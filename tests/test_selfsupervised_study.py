@@ -78,7 +78,7 @@ def test_a_teacher_that_was_lost_is_trained_again_to_the_same_weights(folder: Pa
     study("--smoke", "--seeds", "1", "--out", str(tmp_path), "--part", "students")
     added = rows(tmp_path)[len(kept) :]
     assert [row["table"] for row in added] == ["teacher", *["students"] * 7]
-    name = "models/moco-resnet-seed0/model.safetensors"  # at the rate that was chosen before
+    name = "models/moco-resnet-seed0/model.safetensors"  # in the settings that were chosen before
     assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 

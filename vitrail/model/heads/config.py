@@ -173,8 +173,7 @@ class Projected:
     norm: bool = False
     """BatchNorm inside the projector (the thesis' parameter counts leave no room for it)."""
     last_norm: bool = False
-    """BatchNorm without weights behind the projector (SimSiam's): embeddings keep their spread from the first step on,
-    which objectives that only pull together otherwise win back slowly."""
+    """BatchNorm without weights behind the projector, as SimSiam has it."""
     judged: Literal["projector", "trunk"] = "projector"
     """What neighbours, probes and clusters compare: Grafit's embedding is the projector's, while methods without labels
     are judged in front of a projector that only their loss needs (efficiency-1 §2.H)."""

@@ -12,11 +12,13 @@ from vitrail.model.tokens import Tokens
 
 def projector(config: Projected, width: int) -> nn.Module:
     """Trunk features [batch, width] -> [batch, config.width]. Raises `ValueError` for a norm behind nothing."""
-    if config.last_norm and config.projector == "none":
-        raise ValueError("head.last_norm stands behind a projector, and head.projector is none; leave one of them out")
-    last: list[nn.Module] = [nn.BatchNorm1d(config.width, affine=False)] if config.last_norm else []
     if config.projector == "none":
+        if config.last_norm:
+            raise ValueError(
+                "head.last_norm stands behind a projector, and head.projector is none; leave one of them out"
+            )
         return nn.Identity()
+    last: list[nn.Module] = [nn.BatchNorm1d(config.width, affine=False)] if config.last_norm else []
     if config.projector == "linear":
         linear = nn.Linear(width, config.width, bias=False)
         return nn.Sequential(linear, *last) if last else linear
