@@ -12,15 +12,15 @@ make 55k images a second of a pair of views, 10 s to judge a run, 45,000 trainin
 epochs where the rate turns out another:
 
     part       runs                                                                       epochs   minutes
-    settings   every method at two rates, with and without a last norm, by validation images  12         4
+    settings   every method at two rates, with and without a last norm, by validation images  10         4
     main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             40        10
     students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      30         2
-    vit        the five methods on a small ViT                                                30         3
+    vit        the five methods on a small ViT                                                24         2
     attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         1
-    noise      labels and supervised CMSF (two ways) at 0, 25, 50 % wrong labels          20, 40         5
-    coarse     the same with coarse labels, judged by fine ones                           20, 40         2
-    tail       MoCo and ISD where classes have 450 to 4 images; three seeds                  120         3
-    cifar10    the five methods on CIFAR-10                                                   28         2
+    noise      labels and supervised CMSF (two ways) at 0, 25, 50 % wrong labels          20, 30         4
+    coarse     the same with coarse labels, judged by fine ones                           20, 30         1
+    tail       MoCo and ISD where classes have 450 to 4 images; three seeds                   90         2
+    cifar10    the five methods on CIFAR-10                                                   20         2
 
 Last, `time`: steps of every method and of labels alone, to be run with nothing else on the accelerator (a minute).
 Images a second of the other rows count compilation, and whatever ran beside them.
@@ -62,16 +62,16 @@ from vitrail.recipes import recipe, with_values
 
 PARTS = ("settings", "main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {
-    "settings": 12,
+    "settings": 10,
     "main": 40,
     "students": 30,
-    "vit": 30,
+    "vit": 24,
     "attention": 20,
     "labels": 20,  # cross entropy in noise and coarse
-    "noise": 40,
-    "coarse": 40,
-    "tail": 120,
-    "cifar10": 28,
+    "noise": 30,
+    "coarse": 30,
+    "tail": 90,
+    "cifar10": 20,
     "time": 2,
 }
 TIMED, UNTIMED = 250, 100  # steps of the part time, and those of them that pass before the clock runs
@@ -122,6 +122,7 @@ LABELS = {  # cross entropy on crops and flips
     "model.head": Projected(projector="none"),
     "optim.lr": 0.1,
     "data.augment.jitter": 0.0,
+    "data.augment.hue": 0.0,
     "data.augment.grey": 0.0,
 }
 REGRESSION = {"objective.layers": 1, "objective.match": "raw", "optim.name": "adam", "optim.lr": 1e-3}

@@ -211,6 +211,19 @@ def test_a_simple_crop_covers_more_of_an_image_than_a_resized_one():
     assert covered("resized") == pytest.approx(0.43, abs=0.05)  # three standard errors of 200 crops
 
 
+def test_hue_and_the_chance_of_jitter_reach_the_pixels():
+    colours = np.zeros((32, 32, 3), np.uint8)
+    colours[:16, :, 0], colours[16:, :, 1] = 200, 120
+    image = Image.fromarray(colours)
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, hue=0.1, jitter_chance=0.3), SMALL)
+    made = [augment(image, (0, 0, i, 0, 0)) for i in range(400)]
+    plain = Augment(AugmentConfig(crop="evaluation", flip=0.0), SMALL)(image, (0, 0, 0, 0, 0))
+    changed = [m for m in made if not torch.equal(m, plain)]
+    assert stats.binomtest(len(changed), 400, 0.3).pvalue > 1e-4
+    for each in changed:  # brightness, the most of the three, stays
+        torch.testing.assert_close(each.amax(0).float(), plain.amax(0).float(), rtol=0, atol=1)
+
+
 def test_colours_are_jittered_after_the_three_looks():
     """architectures-and-training §12 item 19: black stays black, while a jittered white would not become so."""
     white = Image.new("RGB", (16, 16), (255, 255, 255))

@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.device_augment import DeviceAugment, draw
-from vitrail.data.device_pixels import normal_noise
+from vitrail.data.device_pixels import hue_turned, normal_noise
 from vitrail.data.device_randaugment import (
     ALL,
     OPERATIONS,
@@ -29,7 +29,7 @@ from vitrail.data.device_timm import TIMM_DRAWS, TIMM_OPERATIONS, draw_timm
 from vitrail.data.preprocess import RESAMPLING
 
 PLAIN = {"crop": "evaluation", "flip": 0.0}
-EVERYTHING = AugmentConfig(flip=0.5, three=True, rand_ops=2, jitter=0.4, erasing=0.5)
+EVERYTHING = AugmentConfig(flip=0.5, three=True, rand_ops=2, jitter=0.4, hue=0.1, jitter_chance=0.8, erasing=0.5)
 
 
 def keys_of(count: int, seed: int = 7) -> np.ndarray:
@@ -178,6 +178,51 @@ def test_jitter_has_the_pixels_of_torchvision_on_pillow_images_in_the_drawn_orde
     difference = apart(made, expected)
     assert difference.max() <= 1
     assert (difference > 0).mean() < 1e-3
+
+
+def test_hues_have_the_pixels_of_torchvision_on_pillow_images_in_the_drawn_order():
+    pixels = noise(200, 20, 20)
+    made, drawn = changed(pixels, 20, **PLAIN, jitter=0.4, hue=0.3, jitter_chance=0.7)
+    operations = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation)
+    hues = draw(AugmentConfig(**PLAIN, jitter=0.4, hue=0.3, jitter_chance=0.7), 20, keys_of(200), 20, 20).hues
+    jittered = set(drawn["hue_rows"][: hues[-1]].tolist())
+    assert 0 < hues[0] < hues[1] < hues[2] < hues[3] < 200
+    expected, hued_last = [], 0
+    for i, image in enumerate(pixels):
+        expected.append(Image.fromarray(image))
+        for turn in range(4 if i in jittered else 0):
+            kind, factor = int(drawn[f"jitter_{turn}"][i]), float(drawn[f"factor_{turn}"][i])
+            if kind == 3:  # half a byte beyond, which torchvision cuts away again
+                shift = float(drawn["hue"][i])
+                expected[-1] = tv.adjust_hue(expected[-1], (shift + np.sign(shift) * 0.5) / 255)
+            else:
+                expected[-1] = operations[kind](expected[-1], factor)
+            hued_last += kind == 3 == turn
+    difference = apart(made, expected)
+    untouched = np.array([i not in jittered for i in range(200)])
+    np.testing.assert_array_equal(made[untouched], pixels[untouched])
+    assert (difference > 1).mean() < 1e-3  # a level that is off before a hue is cut to bytes can turn it by one
+    assert (difference > 0).mean() < 2e-3
+    assert hued_last > 10
+
+
+@pytest.mark.parametrize("shift", [-128, -25, -1, 0, 1, 60, 127])
+def test_all_colours_turn_as_in_pillow(shift):
+    values = np.arange(0, 256, 5, dtype=np.uint8)
+    pixels = np.stack(np.meshgrid(values, values, values, indexing="ij"), -1).reshape(1, -1, len(values), 3)
+    hue, saturation, value = Image.fromarray(pixels[0]).convert("HSV").split()
+    moved = Image.fromarray(((np.asarray(hue).astype(int) + shift) % 256).astype(np.uint8))
+    expected = np.asarray(Image.merge("HSV", (moved, saturation, value)).convert("RGB")).astype(int)
+    made = hue_turned(tensor(pixels).float(), torch.tensor([float(shift)]))[0].permute(1, 2, 0).numpy()
+    difference = np.abs(made - expected)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 1e-4
+
+
+def test_without_a_chance_nothing_is_jittered():
+    pixels = noise(20, 16, 16)
+    made, _ = changed(pixels, 16, **PLAIN, jitter=0.5, hue=0.5, jitter_chance=0.0)
+    np.testing.assert_array_equal(made, pixels)
 
 
 def test_colours_are_jittered_after_the_three_looks():
@@ -460,6 +505,39 @@ def test_choices_come_as_often_as_they_should():
     for turn in range(3):
         assert stats.kstest(columns[f"factor_{turn}"], "uniform", (0.6, 0.8)).pvalue > 1e-4
     assert stats.kstest(columns["blur_sigma"], "uniform", (0.1, 1.9)).pvalue > 1e-4
+
+
+def test_hues_are_jittered_as_often_and_as_far_as_they_should_be_at_any_place_of_the_order():
+    count = 6000
+    config = AugmentConfig(jitter=0.4, hue=0.1, jitter_chance=0.8)
+    drawn = draw(config, 16, keys_of(count), 16, 16)
+    columns, chosen = drawn.columns, drawn.columns["hue_rows"][: drawn.hues[-1]]
+    assert stats.binomtest(drawn.hues[-1], count, 0.8).pvalue > 1e-4
+    orders = np.stack([columns[f"jitter_{turn}"] for turn in range(4)], 1)[chosen]
+    assert (np.sort(orders, 1) == np.arange(4)).all()
+    kinds, counts = np.unique(orders @ np.array([64, 16, 4, 1]), return_counts=True)
+    assert len(kinds) == 24
+    assert stats.chisquare(counts).pvalue > 1e-4
+    begin = 0
+    for turn, end in enumerate(drawn.hues):
+        assert (columns[f"jitter_{turn}"][columns["hue_rows"][begin:end]] == 3).all()
+        begin = end
+    torch.manual_seed(0)
+    theirs = v2.ColorJitter(0.4, 0.4, 0.4, 0.1)
+    factors = np.array([theirs.make_params([])["hue_factor"] for _ in range(1500)])
+    assert stats.ks_2samp(columns["hue"], np.trunc(255 * factors)).pvalue > 1e-4
+    factors = np.concatenate([columns[f"factor_{turn}"][chosen] for turn in range(4)])
+    assert stats.kstest(factors[factors != 1], "uniform", (0.6, 0.8)).pvalue > 1e-4
+    rest = columns["hue_rows"][drawn.hues[-1] :]
+    assert all((columns[f"factor_{turn}"][rest] == 1).all() for turn in range(4))
+
+
+def test_jitter_without_hue_draws_what_it_drew_before_there_was_one():
+    plain, more = (draw(AugmentConfig(jitter=0.4, hue=hue), 16, keys_of(50), 16, 16).columns for hue in (0.0, 0.2))
+    for kind in range(3):
+        of = [next(c[f"factor_{t}"][i] for t in range(4) if c[f"jitter_{t}"][i] == kind)
+              for c in (plain, more) for i in range(50)]  # fmt: skip
+        np.testing.assert_array_equal(of[:50], of[50:])
 
 
 def test_three_augment_is_exactly_one_of_the_three_each_as_often():

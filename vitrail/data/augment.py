@@ -51,8 +51,10 @@ class Augment:
         policy = policy_of(config, preprocess)
         if policy is not None:
             self._image_operations.append(policy)
-        if config.jitter:
-            self._image_operations.append(v2.ColorJitter(config.jitter, config.jitter, config.jitter))
+        if config.jitter or config.hue:
+            jitter = v2.ColorJitter(config.jitter, config.jitter, config.jitter, config.hue)
+            certain = config.jitter_chance == 1  # without a draw, as with the looks below
+            self._image_operations.append(jitter if certain else v2.RandomApply([jitter], config.jitter_chance))
         self._mean = torch.tensor(preprocess.mean).view(3, 1, 1)
         self._std = torch.tensor(preprocess.std).view(3, 1, 1)
 

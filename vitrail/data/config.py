@@ -29,6 +29,10 @@ class AugmentConfig:
     """Probability of a horizontal flip."""
     jitter: NotNegative = 0.0
     """Strength of brightness, contrast and saturation jitter."""
+    hue: Annotated[float, Range(0, 0.5)] = 0.0
+    """Strength of hue jitter: the most that colours turn, of a whole circle."""
+    jitter_chance: Fraction = 1.0
+    """Probability of jitter, hue included."""
     three: bool = False
     """3-Augment: exactly one of grey, solarise and blur for each image (DeiT III, architectures-and-training §8.2)."""
     grey: Fraction = 0.0

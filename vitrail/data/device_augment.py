@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from vitrail.data.device_pixels import (
     Boxes,
     blur_weights,
     blurred,
+    hue_turned,
     jittered,
     luminance,
     normal_noise,
@@ -38,7 +39,8 @@ from vitrail.data.device_randaugment import RandTurn, Smooth, draw_auto, draw_tr
 from vitrail.data.device_timm import TIMM_DRAWS, draw_timm
 from vitrail.data.policies import affine_interpolation, fill_colour
 
-_JITTER_ORDERS = np.array(list(itertools.permutations(range(3))))
+_HUE = 3  # after brightness, contrast and saturation
+_JITTER_ORDERS = {count: np.array(list(itertools.permutations(range(count)))) for count in (_HUE, _HUE + 1)}
 _SEED_BITS = 24  # of each of the two numbers that carry a seed: float32 holds them exactly
 _BOX = ("top", "left", "height", "width")
 
@@ -47,14 +49,16 @@ _BOX = ("top", "left", "height", "width")
 class Drawn:
     """Parameters of a batch, by name, and how many of its images are blurred, erased, and in each policy group.
 
-    `blur_rows` and `erase_rows` begin with the rows that are. Those operations are too dear to be done for all, and as
-    the host draws it also knows how many there are.
+    `blur_rows` and `erase_rows` begin with the rows that are, `hue_rows` with those whose hue is the first to be
+    jittered, then the second, up to `hues` of them. Such operations are too dear to be done for all, and as the host
+    draws it also knows how many there are.
     """
 
     columns: dict[str, Any]  # [batch] each: arrays on the host, float32 tensors on the device
     blurs: int = 0
     erasures: int = 0
     bounds: tuple[tuple[int, ...], ...] = ()  # a turn of the policy
+    hues: tuple[int, ...] = ()  # where the rows of each turn of the jitter end
 
     def to(self, device: torch.device) -> Drawn:
         """The parameters on a device, in one copy that the host does not wait for."""
@@ -62,7 +66,7 @@ class Drawn:
             return self
         packed = torch.from_numpy(np.stack(list(self.columns.values())).astype(np.float32))
         packed = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
-        return Drawn(dict(zip(self.columns, packed.unbind(), strict=True)), self.blurs, self.erasures, self.bounds)
+        return replace(self, columns=dict(zip(self.columns, packed.unbind(), strict=True)))
 
     def turns(self) -> Iterator[RandTurn]:
         """What the policy does, one operation an image at a time."""
@@ -107,14 +111,10 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     policy = _policy_turns(config, key, size)
     for number, chosen in enumerate(policy):
         columns |= {f"rand_{number}_{name}": values for name, values in chosen.columns.items()}
-    if config.jitter:
-        order, *strengths = _uniform(key, "jitter", 4).T
-        least = max(0.0, 1 - config.jitter)
-        factors = np.stack([least + (1 + config.jitter - least) * u for u in strengths], 1)
-        orders = _JITTER_ORDERS[np.floor(order * len(_JITTER_ORDERS)).astype(np.int64)]
-        for turn, which in enumerate(orders.T):
-            columns[f"jitter_{turn}"] = which
-            columns[f"factor_{turn}"] = factors[np.arange(len(key)), which]
+    hues: tuple[int, ...] = ()
+    if config.jitter or config.hue:
+        jitter, hues = _drawn_jitter(config, key)
+        columns |= jitter
     erasures = 0
     if config.erasing:
         chances = _uniform(key, "erase", BOX_DRAWS + 1)
@@ -126,7 +126,28 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         noise = bits(seed_of("noise"), key)
         columns["noise_high"] = (noise >> np.uint64(64 - _SEED_BITS)).astype(np.int64)
         columns["noise_low"] = (noise & np.uint64((1 << _SEED_BITS) - 1)).astype(np.int64)
-    return Drawn(columns, blurs, erasures, tuple(chosen.bounds for chosen in policy))
+    return Drawn(columns, blurs, erasures, tuple(chosen.bounds for chosen in policy), hues)
+
+
+def _drawn_jitter(config: AugmentConfig, key: NDArray[np.uint64]) -> tuple[dict[str, NDArray[Any]], tuple[int, ...]]:
+    """Which of the three or four comes in each turn, its factor, how far hues turn, and where the rows of hues end."""
+    order, *strengths, turned = _uniform(key, "jitter", 5).T
+    wanted = _uniform(key, "jittered", 1)[:, 0] < config.jitter_chance
+    least = max(0.0, 1 - config.jitter)
+    factors = [np.where(wanted, least + (1 + config.jitter - least) * u, 1.0) for u in strengths]
+    possible = _JITTER_ORDERS[_HUE + 1 if config.hue else _HUE]
+    orders = possible[np.floor(order * len(possible)).astype(np.int64)]
+    by_kind = np.stack([*factors, np.ones(len(key))], 1)  # which leaves an image as it is
+    columns: dict[str, NDArray[Any]] = {}
+    for turn, which in enumerate(orders.T):
+        columns[f"jitter_{turn}"] = which
+        columns[f"factor_{turn}"] = by_kind[np.arange(len(key)), which]
+    if not config.hue:
+        return columns, ()
+    columns["hue"] = np.trunc(255 * config.hue * (2 * turned - 1))  # as torchvision does with bytes
+    turns = np.where(wanted, np.argmax(orders == _HUE, 1), _HUE + 1)
+    columns["hue_rows"] = np.argsort(turns, kind="stable")
+    return columns, tuple(int((turns <= turn).sum()) for turn in range(_HUE + 1))
 
 
 class DeviceAugment:
@@ -196,8 +217,17 @@ class DeviceAugment:
             big = style == "big_vision"
             images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
         if "jitter_0" in columns:
-            for turn in range(3):
-                images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+            images = self._jittered(images, drawn)
+        return images
+
+    def _jittered(self, images: Tensor, drawn: Drawn) -> Tensor:
+        columns, begin = drawn.columns, 0
+        for turn in range(len(drawn.hues) or _HUE):
+            images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+            if drawn.hues and drawn.hues[turn] > begin:
+                rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
+                images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
+                begin = drawn.hues[turn]
         return images
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:

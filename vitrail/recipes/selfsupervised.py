@@ -1,9 +1,9 @@
 """Representations without labels, or with few (efficiency-1 §2.E-2.G; DINO: §2.B4).
 
 Where the papers give the teacher weak views (crop and flip) and the model strong ones, so do these recipes; BYOL, MoCo
-and ISD on a ResNet-18 have two strong ones. `STRONG` lacks hue, and jitters every image where the papers leave out one
-in five. Learning rates that drop at epochs of a list are a cosine here. DINO's large views differ in blur and
-solarising in its paper, and its small ones are not solarised; here all have the mean of the two large ones.
+and ISD on a ResNet-18 have two strong ones. Learning rates that drop at epochs of a list are a cosine here. DINO's
+large views differ in blur and solarising in its paper, and its small ones are not solarised; here all have the mean of
+the two large ones, and saturation is jittered as much as brightness and contrast, where it has half of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vitrail.learn.config import (
 )
 from vitrail.model.heads.config import Projected
 
-STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, grey=0.2, blur=0.5)
+STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, hue=0.1, jitter_chance=0.8, grey=0.2, blur=0.5)
 SMALL = replace(STRONG, blur=0.0)  # a blur of radius 2 leaves nothing of 32 pixels
 LARGE_VIEWS = replace(STRONG, scale=(0.4, 1.0), blur=0.55, solarise=0.1)
 
@@ -73,13 +73,18 @@ STATED = {
         "objective.views": "weak_strong",
     },
     "msf": {
-        "source": "MSF, section 4.2.4: w/s, 128K bank",
+        "source": "MSF, section 4.2.4: w/s, 128K bank; the authors' code for jitter",
         **SHIFT,
         "objective.k": 5,
         "objective.bank": 128_000,
         "objective.views": "weak_strong",
         "data.weak.scale": [0.2, 1.0],
         "data.weak.flip": 0.5,
+        "data.augment.jitter": 0.4,
+        "data.augment.hue": 0.1,
+        "data.augment.jitter_chance": 0.8,
+        "data.augment.grey": 0.2,
+        "data.augment.blur": 0.5,
     },
     "cmsf-self": {
         "source": "CMSF, section 4.3.4",
