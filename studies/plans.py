@@ -194,7 +194,11 @@ def selfsupervised() -> list[Process]:
     made = [process(f"settings {i}", f"--part settings --of {pair}") for i, pair in enumerate(pairs)]
     made.append(process("vit moco", "--part vit --of moco untrained"))
     made += [process("main moco", "--part main --of moco untrained", *chosen["moco"]), several("main", "msf")]
-    made.append(process("students", "--part students", ("main", "resnet18", "moco, s/s", 0)))
+    teacher: Row = ("main", "resnet18", "moco, s/s", 0)
+    made += [
+        process(f"students {of.split()[-1]}", f"--part rates students --of {of}", teacher)
+        for of in ("teacher from-scratch", "regression", "compres")
+    ]
     made += [several("main", method) for method in ("isd", "byol-asym", "cmsf")]
     made.append(process("tail", "--part tail", *chosen["moco"], *chosen["isd"]))
     made += [process(part, f"--part {part}", *by_label) for part in ("noise", "coarse")]

@@ -14,6 +14,7 @@ epochs where the rate turns out another:
     part       runs                                                                       epochs   minutes
     settings   every method at two rates, with and without a last norm, by validation images  10         4
     main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             40        10
+    rates      students at a rate and four times that, by validation images                   10         2
     students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      30         2
     vit        the five methods on a small ViT                                                24         2
     attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         1
@@ -29,7 +30,8 @@ Not a study of `vitrail compare`: most rows are judged by other labels or images
 on a teacher, and the evaluators `knn` and `linear` look behind the projector, where the papers look before it.
 
 Learning rate and last norm on the ResNet-18 are the best of `settings` for each method (a row that another needs is
-made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too. The rest is as in the small- recipes,
+made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too; those of students are the best of
+`rates`. The rest is as in the small- recipes,
 except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`), projector and predictor of 1024 and 128 (BYOL-asym's
 ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384 (smaller than the data set; 16K is on par with 128K,
 Fig 4.3). MoCo and ISD on unbalanced data both see two strong views.
@@ -60,10 +62,11 @@ from vitrail.model.heads.config import Mean, Projected
 from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
 
-PARTS = ("settings", "main", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
+PARTS = ("settings", "main", "rates", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {
     "settings": 10,
     "main": 40,
+    "rates": 10,
     "students": 30,
     "vit": 24,
     "attention": 20,
@@ -90,11 +93,13 @@ SHIFTED = {  # row -> changes; both in the settings of the first
     "cmsf, all of the label": {**BY_LABEL, "objective.k": None},
 }
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cmsf by label, w/s": ("small-cmsf", BY_LABEL)}
-SETTINGS: dict[str, dict[str, Any]] = {
+Settings = dict[str, dict[str, Any]]  # name -> changes
+SETTINGS: Settings = {
     f"rate {rate:g}{', last norm' * norm}": {"optim.lr": rate, "model.head.last_norm": norm}
     for norm in (False, True)
     for rate in (0.05, 0.2)
 }
+BEYOND = {"rate 0.5, last norm": {"optim.lr": 0.5, "model.head.last_norm": True}}  # tried to know, never chosen
 TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", STRONG)}
 FACTOR, TAIL_BANK = 100.0, 4096
 NOISE = (0.0, 0.25, 0.5)
@@ -125,8 +130,8 @@ LABELS = {  # cross entropy on crops and flips
     "data.augment.hue": 0.0,
     "data.augment.grey": 0.0,
 }
-REGRESSION = {"objective.layers": 1, "objective.match": "raw", "optim.name": "adam", "optim.lr": 1e-3}
-REGRESSION_BN = {"objective.layers": 1, "objective.match": "batch_norm", "optim.lr": 0.1}
+REGRESSION = {"objective.layers": 1, "objective.match": "raw", "optim.name": "adam"}
+REGRESSION_BN = {"objective.layers": 1, "objective.match": "batch_norm"}
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "from scratch, labels": (PLAIN, {**LABELS, "optim.weight_decay": 5e-4}),
     "from scratch, moco": ("small-moco", {}),
@@ -134,6 +139,18 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "regression, batch norm": ("small-simreg", REGRESSION_BN),
     "compres, one queue": ("small-compres", {}),
     "compres, two queues": ("small-compres", {"objective.queues": 2}),
+}
+STUDENT_SETTINGS: dict[str, Settings] = {  # a rate and four times that
+    "from scratch, moco": SETTINGS,
+    **{
+        what: {f"rate {rate:g}": {"optim.lr": rate} for rate in (least, 4 * least)}
+        for what, least in (
+            ("regression", 1e-3),
+            ("regression, batch norm", 0.1),
+            ("compres, one queue", 0.05),
+            ("compres, two queues", 0.05),
+        )
+    },
 }
 ATTENTION = {
     "labels alone": "small-deit",
@@ -244,27 +261,40 @@ class Study:
             self.row("vit", "vit_tiny_32", what, seed, config, self.worth, keep)
 
     def settings(self, seed: int) -> None:
-        for what in TUNED:
-            for setting in SETTINGS:
-                self._tried(what, setting, seed)
+        for what, (name, changes) in TUNED.items():
+            for setting, values in {**SETTINGS, **BEYOND}.items():
+                self._tried("settings", what, setting, partial(self._with, name, changes, values), seed)
 
-    def _tried(self, what: str, setting: str, seed: int = 0, needed: bool = False) -> float | None:
+    def _with(self, name: str, changes: dict[str, Any], values: dict[str, Any]) -> RunConfig:
+        return self.config(name, "settings", RESNET, changes, values)
+
+    def _tried(
+        self, table: str, what: str, setting: str, config: Callable[[], RunConfig], seed: int = 0, needed: bool = False
+    ) -> float | None:
         """How a setting does, by 20 neighbours of validation images."""
 
         def judge(done: Trained) -> dict[str, Any]:
             return {"val_knn20": self.runs.neighbours(done.model, self.fine, "val")}
 
-        name, changes = TUNED[what]
-        config = partial(self.config, name, "settings", RESNET, changes, SETTINGS[setting])
-        row = self.row("settings", setting, what, seed, config, judge, needed=needed)
+        row = self.row(table, setting, what, seed, config, judge, needed=needed)
         return None if row is None else float(row["val_knn20"])
 
-    def best(self, what: str) -> dict[str, Any]:
+    def _best_of(
+        self, table: str, what: str, settings: Settings, config: Callable[[dict[str, Any]], RunConfig]
+    ) -> dict[str, Any]:
         """The settings that do best. Raises `RuntimeError` where none could be tried."""
-        found = {each: worth for each in SETTINGS if (worth := self._tried(what, each, needed=True)) is not None}
+        found = {}
+        for setting, values in settings.items():
+            worth = self._tried(table, what, setting, partial(config, values), needed=True)
+            if worth is not None:
+                found[setting] = worth
         if not found:
             raise RuntimeError(f"no settings of {what} could be tried")
-        return SETTINGS[max(found, key=lambda each: found[each])]
+        return settings[max(found, key=lambda each: found[each])]
+
+    def best(self, what: str) -> dict[str, Any]:
+        """The best settings of a method on the ResNet-18."""
+        return self._best_of("settings", what, SETTINGS, partial(self._with, *TUNED[what]))
 
     def time(self, seed: int) -> None:
         ways: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cross entropy": (PLAIN, LABELS)}
@@ -315,11 +345,28 @@ class Study:
         def itself() -> dict[str, Any]:
             return {**self.runs.worth(load(teacher, self.runs.device), self.fine)}
 
-        self.found.row("students", "resnet18", "the teacher, moco", seed, itself)
-        for what, (name, changes) in STUDENTS.items():
-            more = {"objective.teacher": str(teacher)} if "scratch" not in what else {}
-            config = partial(self.config, name, "students", changes, more)
-            self.row("students", "resnet20", what, seed, config, self.worth)
+        if self.found.wants("teacher"):
+            self.found.row("students", "resnet18", "the teacher, moco", seed, itself)
+        for what in STUDENTS:
+            self.row("students", "resnet20", what, seed, partial(self._student, what, teacher), self.worth)
+
+    def _student(self, what: str, teacher: Path) -> RunConfig:
+        """A student in the settings that do best for it, where it has several."""
+        settings, tried = STUDENT_SETTINGS.get(what), partial(self._pupil, what, teacher, "rates")
+        best = self._best_of("rates", what, settings, tried) if settings else {}
+        return self._pupil(what, teacher, "students", best)
+
+    def _pupil(self, what: str, teacher: Path, part: str, values: dict[str, Any]) -> RunConfig:
+        name, changes = STUDENTS[what]
+        taught = {"objective.teacher": str(teacher)} if "scratch" not in what else {}
+        return self.config(name, part, changes, taught, values)
+
+    def rates(self, seed: int) -> None:
+        every = [(what, *one) for what, settings in STUDENT_SETTINGS.items() for one in settings.items()]
+        taught = any(("rates", setting, what, seed) not in self.found.rows for what, setting, _ in every)
+        teacher = self._teacher("resnet", RESNET) if taught else self._place("resnet")
+        for what, setting, values in every:
+            self._tried("rates", what, setting, partial(self._pupil, what, teacher, "rates", values), seed)
 
     def attention(self, seed: int) -> None:
         taught = any(("attention", "vit_tiny_32", what, seed) not in self.found.rows for what in ATTENTION)

@@ -35,6 +35,7 @@ TABLES: Layout = (
     ("cifar10", "Without labels, CIFAR-10, ResNet-18", (*WORTH, "target_knn20", "rank", *COST)),
     ("noise", "Wrong labels, ResNet-18; judged with true ones", ("top1", *WORTH, *COST)),
     ("coarse", "Coarse labels, ResNet-18; judged with fine ones", (*WORTH, *COST)),
+    ("rates", "Students, by validation images", ("val_knn20", "epochs")),
     ("students", "A small student of a ResNet-18", (*WORTH, *COST)),
     ("tail", "Unbalanced data, ResNet-18; judged with all images", ("knn1", "knn1_rare", "knn20", "knn20_rare", *COST)),
     ("attention", "Attention of a ViT that was trained without labels", ("top1", *COST)),

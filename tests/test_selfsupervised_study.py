@@ -16,9 +16,14 @@ from study_calls import STUDIES, call, rows
 
 BENCHMARKS = STUDIES.parent / "benchmarks"
 METHODS = ["byol-asym, s/s", "moco, s/s", "isd, w/s", "msf, w/s", "cmsf, w/s"]
+COMPRES = ["compres, one queue", "compres, two queues"]
 SETTINGS = ["rate 0.05", "rate 0.2", "rate 0.05, last norm", "rate 0.2, last norm"]
 WANTED = {  # (table, subject) -> rows
-    **{("settings", each): [*METHODS, "cmsf by label, w/s"] for each in SETTINGS},
+    **{("settings", each): [*METHODS, "cmsf by label, w/s"] for each in (*SETTINGS, "rate 0.5, last norm")},
+    **{("rates", each): ["from scratch, moco"] for each in SETTINGS[2:]},
+    **{("rates", each): ["from scratch, moco", *COMPRES] for each in SETTINGS[:2]},
+    **{("rates", f"rate {each}"): ["regression"] for each in ("0.001", "0.004")},
+    **{("rates", f"rate {each}"): ["regression, batch norm"] for each in ("0.1", "0.4")},
     ("main", "resnet18"): ["untrained", *METHODS, "msf, s/s"],
     ("vit", "vit_tiny_32"): ["untrained", *METHODS],
     ("cifar10", "resnet18"): METHODS,
@@ -28,8 +33,7 @@ WANTED = {  # (table, subject) -> rows
         "from scratch, moco",
         "regression",
         "regression, batch norm",
-        "compres, one queue",
-        "compres, two queues",
+        *COMPRES,
     ],
     ("attention", "vit_tiny_32"): ["labels alone", "copied", "distilled"],
     ("noise", "cross entropy"): ["0 % wrong", "25 % wrong", "50 % wrong"],
