@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -64,7 +65,23 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as left:
         run([verb, "--help"])
     assert left.value.code == 0
-    assert "Example: vitrail" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    example = lines[lines.index("examples:") + 1]
+    assert example.startswith(f"  vitrail {verb} ")
+    assert "usage:" not in lines[: lines.index("examples:")]  # what it does comes first
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v != "train"])
+def test_help_names_defaults_that_say_something_and_fits_the_terminal(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        run([verb, "--help"])
+    out = capsys.readouterr().out
+    assert not re.search(r"\(default:\s*(\)|''|True|False)|None", out)
+    said = [*out.partition("examples:")[0].splitlines(), *(line for line in out.splitlines() if line.startswith("│"))]
+    assert max(map(len, said)) <= 80
 
 
 def test_train_help_is_a_page_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vitrail.cli.say import aligned, fail
+from vitrail.cli.verb_help import description, quiet_defaults
 from vitrail.schema import ConfigError, near
 from vitrail.version import __version__
 
@@ -84,7 +85,15 @@ def _call(verb: str, words: list[str]) -> int | None:
         return code
     import tyro
 
-    return tyro.cli(function, args=words, prog=f"vitrail {verb}", config=(tyro.conf.FlagCreatePairsOff,))
+    if "-h" in words or "--help" in words:
+        print(description(function), end="\n\n")
+    return tyro.cli(
+        quiet_defaults(function),
+        args=words,
+        prog=f"vitrail {verb}",
+        description="",  # tyro would join its lines
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
 
 
 def _help() -> str:

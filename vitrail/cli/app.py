@@ -21,7 +21,10 @@ def app(
     """A local page to drop a picture on: prediction, a map over it, tokens kept, cost; two models side by side.
 
     Needs the extra `app` (gradio). Only this machine can see the page unless --host says otherwise; whoever can reach
-    it can use the model. Example: vitrail app runs/demo, or vitrail app runs/ats runs/vit
+    it can use the model.
+
+    Example: vitrail app runs/demo
+    Example: vitrail app runs/ats runs/vit
 
     Args:
         runs: one or two run folders, model folders, or names of models (untrained)

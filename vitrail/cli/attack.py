@@ -42,9 +42,7 @@ def attack(
     patch on other images or another model.
 
     Example: vitrail attack runs/ats --size 8
-
     Example: vitrail attack runs/avit --kind perturbation --eps 16 --task preserve
-
     Example: vitrail attack runs/ats --loss ntap --data photos/ --json
 
     Args:

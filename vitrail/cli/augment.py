@@ -61,7 +61,7 @@ def augment(
         superclass: for prompts: a photo of a CLASS, a type of SUPERCLASS
         loop: find the worst classes of a run, make images for them, train it again, compare
         worst: how many classes of --loop
-        real: whether real images are beside the made ones in OUT
+        real: made images alone in OUT; without this flag the real ones are beside them
         seed: of everything that is drawn
         batch: images at a time
         device: auto, cpu, cuda

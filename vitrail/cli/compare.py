@@ -26,7 +26,10 @@ def compare(
     """A study (a YAML file) run as far as it is missing, or finished runs: one table and one report.
 
     Interrupted, the same command goes on; finished runs are never repeated, and studies share them. Exit code: 1 where
-    a run failed. Example: vitrail compare study.yaml --jobs 2, or vitrail compare runs/a runs/b
+    a run failed.
+
+    Example: vitrail compare study.yaml --jobs 2
+    Example: vitrail compare runs/a runs/b
 
     Args:
         what: a study file (or its folder, or module:attribute), or two and more run folders

@@ -21,7 +21,9 @@ def check(
 ) -> int:
     """Look for trouble in a data set: unreadable and odd images, duplicates, leaks between splits, rare classes.
 
-    Exit code: 0 nothing serious, 1 warnings with --strict, 2 errors. Example: vitrail check photos/ --out sheet.png
+    Exit code: 0 nothing serious, 1 warnings with --strict, 2 errors.
+
+    Example: vitrail check photos/ --out sheet.png
 
     Args:
         data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
@@ -69,7 +71,8 @@ def pack(
     """Decode a data set once into raw pixels, which every epoch then reads without decoding.
 
     Interrupted, the same command goes on where it was. Exit code: 1 where --verify finds damage.
-    Example: vitrail pack photos/ packed/ --size 256, then vitrail train vit --data packed/
+
+    Example: vitrail pack photos/ packed/ --size 256        (then vitrail train vit --data packed/)
 
     Args:
         data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes

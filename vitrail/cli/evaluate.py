@@ -37,6 +37,7 @@ def evaluate(
     """Figures of a trained model, as its last weights are, on any data with its classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
+
     Example: vitrail evaluate runs/demo --data embedded:fashion --crop_ratio 0.8 0.9 1.0
     Example: vitrail evaluate runs/demo --data embedded:fashion --protocol knn,linear,clusters,corruptions
     Example: vitrail evaluate runs/moco --data cifar100.npz --protocol episodes --way 5 --shot 1 --episodes 600
@@ -156,8 +157,8 @@ def evaluate(
 
 
 def predict(
-    run: tyro.conf.Positional[Path],
-    images: tyro.conf.Positional[tuple[Path, ...]],
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
+    images: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="IMAGE|TEXT ...")]],
     /,
     top: int = 3,
     device: str = "auto",
@@ -173,8 +174,8 @@ def predict(
 
     Args:
         run: run folder or model folder
-        images: image files or folders; or sentences, a tab between the two of a pair (or between an
-            instruction and its input)
+        images: image files or folders; or sentences, the two of a pair with a tab between them, as are an instruction
+            and its input
         top: how many classes to name
         device: auto, cpu, cuda
         json: print one JSON object a line

@@ -24,8 +24,10 @@ def export(
 ) -> int:
     """A trained model as one file for other programs, compared with the model before it is kept.
 
-    Class names and preprocessing are in the file. Example: vitrail export runs/demo model.onnx
-    An adapter alone, in fewer bits: vitrail export runs/birds birds.safetensors --bits 4
+    Class names and preprocessing are in the file.
+
+    Example: vitrail export runs/demo model.onnx
+    Example: vitrail export runs/birds birds.safetensors --bits 4        (an adapter alone, in fewer bits)
 
     Args:
         run: run folder or model folder

@@ -31,9 +31,12 @@ def inspect(
 
     Attention of the class token by layer and head, evidence for a class by several maps and how good they are, patches
     that adaptive models keep and what they spend, gains and branches by depth, embeddings, neighbours, clusters, and
-    what a run's teacher holds for near; of two models also how alike their layers are. Example: vitrail inspect
-    runs/demo, or vitrail inspect runs/ats runs/demo --layers 0 2, or vitrail inspect runs/ats --attack runs/attack, or
-    vitrail inspect runs/demo --images cat.jpg photos/ --what evidence
+    what a run's teacher holds for near; of two models also how alike their layers are.
+
+    Example: vitrail inspect runs/demo
+    Example: vitrail inspect runs/ats runs/demo --layers 0 2
+    Example: vitrail inspect runs/ats --attack runs/attack
+    Example: vitrail inspect runs/demo --images cat.jpg photos/ --what evidence
 
     Args:
         models: run folders, model folders, or names of models (untrained, for comparison)
