@@ -13,7 +13,7 @@ from vitrail.config import RunConfig
 from vitrail.recipes import RECIPES, about, recipe
 from vitrail.schema import hints, near
 
-FIRST = ("demo", "finetune", "vit", "small-deit", "small-msf")  # recipes of the page
+FIRST = ("demo", "finetune", "vit", "small-deit", "small-moco")  # recipes of the page
 USED_MOST = {
     "data.uri": ("--data URI", "images: a folder, a table, ...; `vitrail list data`"),
     "data.batch": ("--data.batch N", "images a step"),
