@@ -13,6 +13,7 @@ from torch import Tensor
 
 import vitrail
 from vitrail.config import RunConfig, validate
+from vitrail.engine.schedule import make_schedule
 from vitrail.engine.update import Updater
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.model.build import create_model
@@ -111,8 +112,6 @@ def test_a_network_without_drop_path_is_given_none() -> None:
 
 def test_learning_rates_scale_with_the_batch() -> None:
     """§10.2 item 24."""
-    from vitrail.engine.schedule import make_schedule
-
     deit = recipe("deit-300")
     curve = make_schedule(deit.optim, deit.data.batch, 1_281_167)
     assert curve.peak == pytest.approx(1e-3)
@@ -123,6 +122,16 @@ def test_learning_rates_scale_with_the_batch() -> None:
     assert math.isclose(curve.lr(curve.warmup), curve.peak, rel_tol=1e-6)
     middle = (curve.warmup + curve.steps) // 2
     assert curve.lr(middle) == pytest.approx((curve.peak + deit.optim.floor) / 2, rel=1e-3)  # of a cosine
+
+
+def test_rates_without_labels_follow_the_batch() -> None:
+    """A batch that fits one's own accelerator keeps a rate that fits it (linear, from the 256 of the sources)."""
+    names = ("msf", "byol-asym", "compres-1q", "sima-dino", "small-moco", "small-cmsf", "small-dino", "small-supcon")
+    for name in names:
+        config = recipe(name)
+        assert config.data.batch == config.optim.lr_batch == 256
+        small = with_values(config, {"data.batch": 64})
+        assert make_schedule(small.optim, 64, 10**4).peak == pytest.approx(config.optim.lr / 4)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,8 @@ from vitrail.model.heads.config import Projected
 STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, hue=0.1, jitter_chance=0.8, grey=0.2, blur=0.5)
 SMALL = replace(STRONG, blur=0.0)  # a blur of radius 2 leaves nothing of 32 pixels
 LARGE_VIEWS = replace(STRONG, scale=(0.4, 1.0), blur=0.55, solarise=0.1)
+# Rates are those of batches of 256, and follow the batch.
+SGD_256 = OptimConfig(name="sgd", lr_batch=256, nesterov=False, warmup=0, weight_decay=1e-4, floor=0.0)
 
 SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "data.batch": 256}
 SHIFT = {
@@ -134,7 +136,7 @@ def paper(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=STRONG),
         model=ModelConfig(name=f"timm:{network}", head=Projected(width=512, hidden=4096, norm=True, judged="trunk")),
-        optim=OptimConfig(name="sgd", lr=rate, nesterov=False, epochs=epochs, warmup=0, weight_decay=1e-4, floor=0.0),
+        optim=replace(SGD_256, lr=rate, epochs=epochs),
         objective=objective,
         evaluators=("classification", "knn"),
     )
@@ -268,7 +270,7 @@ def sima_dino() -> RunConfig:
     Hardware:  the authors': 4 RTX 3090, about 100 hours
     Expect:    the paper: 75.5 % linear, 71.2 % 20-NN on ImageNet; not run here
     """
-    optim = OptimConfig(lr=0.00025, epochs=100)
+    optim = OptimConfig(lr=0.00025, lr_batch=256, epochs=100)
     return _dino("sima-dino", ModelConfig(name="xcit_s12_p16_sima"), DinoConfig(), optim, batch=256)
 
 
@@ -280,7 +282,7 @@ def small_resnet(name: str, objective: ObjectiveConfig, head: Projected | None =
         model=ModelConfig(
             name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True, judged="trunk")
         ),
-        optim=OptimConfig(name="sgd", lr=0.05, nesterov=False, epochs=50, warmup=1, weight_decay=1e-4, floor=0.0),
+        optim=replace(SGD_256, lr=0.05, epochs=50, warmup=1),
         objective=objective,
         engine=EngineConfig(evaluate_every=10, checkpoint_every=10, log_every=50),
         evaluators=("classification", "knn"),
@@ -375,6 +377,8 @@ def small_dino() -> RunConfig:
         base,
         data=replace(base.data, augment=replace(SMALL, scale=(0.4, 1.0), solarise=0.1)),
         model=ModelConfig(name="vit_tiny_32", head=Projected(width=256, hidden=1024, norm=True, judged="trunk")),
-        optim=OptimConfig(lr=5e-4, epochs=50, warmup=5, weight_decay=0.04, weight_decay_end=0.4, clip=3.0),
+        optim=OptimConfig(
+            lr=5e-4, lr_batch=256, epochs=50, warmup=5, weight_decay=0.04, weight_decay_end=0.4, clip=3.0
+        ),
         engine=replace(base.engine, ema=0.99),
     )
