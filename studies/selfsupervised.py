@@ -26,15 +26,14 @@ epochs where the rate turns out another:
 Last, `time`: steps of every method and of labels alone, to be run with nothing else on the accelerator (a minute).
 Images a second of the other rows count compilation, and whatever ran beside them.
 
-Not a study of `vitrail compare`: most rows are judged by other labels or images than they learned from, students stand
-on a teacher, and the evaluators `knn` and `linear` look behind the projector, where the papers look before it.
+Not a study of `vitrail compare`: most rows are judged by other labels or images than they learned from, and students
+stand on a teacher.
 
 Learning rate and last norm on the ResNet-18 are the best of `settings` for each method (a row that another needs is
 made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too; those of students are the best of
-`rates`. The rest is as in the small- recipes,
-except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`), projector and predictor of 1024 and 128 (BYOL-asym's
-ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384 (smaller than the data set; 16K is on par with 128K,
-Fig 4.3). MoCo and ISD on unbalanced data both see two strong views.
+`rates`. The rest is as in the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`),
+projector and predictor of 1024 and 128 (BYOL-asym's ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384
+(smaller than the data set; 16K is on par with 128K, Fig 4.3). MoCo and ISD on unbalanced data see two strong views.
 
 Expected (efficiency-1 §2.C, §2.E to §2.G, §4.3): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
 to wrong labels than cross entropy and keeps more of the fine classes under coarse labels; CompRes > regression > from

@@ -217,17 +217,7 @@ class DeviceAugment:
             big = style == "big_vision"
             images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
         if "jitter_0" in columns:
-            images = self._jittered(images, drawn)
-        return images
-
-    def _jittered(self, images: Tensor, drawn: Drawn) -> Tensor:
-        columns, begin = drawn.columns, 0
-        for turn in range(len(drawn.hues) or _HUE):
-            images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
-            if drawn.hues and drawn.hues[turn] > begin:
-                rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
-                images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
-                begin = drawn.hues[turn]
+            images = _all_jittered(images, drawn)
         return images
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
@@ -248,6 +238,18 @@ class DeviceAugment:
             filled = torch.tensor(fill_colour(self.preprocess), device=device, dtype=torch.float32)
             self._colours[device] = mean, std, filled
         return self._colours[device]
+
+
+def _all_jittered(images: Tensor, drawn: Drawn) -> Tensor:
+    """Brightness, contrast, saturation and hue, in the order of each image."""
+    columns, begin = drawn.columns, 0
+    for turn in range(len(drawn.hues) or _HUE):
+        images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        if drawn.hues and drawn.hues[turn] > begin:
+            rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
+            images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
+            begin = drawn.hues[turn]
+    return images
 
 
 def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> list[RandTurn]:
