@@ -216,7 +216,7 @@ def test_a_captured_step_leaves_the_images_of_its_own_batch_to_the_attack() -> N
         step.feed(given)
         assert torch.equal(objective.last.images, given.images)
         assert bool(objective.pasted) == (i + 1 >= 3)
-    assert step._graph is not None
+    assert step.captured
     assert objective.patches.flatten(1).any(1).all()
 
 

@@ -344,7 +344,7 @@ def test_a_captured_step_with_a_teacher_changes_no_bit() -> None:
         for _ in range(8):
             step.feed(batch().changed(lambda t: t.cuda()))
             losses.append(step.meter.read(step.group)["loss"])
-        assert graph == (step._graph is not None), step.why_no_graph
+        assert graph == step.captured, step.why_no_graph
         return losses, step.model.state_dict()
 
     (plain, weights), (fast, fast_weights) = steps(False), steps(True)

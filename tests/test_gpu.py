@@ -114,7 +114,7 @@ def steps_of(autocast: torch.dtype | None, compiled: bool, graph: bool) -> tuple
         labels = (images.float().mean((1, 2, 3)) * 3).long() % 10
         step.feed(Batch((images,), labels, labels, torch.arange(64, device="cuda")))
         losses.append(step.meter.read(step.group)["loss"])
-    assert graph == (step._graph is not None), step.why_no_graph
+    assert graph == step.captured, step.why_no_graph
     return losses, {k: v.detach().clone() for k, v in step.model.state_dict().items()}
 
 
@@ -135,6 +135,51 @@ def test_a_graph_alone_changes_no_bit() -> None:
     fast, fast_weights = steps_of(torch.bfloat16, False, True)
     assert fast == plain
     assert all(torch.equal(fast_weights[k], v) for k, v in plain_weights.items())
+
+
+def test_pieces_of_other_sizes_before_and_after_capture_change_no_bit() -> None:
+    def steps(graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        optim = OptimConfig(lr=1e-3, warmup=0, schedule="constant")
+        objective = Supervised(create_model("vit_tiny_32", classes=10, depth=1), SupervisedConfig())
+        step = TrainStep(objective, optim, make_schedule(optim, 8, 800), device=torch.device("cuda"), graph=graph)
+        generator = torch.Generator().manual_seed(1)
+        losses, captured = [], []
+        for count in (5, 8, 8, 3, 8, 8, 8, 8, 5, 8, 8):
+            images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator).cuda()
+            labels = torch.arange(count, device="cuda")
+            step.feed(Batch((images,), labels, labels, labels))
+            losses.append(step.meter.read(step.group)["loss"])
+            captured.append(step.captured)
+        assert captured == [graph and number >= 7 for number in range(11)]  # after three of eight images in a row
+        return losses, {k: v.detach().clone() for k, v in step.model.state_dict().items()}
+
+    (plain, weights), (fast, fast_weights) = steps(False), steps(True)
+    assert fast == plain
+    assert all(torch.equal(fast_weights[k], v) for k, v in weights.items())
+
+
+class Looking(Supervised):
+    """Reads its loss back, which no captured step can."""
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
+        found = super().forward(batch)
+        return {**found, "seen": torch.tensor(float(found["loss"]), device="cuda")}
+
+
+def test_a_step_that_cannot_be_captured_says_what_to_do() -> None:
+    optim = OptimConfig(lr=1e-3, warmup=0, schedule="constant")
+    objective = Looking(create_model("vit_tiny_32", classes=10, depth=1), SupervisedConfig())
+    step = TrainStep(objective, optim, make_schedule(optim, 8, 80), device=torch.device("cuda"), graph=True)
+    labels = torch.arange(8, device="cuda")
+    batch = Batch((torch.zeros(8, 3, 32, 32, dtype=torch.uint8, device="cuda"),), labels, labels, labels)
+    for _ in range(3):
+        step.feed(batch)
+    with pytest.raises(RuntimeError, match=r"cannot be a CUDA graph.*--engine\.graph false"):
+        step.feed(batch)
+    assert step.step == 3
+    torch.cuda.synchronize()
+    assert torch.ones(2, device="cuda").sum() == 2  # the device is as it was
 
 
 UNLABELLED: dict[str, Any] = {
@@ -170,9 +215,10 @@ def steps_without_labels(config: Any, graph: bool, compiled: bool) -> tuple[list
     for number in range(8):  # the bank of 200 rows comes round in the fourth
         views = [torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8, generator=generator).cuda() for _ in range(2)]
         index = torch.arange(64, device="cuda") + 64 * number
-        step.feed(Batch(tuple(views), index % 10, index % 10, index))
+        label = index % 10  # one tensor twice, as loaders give it
+        step.feed(Batch(tuple(views), label, label, index))
         losses.append(step.meter.read(step.group)["loss"])
-    assert graph == (step._graph is not None), step.why_no_graph
+    assert graph == step.captured, step.why_no_graph
     return losses, {k: v.detach().clone() for k, v in objective.state_dict().items()}
 
 

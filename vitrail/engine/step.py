@@ -62,8 +62,11 @@ class TrainStep:
         self._compile = compile
         self._wrapped: nn.Module | None = None
         self._pieces: list[Mapping[str, Tensor]] = []
-        self._warm = 0
-        self._aside: torch.cuda.Stream | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed by now."""
+        return self._graph is not None and self._graph.graph is not None
 
     @property
     def model(self) -> nn.Module:
@@ -87,18 +90,10 @@ class TrainStep:
                 self.ema.set_step(self.step)
         if not self._wants_graph:
             done = self._compute(piece)
-        elif self._graph is not None and self._graph.fits(piece):
-            self._graph.replay(piece)
-            done = True
-        elif self._graph is None and self._warm >= WARM_UP_STEPS:
-            self._graph = _Graph(self._compute, piece, self.device)
-            self._graph.replay(piece)
-            done = True
-        else:  # capture wants all of its work done once before, on another stream than the usual one
-            self._aside = self._aside or torch.cuda.Stream(self.device)
-            with _on(self._aside):
-                done = self._compute(piece)
-            self._warm += 1
+        else:
+            if self._graph is None or not (self.captured or self._graph.fits(piece)):
+                self._graph = _Graph(self._compute, piece, self.device)  # again, where the first pieces were odd ones
+            done = self._graph.run(piece)
         if done:
             self.step += 1
             self.objective.after_step(self.step - 1)
@@ -153,17 +148,15 @@ def decides_on_the_host(objective: Objective) -> str:
     return f"{parts[0]} decides on the host" if parts else ""
 
 
-class _Graph:
-    """A captured step and the batch it reads."""
+class Still:
+    """A batch whose tensors keep their places: others of its shapes are copied into it.
 
-    def __init__(self, work: Callable[[Batch], object], piece: Batch, device: torch.device) -> None:
+    Warming up and capture must see one and the same batch. Compiled code asks of its tensors more than their shapes,
+    for one whether two of them are the same, and where an answer is new it compiles, which no capture survives.
+    """
+
+    def __init__(self, piece: Batch) -> None:
         self.piece = piece.changed(torch.clone)
-        self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # a graph has memory of its own: what warming up took must not stay beside it
-        # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            work(self.piece)
 
     def fits(self, piece: Batch) -> bool:
         own, other = self.piece.tensors(), piece.tensors()
@@ -171,9 +164,49 @@ class _Graph:
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, other, strict=True)
         )
 
-    def replay(self, piece: Batch) -> None:
+    def take(self, piece: Batch) -> None:
         torch._foreach_copy_(self.piece.tensors(), piece.tensors())
+
+
+class _Graph(Still):
+    """A step on a batch that keeps its place: as it is until all is warm, then captured and replayed."""
+
+    def __init__(self, work: Callable[[Batch], bool], piece: Batch, device: torch.device) -> None:
+        super().__init__(piece)
+        self.work, self.device = work, device
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._warm = 0
+        self._aside = torch.cuda.Stream(device)
+
+    def run(self, piece: Batch) -> bool:
+        """Compute a piece; True where it completed a step."""
+        if not self.fits(piece):
+            return self._plain(piece)
+        self.take(piece)
+        if self._warm < WARM_UP_STEPS:
+            self._warm += 1
+            return self._plain(self.piece)
+        if self.graph is None:
+            self.graph = self._captured()
         self.graph.replay()
+        return True
+
+    def _plain(self, piece: Batch) -> bool:
+        """On another stream than the usual one, as capture wants it of all that comes before."""
+        with _on(self._aside):
+            return self.work(piece)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # a graph has memory of its own: what warming up took must not stay beside it
+        try:  # loaders copy on streams of their own, so only this thread's mistakes should end the capture
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.work(self.piece)
+        except RuntimeError as error:
+            advice = "this step cannot be a CUDA graph, for what is said above; use --engine.graph false"
+            raise RuntimeError(advice) from error
+        return graph
 
 
 @contextmanager

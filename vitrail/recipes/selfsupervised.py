@@ -274,28 +274,34 @@ def sima_dino() -> RunConfig:
     return _dino("sima-dino", ModelConfig(name="xcit_s12_p16_sima"), DinoConfig(), optim, batch=256)
 
 
-def small_resnet(name: str, objective: ObjectiveConfig, head: Projected | None = None) -> RunConfig:
+SMALL_HEAD = Projected(width=128, hidden=512, norm=True, judged="trunk")
+
+
+def small_resnet(name: str, objective: ObjectiveConfig, head: Projected = SMALL_HEAD, rate: float = 0.05) -> RunConfig:
     """What the small versions have in common."""
     return RunConfig(
         recipe=name,
         data=DataConfig(uri="", batch=256, augment=SMALL),
-        model=ModelConfig(
-            name="cifar_resnet20", head=head or Projected(width=128, hidden=512, norm=True, judged="trunk")
-        ),
-        optim=replace(SGD_256, lr=0.05, epochs=50, warmup=1),
+        model=ModelConfig(name="cifar_resnet20", head=head),
+        optim=replace(SGD_256, lr=rate, epochs=50, warmup=1),
         objective=objective,
         engine=EngineConfig(evaluate_every=10, checkpoint_every=10, log_every=50),
         evaluators=("classification", "knn"),
     )
 
 
+def _small_pair(name: str, objective: ObjectiveConfig) -> RunConfig:
+    """With a slow copy; why this rate and a last BatchNorm: docs/results/self-supervised.md."""
+    return small_resnet(name, objective, replace(SMALL_HEAD, last_norm=True), rate=0.2)
+
+
 def small_byol() -> RunConfig:
     """BYOL on a small ResNet, in minutes.
 
     Command:   vitrail train small-byol --data cifar10.npz
-    Expect:    not measured yet
+    Expect:    CIFAR-10: 64.3 % by 20 neighbours, 65.0 % linear (test images, one seed)
     """
-    return small_resnet("small-byol", ByolConfig(predictor_hidden=512))
+    return _small_pair("small-byol", ByolConfig(predictor_hidden=512))
 
 
 def small_unisiam() -> RunConfig:
@@ -303,7 +309,7 @@ def small_unisiam() -> RunConfig:
 
     Source:    efficiency-2 §3.5; the projector has two layers here and three there
     Command:   vitrail train small-unisiam --data cifar10.npz
-    Expect:    not measured yet
+    Expect:    CIFAR-10: 57.4 % by 20 neighbours, 60.1 % linear (test images, one seed)
     """
     objective = ByolConfig(momentum=0.0, symmetric=True, uniformity=0.1, predictor_hidden=128)
     return small_resnet("small-unisiam", objective, Projected(width=512, hidden=512, norm=True, judged="trunk"))
@@ -313,27 +319,27 @@ def small_moco() -> RunConfig:
     """MoCo on a small ResNet, in minutes.
 
     Command:   vitrail train small-moco --data cifar10.npz
-    Expect:    not measured yet
+    Expect:    CIFAR-10: 67.2 % by 20 neighbours, 66.4 % linear (test images, one seed)
     """
-    return small_resnet("small-moco", MocoConfig(momentum=0.99, bank=4096))
+    return _small_pair("small-moco", MocoConfig(momentum=0.99, bank=4096))
 
 
 def small_isd() -> RunConfig:
     """ISD on a small ResNet, in minutes.
 
     Command:   vitrail train small-isd --data cifar10.npz
-    Expect:    not measured yet
+    Expect:    CIFAR-10: 60.8 % by 20 neighbours, 61.1 % linear (test images, one seed)
     """
-    return small_resnet("small-isd", IsdConfig(predictor_hidden=512, bank=4096))
+    return _small_pair("small-isd", IsdConfig(predictor_hidden=512, bank=4096))
 
 
 def small_msf() -> RunConfig:
     """Mean shift on a small ResNet, in minutes.
 
     Command:   vitrail train small-msf --data cifar10.npz
-    Expect:    not measured yet
+    Expect:    CIFAR-10: 60.0 % by 20 neighbours, 61.5 % linear (test images, one seed)
     """
-    return small_resnet("small-msf", MsfConfig(predictor_hidden=512, bank=4096))
+    return _small_pair("small-msf", MsfConfig(predictor_hidden=512, bank=4096))
 
 
 def small_cmsf() -> RunConfig:
@@ -342,7 +348,7 @@ def small_cmsf() -> RunConfig:
     Command:   vitrail train small-cmsf --data cifar10.npz
     Expect:    not measured yet
     """
-    return small_resnet("small-cmsf", CmsfConfig(predictor_hidden=512, bank=4096))
+    return _small_pair("small-cmsf", CmsfConfig(predictor_hidden=512, bank=4096))
 
 
 def small_supcon() -> RunConfig:

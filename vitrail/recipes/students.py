@@ -141,9 +141,10 @@ def small_compres() -> RunConfig:
     """A teacher's relations taken over by a small ResNet, in minutes.
 
     Command:   vitrail train small-compres --data cifar10.npz --objective.teacher RUN
-    Expect:    not measured yet
+    Expect:    after 30 epochs, with a bank of 16,384, from a ResNet-18 of 39.6 % of CIFAR-100 by 20 neighbours:
+               36.5 % (one seed, studies/selfsupervised.py)
     """
-    return small_resnet("small-compres", CompresConfig(bank=4096), Projected(projector="none"))
+    return small_resnet("small-compres", CompresConfig(bank=4096), Projected(projector="none"), rate=0.2)
 
 
 def small_simreg() -> RunConfig:

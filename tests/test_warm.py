@@ -1,0 +1,109 @@
+"""Steps that are warm compile nothing more: what is captured as a graph must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.data.batch import Batch
+from vitrail.engine.step import WARM_UP_STEPS, Still
+from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.config import (
+    ByolConfig,
+    CmsfConfig,
+    IsdConfig,
+    MocoConfig,
+    MsfConfig,
+    ProtonwConfig,
+    SupconConfig,
+    SupervisedConfig,
+)
+from vitrail.learn.objective import Objective
+from vitrail.model.build import create_model
+
+COUNT, CLASSES, IMAGES = 6, 3, 60
+CONFIGS: dict[str, Any] = {
+    "supervised": SupervisedConfig(smoothing=0.1),
+    "byol": ByolConfig(predictor_hidden=16),
+    "moco": MocoConfig(bank=20),
+    "isd": IsdConfig(bank=20, predictor_hidden=16),
+    "msf": MsfConfig(bank=20, predictor_hidden=16, k=3),
+    "cmsf self": CmsfConfig(bank=20, predictor_hidden=16, k=3, pool=5),
+    "cmsf supervised": CmsfConfig(bank=20, predictor_hidden=16, k=3, constraint="supervised"),
+    "cmsf all of a label": CmsfConfig(bank=20, predictor_hidden=16, k=None, constraint="supervised"),
+    "supcon": SupconConfig(),
+    "protonw": ProtonwConfig(bank=20, predictor_hidden=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch_of(step: int) -> Batch:
+    index = (torch.arange(COUNT) + step * COUNT) % IMAGES
+    generator = torch.Generator().manual_seed(step)
+    views = tuple(
+        torch.randint(256, (COUNT, 3, 28, 28), dtype=torch.uint8, generator=generator).clone() for _ in range(2)
+    )
+    label = index % CLASSES  # one tensor is both label and target, as loaders give it
+    return Batch(views, label, label, index, step=step)
+
+
+def compiled(name: str) -> Objective:
+    torch.manual_seed(0)
+    head = "class_token" if name == "supervised" else {"kind": "projected", "width": 8, "hidden": 16, "norm": True}
+    model = create_model("vit_micro_28", classes=CLASSES, depth=1, width=16, heads=2, head=head)
+    objective = build_objective(CONFIGS[name], model, TrainingFacts(np.arange(IMAGES) % 3, np.arange(IMAGES), 10))
+    objective.train()
+    objective.compile(backend="eager", dynamic=False)
+    return objective
+
+
+def made(objective: Objective, step: int, batch: Batch) -> None:
+    objective(batch)["loss"].backward()
+    objective.zero_grad(set_to_none=True)
+    objective.after_step(step)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_after_those_that_warm_up_compiles_nothing(name: str) -> None:
+    objective, still = compiled(name), Still(batch_of(0))
+    for step in range(WARM_UP_STEPS):
+        still.take(batch_of(step))
+        made(objective, step, still.piece)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        still.take(batch_of(WARM_UP_STEPS))
+        made(objective, WARM_UP_STEPS, still.piece)
+
+
+@pytest.mark.parametrize("name", ["supcon", "cmsf self"])
+def test_another_batch_of_the_same_shapes_may_compile(name: str) -> None:
+    # Why one batch serves both: code that was compiled for one tensor as label and target is compiled anew for two.
+    objective = compiled(name)
+    for step in range(WARM_UP_STEPS):
+        made(objective, step, batch_of(step))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        made(objective, WARM_UP_STEPS, batch_of(WARM_UP_STEPS).changed(torch.clone))
+
+
+def test_a_batch_that_keeps_its_place_holds_what_it_took_and_fits_its_own_shapes_alone() -> None:
+    first, second = batch_of(0), batch_of(1)
+    still = Still(first)
+    places = [tensor.data_ptr() for tensor in still.piece.tensors()]
+    assert still.fits(second)
+    still.take(second)
+    for found, expected, before in zip(still.piece.tensors(), second.tensors(), first.tensors(), strict=True):
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, before) or torch.equal(before, expected)
+    assert [tensor.data_ptr() for tensor in still.piece.tensors()] == places
+    assert not set(places) & {tensor.data_ptr() for batch in (first, second) for tensor in batch.tensors()}
+    assert not still.fits(second.changed(lambda tensor: tensor[:4]))
+    assert not still.fits(second.changed(lambda tensor: tensor.float()))
