@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,10 @@ import pytest
 import torch
 
 from vitrail.data.batch import Batch
-from vitrail.engine.step import WARM_UP_STEPS, Still
+from vitrail.engine import step as step_module
+from vitrail.engine.config import OptimConfig
+from vitrail.engine.schedule import make_schedule
+from vitrail.engine.step import WARM_UP_STEPS, Still, TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     ByolConfig,
@@ -23,6 +29,7 @@ from vitrail.learn.config import (
     SupervisedConfig,
 )
 from vitrail.learn.objective import Objective
+from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 
 COUNT, CLASSES, IMAGES = 6, 3, 60
@@ -107,3 +114,41 @@ def test_a_batch_that_keeps_its_place_holds_what_it_took_and_fits_its_own_shapes
     assert not set(places) & {tensor.data_ptr() for batch in (first, second) for tensor in batch.tensors()}
     assert not still.fits(second.changed(lambda tensor: tensor[:4]))
     assert not still.fits(second.changed(lambda tensor: tensor.float()))
+
+
+def replayed(graph: step_module._Graph) -> SimpleNamespace:
+    """What stands for a captured step on a machine without CUDA: the work, done again on the same batch."""
+    return SimpleNamespace(replay=partial(graph.work, graph.piece))
+
+
+def steps(graph: bool, sizes: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor], list[bool]]:
+    torch.manual_seed(0)
+    objective = Supervised(
+        create_model("vit_micro_28", classes=CLASSES, depth=1, width=16, heads=2), SupervisedConfig()
+    )
+    optim = OptimConfig(lr=1e-2, warmup=0, schedule="constant")
+    step = TrainStep(objective, optim, make_schedule(optim, 6, 600), device=torch.device("cpu"), graph=graph, ema=0.9)
+    losses, captured = [], []
+    for number, size in enumerate(sizes):
+        step.feed(batch_of(number).changed(lambda tensor, size=size: tensor[:size].clone()))  # type: ignore[misc]
+        losses.append(step.meter.read(step.group)["loss"])
+        captured.append(step.captured)
+    return losses, {name: tensor.clone() for name, tensor in step.model.state_dict().items()}, captured
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first"),
+    [((6,) * 6, 3), ((4, 6, 6, 6, 6, 6), 4), ((6, 6, 4, 6, 6, 6, 6), 6), ((6, 6, 6, 6, 4, 6), 3)],
+)
+def test_replayed_steps_are_the_plain_ones_whatever_pieces_come_first(
+    sizes: tuple[int, ...], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, weights, _ = steps(False, sizes)
+    monkeypatch.setattr(step_module, "_why_no_graph", lambda *_: "")
+    monkeypatch.setattr(step_module, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(step_module._Graph, "_captured", replayed)
+    found, found_weights, captured = steps(True, sizes)
+    assert captured == [number >= first for number in range(len(sizes))]
+    assert found == losses
+    assert all(torch.equal(found_weights[name], tensor) for name, tensor in weights.items())
