@@ -142,7 +142,14 @@ def test_pieces_of_other_sizes_before_and_after_capture_change_no_bit() -> None:
         torch.manual_seed(0)
         optim = OptimConfig(lr=1e-3, warmup=0, schedule="constant")
         objective = Supervised(create_model("vit_tiny_32", classes=10, depth=1), SupervisedConfig())
-        step = TrainStep(objective, optim, make_schedule(optim, 8, 800), device=torch.device("cuda"), graph=graph)
+        step = TrainStep(
+            objective,
+            optim,
+            make_schedule(optim, 8, 800),
+            device=torch.device("cuda"),
+            autocast=torch.bfloat16,
+            graph=graph,
+        )
         generator = torch.Generator().manual_seed(1)
         losses, captured = [], []
         for count in (5, 8, 8, 3, 8, 8, 8, 8, 5, 8, 8):
