@@ -20,6 +20,7 @@ from vitrail.engine.optimizer import build_optimizer, set_step
 from vitrail.engine.schedule import Schedule
 from vitrail.engine.update import Meter, Statistics, Updater, batch_norms
 from vitrail.learn.objective import Objective
+from vitrail.model.replay import captured
 
 WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, optimiser state
 
@@ -197,16 +198,13 @@ class _Graph(Still):
             return self.work(piece)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # a graph has memory of its own: what warming up took must not stay beside it
-        try:  # loaders copy on streams of their own, so only this thread's mistakes should end the capture
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.work(self.piece)
+        try:
+            return captured(lambda: self.work(self.piece), warm_up=0, device=self.device)[0]
         except RuntimeError as error:
             advice = "this step cannot be a CUDA graph, for what is said above; use --engine.graph false"
             raise RuntimeError(advice) from error
-        return graph
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def captured(
             run()
     torch.cuda.current_stream(device).wait_stream(aside)
     graph, made = torch.cuda.CUDAGraph(), None
+    # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             made = run()
