@@ -145,7 +145,7 @@ def test_replayed_steps_are_the_plain_ones_whatever_pieces_come_first(
 ) -> None:
     losses, weights, _ = steps(False, sizes)
     monkeypatch.setattr(step_module, "_why_no_graph", lambda *_: "")
-    monkeypatch.setattr(step_module, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(step_module, "on", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(step_module._Graph, "_captured", replayed)
     found, found_weights, captured = steps(True, sizes)

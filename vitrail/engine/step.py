@@ -6,8 +6,8 @@ On CUDA the whole of it can be one graph, which the host launches with a single 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from vitrail.engine.optimizer import build_optimizer, set_step
 from vitrail.engine.schedule import Schedule
 from vitrail.engine.update import Meter, Statistics, Updater, batch_norms
 from vitrail.learn.objective import Objective
-from vitrail.model.replay import captured
+from vitrail.model.replay import captured, on
 
 WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, optimiser state
 
@@ -194,7 +194,7 @@ class _Graph(Still):
 
     def _plain(self, piece: Batch) -> bool:
         """On another stream than the usual one, as capture wants it of all that comes before."""
-        with _on(self._aside):
+        with on(self._aside):
             return self.work(piece)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -205,13 +205,3 @@ class _Graph(Still):
         except RuntimeError as error:
             advice = "this step cannot be a CUDA graph, for what is said above; use --engine.graph false"
             raise RuntimeError(advice) from error
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on `stream`, which begins after the current one and which that one waits for."""
-    outer = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outer)
-    with torch.cuda.stream(stream):
-        yield
-    outer.wait_stream(stream)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on `stream`, which begins after the current one and which that one waits for."""
+    outer = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        yield
+    outer.wait_stream(stream)
 
 
 def captured(
@@ -16,12 +27,9 @@ def captured(
 
     `warm_up` calls are made before, aside, for compilation and the handles of libraries.
     """
-    aside = torch.cuda.Stream(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
+    with on(torch.cuda.Stream(device)):
         for _ in range(warm_up):
             run()
-    torch.cuda.current_stream(device).wait_stream(aside)
     graph, made = torch.cuda.CUDAGraph(), None
     # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
