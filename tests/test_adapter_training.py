@@ -132,7 +132,7 @@ def test_only_what_the_adapter_trains_is_given_to_the_optimiser() -> None:
     [
         ({"optim__tune": "head"}, "optim.tune: head chooses among weights that model.adapter freezes"),
         ({"optim__layer_decay": 0.7}, "optim.layer_decay: numbers of all layers lie in one tensor"),
-        ({"optim__name": "muon"}, "optim.name: muon is for matrices of blocks"),
+        ({"optim__name": "muon"}, "optim.name: muon is for hidden weight matrices"),
         ({"objective": {"kind": "attack"}}, "model.adapter: attack works on a whole model"),
         ({"model__adapter": {"kind": "nola", "head_coefficients": 5}}, "train_head trains the classifier as a whole"),
         ({"model__adapter": {"kind": "nila"}}, "model.adapter.kind: 'nila' is not one of lora, nola, pranc"),

@@ -509,7 +509,7 @@ def test_orthogonalised_matrices_are_near_the_polar_factor() -> None:
         assert (found - torch.diag_embed(values)).abs().max() < 0.1
 
 
-def test_muon_is_adamw_for_all_but_the_matrices_of_blocks() -> None:
+def test_muon_is_adamw_for_all_but_hidden_matrices() -> None:
     ours = objective(depth=2)
     before = {n: p.detach().clone() for n, p in ours.named_parameters()}
     twin = copy.deepcopy(ours)

@@ -210,7 +210,9 @@ def _adapter(config: RunConfig) -> list[str]:
             "optim.layer_decay: numbers of all layers lie in one tensor of an adapter and share one rate; leave it at 1"
         )
     if optim.name == "muon":
-        problems.append("optim.name: muon is for matrices of blocks, which model.adapter freezes; use adamw or adam")
+        problems.append(
+            "optim.name: muon is for hidden weight matrices, which model.adapter freezes; use adamw or adam"
+        )
     if config.objective.kind in ("attack", "defence"):
         problems.append(f"model.adapter: {config.objective.kind} works on a whole model; leave the adapter out")
     if config.objective.kind == "attention_transfer" and config.objective.mode == "copy":

@@ -13,7 +13,7 @@ class OptimConfig:
     """Optimiser, schedule, and what is tuned."""
 
     name: Literal["adamw", "adam", "sgd", "lamb", "adagrad", "muon"] = "adamw"
-    """`muon`: orthogonal updates for the matrices of the blocks, AdamW for the rest, one rate for both."""
+    """`muon`: orthogonalised updates for hidden weight matrices, AdamW for the rest, one learning rate for both."""
     lr: Positive = 1e-3
     """Peak learning rate; at batch `lr_batch` where that is set."""
     lr_batch: Count | None = None

@@ -17,6 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.engine.distributed import Group, Vote
+from vitrail.engine.optimizer import describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run import RunFolder
 from vitrail.engine.schedule import Schedule
@@ -118,6 +119,7 @@ class Fit:
             bar.advance(self.step)
             self._window = (time.monotonic(), self.step)
             stack.callback(gc.unfreeze)
+            self._describe(bar)
             for piece in self.batches(self.step, total):
                 if not self.work.feed(piece):
                     continue
@@ -143,6 +145,18 @@ class Fit:
             apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
             self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
         return FitResult(self.kept, self.step, seconds, rate, self.notes)
+
+    def _describe(self, bar: Progress) -> None:
+        """Which optimiser takes how much, and whether steps are CUDA graphs, into the log."""
+        shares = optimizer_shares(self.optim.name, self.work.optimizer.param_groups)
+        if not self.group.main:
+            return
+        self.folder.log(describe_shares(shares))
+        if self.device.type == "cuda":
+            why = self.work.why_no_graph or ("" if self.graph else "engine.graph is off")
+            self.folder.log(f"no CUDA graph: {why}" if why else "every step is one CUDA graph")
+        if self.optim.name == "muon" and 2 * shares.get("muon", 0) < sum(shares.values()):
+            self._say(bar, f"warning: Muon takes less than half of the weights ({describe_shares(shares)})")
 
     def _every(self, epochs: float) -> int:
         return max(1, round(epochs * self.images / self.batch))
@@ -300,6 +314,7 @@ class Fit:
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
         saved = state.part("optimizer")
+        self.work.follow_checkpoint(saved)
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal for the matrices of the blocks, AdamW for everything else.
+"""Muon: orthogonalised momentum for the hidden weight matrices of a network, AdamW for everything else.
 
 K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024). Updates are scaled to the size
 of AdamW's (J. Liu and others, arXiv 2502.16982), so that both share one learning rate and weight decay.
@@ -37,8 +37,10 @@ def orthogonalised(matrices: Tensor, steps: int = STEPS) -> Tensor:
 class Muon(torch.optim.AdamW):
     """AdamW whose groups with `matrices=True` take Muon's step instead.
 
-    Matrices of one shape are worked on together. A fused query-key-value weight (three times as tall as wide) is three
-    matrices. With `found_inf` set, a step with a non-finite gradient leaves weights and state as they were.
+    Every weight of such a group is flattened to [out, rest] and is a stack of as many matrices as its entry of the
+    group's `parts` says (q, k and v of a fused layer, groups of a convolution; none: 1 each). Matrices of one shape are
+    orthogonalised together. With `found_inf` set, a step with a non-finite gradient leaves weights and state as they
+    were.
     """
 
     def __init__(self, params: Any, *, momentum: float = 0.95, **adam: Any) -> None:
@@ -46,6 +48,7 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             group.setdefault("matrices", False)
             group.setdefault("momentum", momentum)
+            group.setdefault("parts", [1] * len(group["params"]))
             if group["matrices"]:
                 for p in group["params"]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -65,9 +68,10 @@ class Muon(torch.optim.AdamW):
                 self._step_matrices(group, bad)
 
     def _step_matrices(self, group: dict[str, Any], bad: Tensor | None) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
+        trained = [(p, parts) for p, parts in zip(group["params"], group["parts"], strict=True) if p.grad is not None]
+        if not trained:
             return
+        params = [p for p, _ in trained]
         keep = torch.ones((), device=params[0].device) if bad is None else 1.0 - bad
         grads = [p.grad for p in params if p.grad is not None]
         if bad is not None:  # a skipped step moves nothing
@@ -78,12 +82,12 @@ class Muon(torch.optim.AdamW):
         torch._foreach_add_(buffers, away)
         ahead = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * keep)
-        by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-        for i, p in enumerate(params):
-            by_shape[p.shape].append(i)
-        for shape, members in by_shape.items():
-            parts = 3 if shape[0] == 3 * shape[1] else 1
-            stacked = torch.stack([ahead[i] for i in members]).view(-1, shape[0] // parts, shape[1])
-            size = ADAM_SIZE * max(shape[0] // parts, shape[1]) ** 0.5
-            update = orthogonalised(stacked).view(len(members), *shape) * (size * group["lr"] * keep)
-            torch._foreach_sub_([params[i] for i in members], list(update.unbind(0)))
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, (p, parts) in enumerate(trained):
+            by_shape[p.shape[0] // parts, p[0].numel()].append(i)
+        for (rows, columns), members in by_shape.items():
+            stacked = torch.cat([ahead[i].reshape(-1, rows, columns) for i in members])
+            scale = ADAM_SIZE * max(rows, columns) ** 0.5 * group["lr"] * keep
+            updates = (orthogonalised(stacked) * scale).split([trained[i][1] for i in members])
+            shaped = [update.reshape(params[i].shape) for i, update in zip(members, updates, strict=True)]
+            torch._foreach_sub_([params[i] for i in members], shaped)

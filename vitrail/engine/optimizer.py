@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vitrail.engine.muon import Muon
 from vitrail.engine.schedule import Schedule
 from vitrail.model.adapters.apply import bank_of, counts
 from vitrail.model.classifier import Classifier
+from vitrail.model.matrices import hidden_matrices
 
 TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
 
@@ -70,12 +72,18 @@ def of_adapter(name: str) -> bool:
     return "adapters.named." in name and ".groups." in name
 
 
-def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    objective: nn.Module, config: OptimConfig, muon: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """Trainable parameters of an objective by (layer, decayed, matrix of Muon, head), each with its share of the rate.
 
     The share is layer_decay ** (layers below the head), and `head_rate` for the head; parts of the objective outside
-    its model (projectors), and adapters, take the full rate.
+    its model (projectors), and adapters, take the full rate. With Muon, `vitrail.model.matrices.hidden_matrices` says
+    which weights are matrices; `muon` (of a resumed run) names them instead.
     """
+    matrices = hidden_matrices(objective) if config.name == "muon" else {}
+    if muon is not None:
+        matrices = {name: matrices.get(name, 1) for name in muon}
     model = getattr(objective, "model", None)
     groups: dict[tuple[int, bool, bool, bool], dict[str, Any]] = {}
     deepest = model.layers if isinstance(model, Classifier) else 0
@@ -89,21 +97,33 @@ def parameter_groups(objective: nn.Module, config: OptimConfig) -> list[dict[str
         own = name.startswith("model.") and not of_adapter(name)
         if isinstance(model, Classifier) and own and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
-        matrices = config.name == "muon" and parameter.ndim == 2 and ".blocks." in name
-        key = (layer, decays(name, parameter), matrices, name in head)
+        key = (layer, decays(name, parameter), name in matrices, name in head)
         if key not in groups:
             share = config.head_rate if key[3] else config.layer_decay ** (deepest - layer)
-            groups[key] = {"params": [], "names": [], "share": share, "decayed": key[1], "matrices": matrices}
+            groups[key] = {
+                "params": [],
+                "names": [],
+                "parts": [],
+                "share": share,
+                "decayed": key[1],
+                "matrices": key[2],
+            }
         groups[key]["params"].append(parameter)
         groups[key]["names"].append(name)
+        groups[key]["parts"].append(matrices.get(name, 1))
     if not groups:
         raise ValueError("nothing to train: every parameter is frozen")
     return [groups[key] for key in sorted(groups)]
 
 
-def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser of a run. Learning rates are device tensors, so that changing them never waits for the device."""
-    groups = parameter_groups(objective, config)
+def build_optimizer(
+    objective: nn.Module, config: OptimConfig, muon: Collection[str] | None = None
+) -> torch.optim.Optimizer:
+    """The optimiser of a run. Learning rates are device tensors, so that changing them never waits for the device.
+
+    `muon` names the weights that Muon takes, where a checkpoint says so (none: by their role).
+    """
+    groups = parameter_groups(objective, config, muon)
     for group in groups:
         device = group["params"][0].device
         group["lr"] = torch.full((), config.lr, device=device)
@@ -130,6 +150,25 @@ def build_optimizer(objective: nn.Module, config: OptimConfig) -> torch.optim.Op
         adam = {"betas": config.betas, "eps": config.eps, "fused": True, "capturable": on_cuda, **common}
         return Muon(groups, momentum=config.momentum, **adam)
     return kind(groups, betas=config.betas, eps=config.eps, fused=True, capturable=on_cuda, **common)
+
+
+def optimizer_shares(name: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many parameters each optimiser takes: one entry, or those of Muon and of AdamW beside it."""
+    shares: dict[str, int] = {}
+    for group in groups:
+        own = name if name != "muon" or group["matrices"] else "adamw"
+        shares[own] = shares.get(own, 0) + sum(p.numel() for p in group["params"])
+    return {own: shares[own] for own in sorted(shares, key=lambda each: each != name)}
+
+
+def describe_shares(shares: Mapping[str, int]) -> str:
+    """One line for a log.
+
+    >>> describe_shares({"muon": 5_308_416, "adamw": 47_588})
+    'optimizer: muon 5,308,416 parameters, adamw 47,588'
+    """
+    first, *others = (f"{name} {count:,}" for name, count in shares.items())
+    return ", ".join([f"optimizer: {first} parameters", *others])
 
 
 def set_step(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:

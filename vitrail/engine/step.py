@@ -50,6 +50,7 @@ class TrainStep:
         self.train()
         self.schedule, self.device, self.autocast = schedule, device, autocast
         self.accumulate, self.group = accumulate, group or Group()
+        self.optim = optim
         self.optimizer = build_optimizer(objective, optim)
         self.updater = Updater(self.optimizer, optim.clip, objective.listening)
         self.statistics = Statistics(self.objective)
@@ -99,6 +100,17 @@ class TrainStep:
             self.step += 1
             self.objective.after_step(self.step - 1)
         return done
+
+    def follow_checkpoint(self, saved: Mapping[str, Tensor]) -> None:
+        """Give Muon and AdamW the weights that they had when `saved`, state by "name/key", was written.
+
+        Earlier versions gave Muon fewer matrices; a run of theirs goes on as it began.
+        """
+        matrices = {name.rpartition("/")[0] for name in saved if name.endswith("/momentum_buffer")}
+        now = {name for group in self.optimizer.param_groups if group["matrices"] for name in group["names"]}
+        if self.optim.name == "muon" and matrices != now:
+            self.optimizer = build_optimizer(self.objective, self.optim, matrices)
+            self.updater.optimizer = self.optimizer
 
     def agree(self) -> None:
         """Make the model one for all processes before it is judged or stored: weights are, running statistics not."""

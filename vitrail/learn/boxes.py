@@ -39,6 +39,7 @@ class BoxHead(Head):
     guesses under the softmax of the latter. One linear layer: all else must come from the trunk.
     """
 
+    edge_layers = ("guess",)
     middles: Tensor
 
     def __init__(self, width: int, grid: tuple[int, int], prefix: int) -> None:

@@ -62,6 +62,7 @@ class Clusters(SelfSupervised):
     """
 
     views = ViewSpec(1)
+    edge_layers = ("classify",)
     cluster: Tensor  # [largest index + 1]
 
     def __init__(

@@ -71,6 +71,7 @@ def grid_sinusoid(grid: tuple[int, int], width: int) -> Tensor:
 class Decoder(nn.Module):
     """Tokens of visible patches to the pixels of all: mask tokens, fixed positions, a few blocks, one linear layer."""
 
+    edge_layers = ("predict",)
     positions: Tensor
 
     def __init__(self, config: MaeConfig, width: int, grid: tuple[int, int], patch: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,8 @@ class Denoiser(nn.Module):
     and the likeliest class is the one under which that noise is guessed best (Li and others 2023, "Your diffusion model
     is secretly a zero-shot classifier"). That takes `classes * draws` calls an image: an honest figure, not a fast one.
     """
+
+    edge_layers = ("last",)
 
     def __init__(self, config: DenoiserConfig, classes: int) -> None:
         super().__init__()
@@ -211,6 +214,8 @@ class Unit(nn.Module):
 
 class SelfAttention(nn.Module):
     """Every place looks at every other: [batch, width, rows, columns] to the same."""
+
+    fused_layers: ClassVar[dict[str, int]] = {"qkv": 3}
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -62,6 +62,7 @@ class FourierPositions(nn.Module):
     """
 
     waves = 32
+    edge_layers = ("token_projection",)
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -27,6 +27,10 @@ class TimmTrunk(nn.Module):
         self.width = int(cast("Any", backbone).num_features)
         self.prefix = int(getattr(backbone, "num_prefix_tokens", 0))
         self.own_head = own_head  # where its classifier lives, for `tune="head"`
+        self.edge_layers = own_head
+        self.fused_layers = {
+            name: 3 for name, _ in self.named_modules() if name.rpartition(".")[2] == "qkv"
+        }  # timm's name
         self.gather: StageAggregation | None = None
         self.taps: list[int] = []
         if config.stages:

@@ -42,6 +42,8 @@ class Decision(nn.Module):
     Biases start at 3 and weights near 0, so that training begins with 95 % kept, whatever the image.
     """
 
+    edge_layers = ("patches", "heads", "branches")
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.patches = nn.Linear(width, 1)

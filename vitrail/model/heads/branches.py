@@ -78,6 +78,7 @@ class BranchesHead(Head):
     """
 
     own_norm = True
+    edge_layers = ("fc", "gate")
 
     def __init__(self, branches: list[Branch], width: int, classes: int) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ class DistilledHead(Head):
     prefix = 2
     takes_packed = True
     classifiers = 2
+    edge_layers = ("fc", "fc_dist")
 
     def __init__(self, width: int, classes: int, fusion: str = "logits") -> None:
         super().__init__()

@@ -201,6 +201,8 @@ def _task_loss(stack: Tensor, target: Tensor) -> Tensor:
 class GroupedLinear(nn.Module):
     """A grouped 1x1 convolution as one batched matrix product: `[..., inputs]` to `[..., outputs]`."""
 
+    hidden_matrix = True
+
     def __init__(self, inputs: int, outputs: int, groups: int, bias: bool = True) -> None:
         super().__init__()
         self.groups = groups

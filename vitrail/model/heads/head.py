@@ -24,6 +24,7 @@ class Head(nn.Module):
     begins_anew: bool = True
     classifiers: int = 1
     features: int
+    edge_layers: tuple[str, ...] = ("fc",)  # child layers that give logits: no hidden matrices
 
     def embed(self, tokens: Tokens) -> Tensor:
         """The vector that is classified, `[batch, features]`."""

@@ -39,6 +39,8 @@ class SecondOrderHead(Head):
     `late` gives two classifiers, class token first, each with its own loss; `late_rule` says how `fuse` joins them.
     """
 
+    edge_layers = ("fc", "fc_words")
+
     def __init__(self, config: SecondOrder, width: int, classes: int) -> None:
         super().__init__()
         _check(config)

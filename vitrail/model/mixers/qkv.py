@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from vitrail.model.mixers.mixer import Mixer
@@ -12,6 +14,7 @@ class QkvMixer(Mixer):
     """sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]. Names follow timm's."""
 
     attention_products = True
+    fused_layers: ClassVar[dict[str, int]] = {"qkv": 3}
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
         super().__init__()

@@ -1,0 +1,53 @@
+"""Which weights of a network are hidden matrices: what an optimiser of matrices (Muon) may treat as such."""
+
+from __future__ import annotations
+
+from torch import nn
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+PIXELS = 3  # input channels of a convolution that reads images
+
+
+def hidden_matrices(network: nn.Module) -> dict[str, int]:
+    """Names of the hidden weight matrices of a network, with the number of equal matrices that each is stacked of.
+
+    | weight                                                            | hidden matrix | stacked of         |
+    |-------------------------------------------------------------------|---------------|--------------------|
+    | linear layer of a block, head, projector, predictor, stem          | yes           | 1                  |
+    | linear or 1x1 layer that gives q, k and v at once                  | yes           | 3, as it declares  |
+    | convolution, flattened to [out, in * k * k]                        | yes           | 1                  |
+    | grouped convolution or grouped linear layer                        | yes           | its groups         |
+    | patch embedding, first convolution (3 input channels)              | no            |                    |
+    | depth-wise kernels; one row or one column                          | no            |                    |
+    | classifiers, decisions, pixel outputs, positions (`edge_layers`)   | no            |                    |
+    | tokens, positions, embeddings, prototypes, gains, norms, biases,   | no            |                    |
+    | coefficients of adapters, attack patches                           |               |                    |
+
+    Modules declare what their type does not say: `edge_layers` names child layers at the input or output end of the
+    network, `fused_layers` maps a child layer to the number of matrices in its weight, and `hidden_matrix = True` marks a
+    layer of another type whose `weight` is [out, in / groups].
+
+    >>> from torch import nn
+    >>> hidden_matrices(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 3, groups=2)))
+    {'2.weight': 2}
+    """
+    edges: set[str] = set()
+    fused: dict[str, int] = {}
+    for name, module in network.named_modules():
+        prefix = f"{name}." if name else ""
+        edges |= {prefix + child for child in getattr(module, "edge_layers", ())}
+        fused |= {prefix + child: parts for child, parts in getattr(module, "fused_layers", {}).items()}
+    found: dict[str, int] = {}
+    for name, module in network.named_modules():
+        if not isinstance(module, LAYERS) and not getattr(module, "hidden_matrix", False):
+            continue
+        parents = name.split(".")
+        if any(".".join(parents[:depth]) in edges for depth in range(1, len(parents) + 1)):
+            continue
+        if isinstance(module, LAYERS[1:]) and module.in_channels == PIXELS:
+            continue
+        parts = fused.get(name, 1) * int(getattr(module, "groups", 1))
+        weight = module._parameters.get("weight")
+        if weight is not None and min(weight.shape[0] // parts, weight[0].numel()) > 1:
+            found[f"{name}.weight"] = parts
+    return found
