@@ -28,7 +28,8 @@ def hidden_matrices(network: nn.Module) -> dict[str, int]:
     layer of another type whose `weight` is [out, in / groups].
 
     >>> from torch import nn
-    >>> hidden_matrices(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 3, groups=2)))
+    >>> first, depth_wise, grouped = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 3, groups=2)
+    >>> hidden_matrices(nn.Sequential(first, depth_wise, grouped))
     {'2.weight': 2}
     """
     edges: set[str] = set()
