@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from vitrail.learn.bank import Bank
 from vitrail.learn.msf import shift_loss
-from vitrail.learn.shards import nearest, rows_of
 
 WIDTH, K = 512, 5
 GOALS = {128_000: 2, 1_024_000: 8}  # rows -> % of a step
@@ -52,7 +51,7 @@ class Size:
 def found_near(bank: Bank, target: Tensor, labels: Tensor) -> Tensor:
     """What mean shift does with its bank: the nearest rows [batch, K, width], after the batch was pushed."""
     own = bank.push(target, labels)
-    return rows_of(bank, nearest(bank, target, K, own)[1])
+    return bank.rows_at(bank.nearest(target, K, own)[1])
 
 
 class Step:
@@ -101,7 +100,7 @@ def measured(size: Size, device: torch.device, compiled: bool) -> list[str]:
     """The table, as lines of Markdown."""
     step = Step(size, device, compiled)
     banks = {
-        f"{rows:,} x {WIDTH}, {name}": Bank.queue(rows, WIDTH, dtype=dtype).to(device)
+        f"{rows:,} x {WIDTH}, {name}": Bank(rows, WIDTH, dtype=dtype).to(device)
         for rows in size.rows
         for name, dtype in PRECISIONS.items()
     }

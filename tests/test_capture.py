@@ -78,4 +78,6 @@ def test_a_captured_step_asks_the_host_for_nothing(
 def test_a_decomposition_keeps_a_step_from_being_captured() -> None:
     head = {"kind": "second_order", "normalization": "svpn"}
     model = create_model("vit_tiny_32", classes=list("ab"), depth=1, width=48, heads=3, head=head)
-    assert decides_on_the_host(Supervised(model, SupervisedConfig())) == "PowerNorm decides on the host"
+    assert decides_on_the_host(Supervised(model, SupervisedConfig())) == (
+        "PowerNorm: a singular value decomposition waits for the device"
+    )

@@ -45,6 +45,7 @@ def batch_of(objective: Dino, step: int = 0) -> Batch:
     sides = [view.size or 28 for view in objective.views.all()]
     views = tuple(torch.randn(COUNT, 3, side, side, generator=generator) for side in sides)
     rows = torch.arange(COUNT)
+    objective.before_step(step)
     return Batch(views, rows % 3, rows % 3, rows, step=step)
 
 

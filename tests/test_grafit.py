@@ -16,10 +16,10 @@ from sklearn.neighbors import NearestNeighbors
 
 from vitrail.data.batch import Batch
 from vitrail.kernels.neighbours import nearest, neighbour_loss
-from vitrail.learn.bank import Bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import GrafitConfig
 from vitrail.learn.grafit import Grafit, instance_loss, triplet_loss
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.measure.retrieval import (
     Embedded,
@@ -113,7 +113,7 @@ def test_the_triplet_loss_takes_the_hardest_pair() -> None:
 
 def test_a_memory_row_becomes_the_average_of_old_and_new() -> None:
     index = np.array([40, 7, 12])
-    bank = Bank(index, np.array([0, 1, 1]), 4)
+    bank = ImageMemory(index, 4, np.array([0, 1, 1]))
     before = bank.rows.clone()
     values = torch.randn(2, 4)
     bank.update(torch.tensor([12, 40]), values)
@@ -124,7 +124,7 @@ def test_a_memory_row_becomes_the_average_of_old_and_new() -> None:
     assert torch.equal(bank.rows[1], values[0])
     assert "rows" in bank.state_dict()
     with pytest.raises(ValueError, match="one label and one index"):
-        Bank(np.array([1, 1]), np.array([0, 0]), 4)
+        ImageMemory(np.array([1, 1]), 4, np.array([0, 0]))
 
 
 def test_a_momentum_copy_follows_and_may_end_still() -> None:

@@ -40,6 +40,7 @@ from vitrail.learn.config import (
     SupconConfig,
 )
 from vitrail.learn.embedder import Embedder, load_embedder
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.moco import contrast
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.msf import Msf, shift_loss
@@ -253,7 +254,7 @@ def test_rows_of_a_memory_on_an_accelerator_equal_float64(dtype: torch.dtype) ->
 
 
 def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
-    bank = Bank.queue(7, 3, beside=2)
+    bank = Bank(7, 3, second=2)
     place = bank.rows.data_ptr()
     begin = [(bank.rows[i].clone(), -1, bank.beside[i].clone()) for i in range(7)]
     oracle: deque[tuple[Tensor, int, Tensor]] = deque(begin, maxlen=7)
@@ -273,7 +274,7 @@ def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
 
 def test_a_bank_weighs_and_its_search_costs_what_is_stated() -> None:
     """128,000 rows of 512 in float32: 0.244 GiB, and 0.131 GFLOPs a query (efficiency-1 §4.1)."""
-    hundredth = Bank.queue(1280, 512)
+    hundredth = Bank(1280, 512)
     assert round(100 * hundredth.rows.nbytes / 2**30, 3) == 0.244
     with FlopCounterMode(display=False) as counter:
         top_rows(unit(1, 512), hundredth.rows, 5)
@@ -281,7 +282,7 @@ def test_a_bank_weighs_and_its_search_costs_what_is_stated() -> None:
 
 
 def test_a_queue_goes_on_where_its_state_says() -> None:
-    bank, other = Bank.queue(5, 3, dtype=torch.bfloat16), Bank.queue(5, 3, dtype=torch.bfloat16)
+    bank, other = Bank(5, 3, dtype=torch.bfloat16), Bank(5, 3, dtype=torch.bfloat16)
     bank.push(torch.randn(3, 3), torch.tensor([4, 5, 6]))
     other.load_state_dict(bank.state_dict())
     more = torch.randn(4, 3)
@@ -291,8 +292,8 @@ def test_a_queue_goes_on_where_its_state_says() -> None:
     assert {"rows", "labels", "oldest"} <= bank.state_dict().keys()
 
 
-def test_an_empty_bank_knows_what_was_set() -> None:
-    bank = Bank(np.array([4, 9, 2]), np.zeros(3, np.int64), 3, empty=True)
+def test_an_empty_memory_knows_which_rows_were_set() -> None:
+    bank = ImageMemory(np.array([4, 9, 2]), 3, empty=True)
     bank.update(torch.tensor([9]), torch.tensor([[0.0, 0.0, 2.0]]), share=1.0)
     assert bank.known(torch.tensor([2, 9, 4])).tolist() == [False, True, False]
 
@@ -481,7 +482,7 @@ def test_purity_by_hand() -> None:
 def test_constrained_neighbours_equal_two_sorted_lists(k: int, pool: int) -> None:
     target, hint, rows, beside = unit(5, 4), unit(5, 6), unit(12, 4), unit(12, 6)
     own = torch.tensor([0, 11, 4, 7, 2])
-    bank = Bank.queue(12, 4, beside=6)
+    bank = Bank(12, 4, second=6)
     bank.rows.copy_(rows)
     bank.beside.copy_(beside)
     found = constrained_rows(bank, target, hint, own, k, pool)
@@ -798,6 +799,7 @@ def test_crd_is_the_authors_estimate_with_probabilities_written_out(teacher: str
     constants = None
     for step in range(3):
         batch = batch_of(step, 1)
+        objective.before_step(step)
         twin = copy.deepcopy(objective)
         student = F.normalize(twin.of_student(twin.model.outputs(batch.images).embedding), dim=1)
         teacher_ = F.normalize(twin.of_teacher(twin.embedder.ask(batch.images)), dim=1)

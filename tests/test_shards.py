@@ -30,7 +30,7 @@ from vitrail.learn.config import (
     MsfConfig,
     ProtonwConfig,
 )
-from vitrail.learn.shards import attend_all, nearest, rows_of
+from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.build import create_model
 
 WORLD, ROWS, COUNT, STEPS = 2, 13, 6, 4  # 13 rows do not divide: 7 and 6
@@ -94,7 +94,7 @@ def trained(name: str, teacher: str, group: Group) -> dict[str, Any]:
             dist.all_reduce(values)
             values /= group.world
         losses.append(values)
-    here = len(objective.bank.here()) if hasattr(objective, "bank") else 0
+    here = len(objective.bank.here()) if isinstance(getattr(objective, "bank", None), Bank) else 0
     return {"losses": torch.stack(losses), "state": objective.state_dict(), "here": here}
 
 
@@ -105,7 +105,7 @@ def unit(generator: torch.Generator, *shape: int) -> Tensor:
 def searched(rank: int, world: int) -> dict[str, Any]:
     """What is computed over a bank of many pushes, for this process's part of 6 queries."""
     generator = torch.Generator().manual_seed(0)
-    bank = Bank.queue(ROWS, 5, beside=4)
+    bank = make_bank(ROWS, 5, second=4)
     each = COUNT // world
     share = slice(rank * each, (rank + 1) * each)
     for step in range(5):
@@ -115,17 +115,17 @@ def searched(rank: int, world: int) -> dict[str, Any]:
     queries, other = unit(generator, COUNT, 5)[share], unit(generator, COUNT, 4)[share]
     wanted = torch.tensor([0, 1, 2, -1, 4, 5])[share]
     slots = torch.arange(COUNT * 2).view(COUNT, 2)[share]
-    twin = Bank.queue(ROWS, 5, beside=4)
+    twin = make_bank(ROWS, 5, second=4)
     twin.load_state_dict(bank.state_dict())
     asking = queries.clone().requires_grad_()
-    loss = relation_loss(asking, other, bank.here(), bank.here(beside=True), 0.2, 0.1, by=attend_all)
+    loss = relation_loss(asking, other, bank.here(), bank.here(second=True), 0.2, 0.1, by=attend_all)
     loss.backward()
     return {
         "own": own,
-        "near": nearest(bank, queries, 9, own),  # more than a shard holds
-        "near beside": nearest(bank, other, 3, own, beside=True),
-        "near of a label": nearest(bank, queries, 4, own, wanted),
-        "rows": rows_of(bank, slots),
+        "near": bank.nearest(queries, 9, own),  # more than a shard holds
+        "near beside": bank.nearest(other, 3, own, second=True),
+        "near of a label": bank.nearest(queries, 4, own, wanted),
+        "rows": bank.rows_at(slots),
         "attended": attend_all(queries, bank.here(), 0.1),
         "relations": loss.detach(),
         "gradient": asking.grad,

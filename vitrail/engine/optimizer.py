@@ -16,6 +16,7 @@ from vitrail.model.adapters.apply import bank_of, counts
 from vitrail.model.classifier import Classifier
 from vitrail.model.matrices import hidden_matrices
 
+DECOUPLED = ("adamw", "muon")  # whose weight decay is a factor on the weights, apart from the gradient
 TOKENS = ("cls_token", "dist_token", "pos_embed", "class_token")
 
 
@@ -128,6 +129,10 @@ def build_optimizer(
         device = group["params"][0].device
         group["lr"] = torch.full((), config.lr, device=device)
         group["weight_decay"] = config.weight_decay if group["decayed"] else 0.0
+        if config.weight_decay_end is not None and config.name in DECOUPLED:
+            # Fused optimisers take it from the host; `Updater` applies the device's, which a graph can replay.
+            group["decay"] = torch.full((), group["weight_decay"], device=device)
+            group["weight_decay"] = 0.0
     common: dict[str, Any] = {"lr": torch.full((), config.lr, device=groups[0]["params"][0].device)}
     if config.name == "lamb":
         return Lamb(groups, betas=config.betas, eps=config.eps, **common)
@@ -176,5 +181,8 @@ def set_step(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) ->
     lr, decay = schedule.lr(step), schedule.weight_decay(step)
     for group in optimizer.param_groups:
         group["lr"].fill_(lr * group["share"])
-        group["weight_decay"] = decay if group["decayed"] else 0.0
+        if "decay" in group:
+            group["decay"].fill_(decay if group["decayed"] else 0.0)
+        else:
+            group["weight_decay"] = decay if group["decayed"] else 0.0
     return lr

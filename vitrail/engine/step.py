@@ -16,7 +16,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.distributed import Group
 from vitrail.engine.ema import Ema
-from vitrail.engine.optimizer import build_optimizer, set_step
+from vitrail.engine.optimizer import DECOUPLED, build_optimizer, set_step
 from vitrail.engine.schedule import Schedule
 from vitrail.engine.update import Meter, Statistics, Updater, batch_norms
 from vitrail.learn.objective import Objective
@@ -60,6 +60,7 @@ class TrainStep:
         self.lr = 0.0  # of the last one
         self.why_no_graph = _why_no_graph(objective, optim, device, accumulate, self.group)
         self._graph: _Graph | None = None
+        self._phase = 0  # of the objective, that the graph was made for
         self._wants_graph = graph and not self.why_no_graph
         self._compile = compile
         self._wrapped: nn.Module | None = None
@@ -85,6 +86,8 @@ class TrainStep:
 
     def feed(self, piece: Batch) -> bool:
         """Compute a piece; True where it completed a step."""
+        if not self._pieces:
+            self.objective.before_step(self.step)
         if len(self._pieces) == self.accumulate - 1:
             self.lr = set_step(self.optimizer, self.schedule, self.step)
             self.updater.clock.fill_(self.step)
@@ -93,8 +96,13 @@ class TrainStep:
         if not self._wants_graph:
             done = self._compute(piece)
         else:
-            if self._graph is None or not (self.captured or self._graph.fits(piece)):
-                self._graph = _Graph(self._compute, piece, self.device)  # again, where the first pieces were odd ones
+            # Again where the first pieces were odd ones, and where steps become other work.
+            if (
+                self._graph is None
+                or self._phase != self.objective.phase
+                or not (self.captured or self._graph.fits(piece))
+            ):
+                self._graph, self._phase = _Graph(self._compute, piece, self.device), self.objective.phase
             done = self._graph.run(piece)
         if done:
             self.step += 1
@@ -150,15 +158,15 @@ def _why_no_graph(objective: Objective, optim: OptimConfig, device: torch.device
         return "several processes"
     if accumulate > 1:
         return "several pieces a step"
-    if optim.weight_decay_end is not None:
-        return "weight decay changes, and fused optimisers take it from the host"
+    if optim.weight_decay_end is not None and optim.name not in DECOUPLED:
+        return f"weight decay changes, and {optim.name} takes it from the host"
     return decides_on_the_host(objective)
 
 
 def decides_on_the_host(objective: Objective) -> str:
     """Why a step of this objective cannot be replayed, in words; empty where it can."""
-    parts = [type(part).__name__ for part in objective.modules() if not getattr(part, "capturable", True)]
-    return f"{parts[0]} decides on the host" if parts else ""
+    reasons = ((type(part).__name__, getattr(part, "host_decision", "")) for part in objective.modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
 
 
 class Still:

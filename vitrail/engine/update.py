@@ -39,11 +39,20 @@ class Updater:
                 torch.nn.utils.clip_grads_with_norm_(part, self.clip, own)
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self._decay(1 - bad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += bad
         self.last_skipped.copy_(torch.where(bad.bool(), self.clock, self.last_skipped))
         return norm, 1 - bad
+
+    @torch.no_grad()
+    def _decay(self, good: Tensor) -> None:
+        """Decoupled weight decay of groups whose decay changes in the course of the run, as AdamW applies it."""
+        for group in self.optimizer.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None] if "decay" in group else []
+            if weights:
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["decay"] * good)
 
     def look(self) -> tuple[int, int]:
         """How many updates were skipped since the last look, and the step of the last (waits for the device)."""

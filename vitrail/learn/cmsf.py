@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import UNKNOWN, Bank, sum_of_all
+from vitrail.learn.bank import UNKNOWN, Bank
+from vitrail.learn.collective import sum_of_all
 from vitrail.learn.config import CmsfConfig
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.msf import shift_loss
 from vitrail.learn.pseudo import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
-from vitrail.learn.shards import nearest, rows_of
+from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 Guide = Callable[[Batch], Tensor]
@@ -33,10 +35,10 @@ def constrained_rows(bank: Bank, target: Tensor, hint: Tensor, own: Tensor, k: i
 
     The own slot is the first of both. target [batch, width], hint [batch, its width], own [batch].
     """
-    allowed = nearest(bank, hint, pool, own, beside=True)[1]
+    allowed = bank.nearest(hint, pool, own, second=True)[1]
     if k == pool:
         return allowed
-    scores = (rows_of(bank, allowed) * target[:, None]).sum(-1)
+    scores = (bank.rows_at(allowed) * target[:, None]).sum(-1)
     scores = scores.masked_fill(allowed == own[:, None], float("inf"))
     return allowed.gather(1, scores.topk(k, dim=1).indices)
 
@@ -78,17 +80,17 @@ class Cmsf(MomentumPair):
         if guide is not None and not guide_width:
             raise ValueError("a guide of another modality wants guide_width, the width of its embeddings")
         self.options, self.guide = config, guide
-        self.capturable = config.constraint != "semi" and guide is None  # pseudo-labels are counted on the host
+        self.host_decision = "" if guide is None else "its guide is arbitrary code"
         if isinstance(guide, nn.Module):
             guide.requires_grad_(False).eval()
             self.frozen = ("guide",)
         width, dtype = self.head.features, PRECISIONS[config.bank_precision]
         second = (guide_width if guide else width) if config.constraint == "self" else 0
-        self.bank = Bank.queue(config.bank, width, second, dtype)
-        self.earlier: Bank | None = None  # what the target said of every image when it last came by
+        self.bank = make_bank(config.bank, width, second, dtype)
+        self.earlier: ImageMemory | None = None  # what the target said of every image when it last came by
         self.pseudo: PseudoLabels | None = None
         if config.constraint == "self" and guide is None:
-            self.earlier = Bank(index, np.zeros(len(index), np.int64), width, dtype, empty=True)
+            self.earlier = ImageMemory(index, width, dtype=dtype, empty=True)
         if config.constraint == "semi":
             labelled = draw_labelled(labels, config.labelled)
             self.pseudo = PseudoLabels(index[labelled], labels[labelled], width, len(model.classes), config.threshold)
@@ -114,9 +116,9 @@ class Cmsf(MomentumPair):
         own = self.bank.push(target, labels)
         if self.options.k is None:
             return self.losses(self.to_class_mean(online, own, labels), seen, batch, known, **others)
-        scores, found = nearest(self.bank, target, self.options.k, own, labels)
+        scores, found = self.bank.nearest(target, self.options.k, own, labels)
         valid = scores > float("-inf")
-        return self.losses(shift_loss(online, rows_of(self.bank, found), valid), seen, batch, known, **others)
+        return self.losses(shift_loss(online, self.bank.rows_at(found), valid), seen, batch, known, **others)
 
     def by_hint(self, batch: Batch, online: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Half plain mean shift, half among the rows that the hint allows; the loss, and those rows [batch, k].
@@ -135,9 +137,9 @@ class Cmsf(MomentumPair):
             hint = torch.where(known, self.earlier.rows[self.earlier.where(batch.index)].float(), target)
             self.earlier.update(batch.index, target, share=1.0)
         own = bank.push(target, one_label(batch), hint)
-        plain = nearest(bank, target, config.k, own)[1]
+        plain = bank.nearest(target, config.k, own)[1]
         found = constrained_rows(bank, target, hint, own, config.k, config.pool)
-        return (shift_loss(online, rows_of(bank, plain)) + shift_loss(online, rows_of(bank, found))) / 2, found
+        return (shift_loss(online, bank.rows_at(plain)) + shift_loss(online, bank.rows_at(found))) / 2, found
 
     def to_class_mean(self, online: Tensor, own: Tensor, labels: Tensor) -> Tensor:
         """Mean distance to all rows of the label (top-all), or to the own row where there is no label.
@@ -145,7 +147,7 @@ class Cmsf(MomentumPair):
         The mean over unit vectors of 2 - 2 cos is 2 - 2 the product with their mean, so no row is compared.
         """
         means, _ = class_means(self.bank.here(), self.bank.labels_here(), len(self.model.classes))
-        towards = torch.where((labels >= 0)[:, None], means[labels.clamp(min=0)], rows_of(self.bank, own))
+        towards = torch.where((labels >= 0)[:, None], means[labels.clamp(min=0)], self.bank.rows_at(own))
         return distance(online, towards).mean()
 
     def after_step(self, step: int) -> None:

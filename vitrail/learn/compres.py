@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.similarity import relation_loss
-from vitrail.learn.bank import Bank
 from vitrail.learn.config import CompresConfig
 from vitrail.learn.embedder import Embedder
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.selfsupervised import PRECISIONS, SelfSupervised, unit
-from vitrail.learn.shards import attend_all
+from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 
@@ -36,7 +35,7 @@ class Compres(SelfSupervised):
         self.key = MomentumCopy(model, config.momentum) if config.queues == 2 else None
         adapted = config.queues == 1 and width != theirs
         self.adapter: nn.Module = nn.Linear(width, theirs) if adapted else nn.Identity()
-        self.bank = Bank.queue(config.bank, theirs, 0 if self.key is None else width, PRECISIONS[config.bank_precision])
+        self.bank = make_bank(config.bank, theirs, 0 if self.key is None else width, PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, bank = self.options, self.bank
@@ -44,10 +43,14 @@ class Compres(SelfSupervised):
         seen = self.encode(batch.images)
         student = unit(self.adapter(seen.embedding))
         temperatures = config.temperature, config.temperature
-        anchors = bank.here(beside=self.key is not None)
+        anchors = bank.here(second=self.key is not None)
         loss = relation_loss(student, teacher, anchors, bank.here(), *temperatures, by=attend_all)
-        bank.push(teacher, beside=None if self.key is None else self.key.embed(batch.images))
+        bank.push(teacher, second=None if self.key is None else self.key.embed(batch.images))
         return self.losses(loss, seen, batch)
+
+    @property
+    def phase(self) -> int:
+        return int(self.embedder.complete)
 
     def after_step(self, step: int) -> None:
         self.embedder.after_step(step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.counter import seed_of
 from vitrail.kernels.similarity import uncompiled
-from vitrail.learn.bank import Bank, processes, sum_of_all
+from vitrail.learn.collective import processes, rank, sum_of_all
 from vitrail.learn.config import CrdConfig
 from vitrail.learn.embedder import Embedder
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.selfsupervised import SelfSupervised, unit
 from vitrail.model.classifier import Classifier
 
@@ -44,6 +44,7 @@ class Crd(SelfSupervised):
     frozen = ("embedder.teacher",)
     views = ViewSpec(1)
     constants: Tensor  # [2]: the student's, the teacher's; 0 before the first step
+    chosen: Tensor  # rows of this step's negatives [negatives]
 
     def __init__(self, model: Classifier, config: CrdConfig, teacher: Classifier, index: NDArray[np.int64]) -> None:
         super().__init__(model)
@@ -51,9 +52,9 @@ class Crd(SelfSupervised):
         self.embedder = Embedder(teacher, model, config.teacher, config.teacher_size)
         self.of_student = nn.Linear(self.head.features, config.width)
         self.of_teacher = nn.Linear(self.embedder.width, config.width)
-        labels = np.zeros(len(index), np.int64)
-        self.students, self.teachers = (Bank(index, labels, config.width) for _ in range(2))
+        self.students, self.teachers = (ImageMemory(index, config.width) for _ in range(2))
         self.register_buffer("constants", torch.zeros(2))
+        self.register_buffer("chosen", torch.zeros(config.negatives, dtype=torch.int64), persistent=False)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         seen = self.encode(batch.images)
@@ -64,12 +65,11 @@ class Crd(SelfSupervised):
     @uncompiled
     def compare(self, student: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
         """The loss of unit vectors [batch, width], after which the memories move halfway to them."""
-        chosen = self.draw(batch.step)
         losses = []
         for i, (vectors, memory) in enumerate(((student, self.teachers), (teacher, self.students))):
             with torch.autocast(vectors.device.type, enabled=False):
                 own = (vectors * memory.rows[memory.where(batch.index)]).sum(1) / self.options.temperature
-                others = vectors @ memory.rows[chosen].T / self.options.temperature
+                others = vectors @ memory.rows[self.chosen].T / self.options.temperature
             self._set_constant(i, own, others)
             losses.append(noise_contrast(own, others, self.constants[i].clone(), len(memory)))
         for memory, vectors in ((self.students, student), (self.teachers, teacher)):
@@ -77,11 +77,13 @@ class Crd(SelfSupervised):
             memory.update(batch.index, unit(moved), share=1.0)
         return losses[0] + losses[1]
 
+    def before_step(self, step: int) -> None:
+        self.chosen.copy_(self.draw(step))
+
     def draw(self, step: int) -> Tensor:
         """Rows of the negatives [negatives] of a step; others in every process."""
         device = self.constants.device
-        rank = dist.get_rank() if processes() > 1 else 0
-        generator = torch.Generator(device).manual_seed(seed_of("negative", step, rank))
+        generator = torch.Generator(device).manual_seed(seed_of("negative", step, rank()))
         return torch.randint(len(self.students), (self.options.negatives,), generator=generator, device=device)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""DINO: say of small views what a slow copy of oneself says of large ones (Caron and others, 2021; efficiency-1 §2.B4).
+"""DINO: predict from small views what a momentum teacher predicts from large ones (Caron et al., arXiv 2104.14294).
 
-Images are told apart by a softmax over learned directions, the prototypes. Nothing pushes images apart: what keeps the
-teacher from saying one thing of all is that its mean is taken away (centring), and that its softmax is sharp.
+Predictions are softmaxes over learned directions, the prototypes. Nothing pushes images apart: centring (the teacher's
+mean is subtracted from its scores) and a sharp teacher softmax keep all predictions from becoming one.
 
 Left out: the projector is the head's, of two layers where the authors' has three; and what is kept is the student, or
 with `engine.ema` its moving average, where the authors keep the teacher.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.config import AugmentConfig
 from vitrail.kernels.similarity import uncompiled
-from vitrail.learn.bank import processes
+from vitrail.learn.collective import processes
 from vitrail.learn.config import DinoConfig
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.selfsupervised import SelfSupervised, unit
@@ -63,6 +63,8 @@ class Dino(SelfSupervised):
     """See the module. Raises `ValueError` where images are mixed, or the model cannot see small views."""
 
     centre: Tensor  # [prototypes]
+    sharpness: Tensor  # temperature of the teacher in this step
+    learning: Tensor  # 1 where the prototypes learn, 0 in the first steps, where they wait for the rest of the network
 
     def __init__(self, model: Classifier, config: DinoConfig, steps: int, augment: AugmentConfig | None = None) -> None:
         super().__init__(model)
@@ -77,26 +79,29 @@ class Dino(SelfSupervised):
         self.target = MomentumCopy.of(model, config.momentum, config.momentum_end, steps)
         self.target_last = MomentumCopy.of(self.last, config.momentum, config.momentum_end, steps)
         self.register_buffer("centre", torch.zeros(config.prototypes))
+        self.register_buffer("sharpness", torch.ones(()), persistent=False)
+        self.register_buffer("learning", torch.ones(()), persistent=False)
+        self.before_step(0)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         large = torch.cat(batch.views[:LARGE])
-        wanted = self.sharpened(self.target_last(self.target.embed(large)), batch)
+        wanted = self.sharpened(self.target_last(self.target.embed(large)))
         seen = self.encode(large)
         embedding = seen.embedding
         if len(batch.views) > LARGE:
             embedding = torch.cat([embedding, self.encode(torch.cat(batch.views[LARGE:])).embedding])
-        scores = self.last(unit(embedding), self.learning(batch)) / self.options.temperature
+        scores = self.last(unit(embedding), self.learning) / self.options.temperature
         loss = view_loss(scores.unflatten(0, (len(batch.views), len(batch))), wanted)
         return self.losses(loss, seen.first(len(batch)), batch)
 
     @uncompiled
     @torch.no_grad()
-    def sharpened(self, scores: Tensor, batch: Batch) -> Tensor:
+    def sharpened(self, scores: Tensor) -> Tensor:
         """The teacher's probabilities [large views, batch, prototypes] of its scores [large views * batch, prototypes].
 
         The centre then moves towards the mean of these scores, over all processes.
         """
-        found = ((scores - self.centre) / self.teacher_temperature(batch.step)).softmax(-1)
+        probabilities = ((scores - self.centre) / self.sharpness).softmax(-1)
         mean = scores.mean(0)
         if processes() > 1:
             dist.all_reduce(mean)
@@ -104,13 +109,11 @@ class Dino(SelfSupervised):
         if self.training:
             mean = torch.where(mean.isfinite(), mean, self.centre)  # of a step that will be skipped nothing stays
             self.centre.lerp_(mean, 1 - self.options.centre_momentum)
-        return found.unflatten(0, (LARGE, len(batch)))
+        return probabilities.unflatten(0, (LARGE, -1))
 
-    @uncompiled
-    def learning(self, batch: Batch) -> Tensor:
-        """1 where the prototypes learn, 0 in the first steps, where they wait for the rest of the network."""
-        waits = batch.step < self.options.freeze_last * self.steps
-        return torch.full((), 0.0 if waits else 1.0, device=self.centre.device)
+    def before_step(self, step: int) -> None:
+        self.sharpness.fill_(self.teacher_temperature(step))
+        self.learning.fill_(float(step >= self.options.freeze_last * self.steps))
 
     def teacher_temperature(self, step: int) -> float:
         """It rises on a line in the first share of the run, and then stays."""

@@ -80,7 +80,10 @@ class Distillation(Supervised):
             refuse_moving_views(augment)
             assert index is not None
             self.answers = Answers(index, len(teacher.classes))
-            self.capturable = False  # a replayed graph would ask the teacher for ever
+
+    @property
+    def phase(self) -> int:
+        return int(self.answers is not None and self.answers.complete)
 
     def teach(self, batch: Batch) -> Tensor:
         """The teacher's logits [batch, classes], in float32 and without gradient."""

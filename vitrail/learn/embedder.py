@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import Bank
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.teacher import Teacher, load_teacher
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -55,7 +55,7 @@ class Embedder(nn.Module):
         with torch.no_grad():  # one small look tells the width, and refuses sizes that the teacher cannot take
             probe = self.teacher.seen(torch.zeros(1, 3, side, side, dtype=torch.uint8))
             self.width = features(self.teacher.model, probe).shape[1]
-        self.cache = None if index is None else Bank(index, np.zeros(len(index), np.int64), self.width, empty=True)
+        self.cache = None if index is None else ImageMemory(index, self.width, empty=True)
         self.complete = False
 
     def ask(self, images: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.neighbours import neighbour_loss
-from vitrail.learn.bank import Bank
 from vitrail.learn.config import GrafitConfig
+from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
@@ -68,7 +68,6 @@ class Grafit(Supervised):
     """
 
     options: GrafitConfig
-    capturable = False  # what the memory is updated with is handed over on the host
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Grafit(Supervised):
         self.options = config
         self.views = ViewSpec(config.views if config.instance else 1)
         width = model.head.features
-        self.bank = Bank(index, labels, width) if config.neighbours else None
+        self.bank = ImageMemory(index, width, labels) if config.neighbours else None
         self.predictor: nn.Module | None = None
         self.target: MomentumCopy | None = None
         if config.instance:
@@ -104,7 +103,8 @@ class Grafit(Supervised):
                 nn.Linear(config.predictor_hidden, width),
             )
             self.target = MomentumCopy(model, config.momentum)
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor]] = []  # indices and embeddings of the step that is being made
+        self._last: list[tuple[Tensor, Tensor]] = []  # of the last one that Python saw: a graph writes to these
 
     @property
     def head(self) -> ProjectedHead:
@@ -148,8 +148,8 @@ class Grafit(Supervised):
 
     def after_step(self, step: int) -> None:
         if self.bank is not None:
-            for index, values in self._seen:
+            self._last, self._seen = self._seen or self._last, []
+            for index, values in self._last:
                 self.bank.update(index, values)
-        self._seen.clear()
         if self.target is not None:
             self.target.follow(self.model, step)

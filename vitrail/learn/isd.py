@@ -6,10 +6,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.kernels.similarity import relation_loss
-from vitrail.learn.bank import Bank
 from vitrail.learn.config import IsdConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
-from vitrail.learn.shards import attend_all
+from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 
@@ -22,7 +21,7 @@ class Isd(MomentumPair):
     def __init__(self, model: Classifier, config: IsdConfig, steps: int) -> None:
         super().__init__(model, config, steps, config.predictor_hidden)
         self.options = config
-        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+        self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, rows = self.options, self.bank.here()

@@ -22,7 +22,7 @@ class LanguageModel(Objective):
     Raises `ValueError` for a model without the head `next_token`.
     """
 
-    capturable = False  # how many tokens a batch learns is known on the host only
+    host_decision = "the number of tokens that a batch learns changes from step to step"
 
     def __init__(self, model: Classifier, config: LanguageModelConfig) -> None:
         super().__init__()

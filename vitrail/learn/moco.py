@@ -7,10 +7,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.kernels.similarity import log_sum
-from vitrail.learn.bank import Bank
 from vitrail.learn.config import MocoConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
-from vitrail.learn.shards import attend_all
+from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 
@@ -29,7 +28,7 @@ class Moco(MomentumPair):
     def __init__(self, model: Classifier, config: MocoConfig, steps: int) -> None:
         super().__init__(model, config, steps)
         self.temperature = config.temperature
-        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+        self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)

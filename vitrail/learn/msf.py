@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import Bank
 from vitrail.learn.config import MsfConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
-from vitrail.learn.shards import nearest, rows_of
+from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 
@@ -32,11 +31,11 @@ class Msf(MomentumPair):
         if config.k > config.bank:
             raise ValueError(f"objective.k: {config.k} neighbours in a bank of {config.bank}; raise objective.bank")
         self.k = config.k
-        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+        self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)
         own = self.bank.push(target, one_label(batch))  # labels are for looking only
-        found = own[:, None] if self.k == 1 else nearest(self.bank, target, self.k, own)[1]
+        found = own[:, None] if self.k == 1 else self.bank.nearest(target, self.k, own)[1]
         pure = self.purity(found, batch, self.bank)
-        return self.losses(shift_loss(online, rows_of(self.bank, found)), seen, batch, **pure)
+        return self.losses(shift_loss(online, self.bank.rows_at(found)), seen, batch, **pure)

@@ -27,8 +27,14 @@ class Objective(nn.Module):
     """What a person should hear before the run, though nothing is wrong."""
     reading: str = ""
     """How to read the figures of the model, where it is not trained to classify."""
-    capturable: bool = True
-    """Whether forward and backward are the same device work in every step, so that a CUDA graph may replay them."""
+    host_decision: str = ""
+    """Why no CUDA graph may replay forward and backward (any module may say so); empty: they are the same device work
+    in every step of a phase."""
+
+    @property
+    def phase(self) -> int:
+        """Changes where steps become other device work, as when a cached teacher is no longer asked."""
+        return 0
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -50,6 +56,9 @@ class Objective(nn.Module):
         `done` is the share of the run so far. It is said once for each kind of sentence (what stands before its colon).
         """
         return ""
+
+    def before_step(self, step: int) -> None:
+        """Write what depends on the number of optimiser step `step` to device tensors; outside any graph."""
 
     def after_step(self, step: int) -> None:
         """Momentum teachers, banks: what changes after optimiser step `step` (0 is the first); outside any graph."""

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import Bank
 from vitrail.learn.cmsf import class_means
 from vitrail.learn.config import ProtonwConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, refuse_several, unit
+from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 
@@ -21,7 +21,7 @@ class Protonw(MomentumPair):
         super().__init__(model, config, steps, config.predictor_hidden)
         refuse_several(model, "protonw")
         self.temperature = config.temperature
-        self.bank = Bank.queue(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
+        self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)

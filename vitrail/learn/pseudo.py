@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import UNKNOWN, Bank, of_all, processes
+from vitrail.learn.bank import UNKNOWN
+from vitrail.learn.collective import of_all, processes
+from vitrail.learn.image_memory import ImageMemory
 
 EPOCHS, BATCH = 10, 256  # of a round; the thesis says 10 and 40, the authors' code 10
 
@@ -37,14 +39,15 @@ class PseudoLabels(nn.Module):
     ) -> None:
         super().__init__()
         self.threshold = threshold
-        self.bank = Bank(index, labels, width, empty=True)
+        self.bank = ImageMemory(index, width, labels, empty=True)
         self.net = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, classes))
         self.requires_grad_(False)  # the engine's optimiser has nothing to do with it
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
         place = torch.full((int(index.max()) + 1,), UNKNOWN, dtype=torch.int64)
         place[torch.from_numpy(index)] = torch.from_numpy(labels.copy())
         self.register_buffer("truth", place, persistent=False)
-        self.seen = 0  # images of the step that is being made
+        self.seen = 0  # images of the step that is being made, where Python sees it
+        self.batch = 0  # images of a step
         self.right: dict[str, Tensor] = {}  # shares of guesses that were right in it: all, and confident ones
 
     def see(self, batch: Batch, embedding: Tensor) -> Tensor:
@@ -54,9 +57,7 @@ class PseudoLabels(nn.Module):
         """
         self.seen += len(batch) * processes()
         with torch.no_grad():
-            index, values = of_all(batch.index), of_all(embedding)
-            labelled = (self.true_label(index) != UNKNOWN) & values.isfinite().all(1)
-            self.bank.rows[self.bank.where(index[labelled])] = values[labelled]
+            self._remember(of_all(batch.index), of_all(embedding))
             truth = self.true_label(batch.index)
             with torch.autocast(embedding.device.type, enabled=False):
                 sure, guess = self.net(embedding.float()).softmax(-1).max(-1)
@@ -69,6 +70,18 @@ class PseudoLabels(nn.Module):
             }
             return torch.where(hidden, guessed, truth)
 
+    def _remember(self, index: Tensor, values: Tensor) -> None:
+        """Keep the embeddings of labelled images; every image writes, so that nothing depends on how many there are.
+
+        An image without a label writes what the first labelled one of the batch does.
+        """
+        labelled = (self.true_label(index) != UNKNOWN) & values.isfinite().all(1)
+        first = labelled.int().argmax()
+        source = torch.where(labelled, torch.arange(len(index), device=index.device), first)
+        known = self.bank.where(index[source].clamp(max=len(self.truth) - 1)).clamp(min=0)
+        kept = torch.where(labelled.any(), values[source].to(self.bank.rows.dtype), self.bank.rows[known])
+        self.bank.rows.index_copy_(0, known, kept)
+
     def true_label(self, index: Tensor) -> Tensor:
         """Label of each image [batch] that may be used, else UNKNOWN."""
         inside = index.clamp(max=len(self.truth) - 1)  # images after the last labelled one have none
@@ -76,8 +89,8 @@ class PseudoLabels(nn.Module):
 
     def after_step(self, step: int, images: int) -> None:
         """Hold a round where an epoch of `images` ends."""
-        seen, self.seen = self.seen, 0
-        if (step + 1) % max(1, images // max(1, seen)) == 0:
+        self.batch, self.seen = self.seen or self.batch, 0
+        if (step + 1) % max(1, images // max(1, self.batch)) == 0:
             self.round(step)
 
     def round(self, seed: int) -> None:

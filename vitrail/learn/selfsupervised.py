@@ -81,7 +81,6 @@ class SelfSupervised(Objective):
         "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns "
         "slowly, so early on look at knn (--evaluators classification knn)"
     )
-    capturable = False  # cached teachers and clusters decide on the host; what does not sets it again
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -146,8 +145,6 @@ class MomentumPair(SelfSupervised):
     The target sees the first view, the online network the second; `views` says which of them are weak. With `hidden` a
     predictor of that width stands on the online network.
     """
-
-    capturable = True
 
     def __init__(self, model: Classifier, config: PairConfig, steps: int, hidden: int | None = None) -> None:
         super().__init__(model)

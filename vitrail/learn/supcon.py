@@ -30,7 +30,6 @@ class Supcon(SelfSupervised):
     """SupCon: both views of every image of a batch, by label. In a process group each process has its own batch."""
 
     views = ViewSpec(2)
-    capturable = True
 
     def __init__(self, model: Classifier, config: SupconConfig) -> None:
         super().__init__(model)

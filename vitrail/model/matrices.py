@@ -24,8 +24,8 @@ def hidden_matrices(network: nn.Module) -> dict[str, int]:
     | coefficients of adapters, attack patches                           |               |                    |
 
     Modules declare what their type does not say: `edge_layers` names child layers at the input or output end of the
-    network, `fused_layers` maps a child layer to the number of matrices in its weight, and `hidden_matrix = True` marks a
-    layer of another type whose `weight` is [out, in / groups].
+    network, `fused_layers` maps a child layer to the number of matrices in its weight, and `hidden_matrix = True`
+    marks a layer of another type whose `weight` is [out, in / groups].
 
     >>> from torch import nn
     >>> first, depth_wise, grouped = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 3, groups=2)

@@ -200,7 +200,7 @@ class CrossCovariancePooling(nn.Module):
 class PowerNorm(nn.Module):
     """Exact singular-value power normalisation of every matrix."""
 
-    capturable = False  # the decomposition waits for the device
+    host_decision = "a singular value decomposition waits for the device"
 
     def __init__(self, alpha: float) -> None:
         super().__init__()
