@@ -34,6 +34,8 @@ class OptimConfig:
     """Epochs between the drops of the step schedule."""
     step_factor: Fraction = 0.1
     weight_decay: NotNegative = 0.05
+    decay_all: bool = False
+    """Weight decay on norms, biases and gains too, as most code for self-supervised ResNets has it."""
     weight_decay_end: NotNegative | None = None
     """Weight decay at the end, on a cosine from `weight_decay` (none: constant)."""
     momentum: Fraction = 0.9

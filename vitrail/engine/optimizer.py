@@ -98,7 +98,7 @@ def parameter_groups(
         own = name.startswith("model.") and not of_adapter(name)
         if isinstance(model, Classifier) and own and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
-        key = (layer, decays(name, parameter), name in matrices, name in head)
+        key = (layer, config.decay_all or decays(name, parameter), name in matrices, name in head)
         if key not in groups:
             share = config.head_rate if key[3] else config.layer_decay ** (deepest - layer)
             groups[key] = {

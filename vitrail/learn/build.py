@@ -147,7 +147,7 @@ def _taught(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) ->
     if isinstance(config, learn.CompresConfig):
         from vitrail.learn.compres import Compres
 
-        return Compres(model, config, teacher, facts.index)
+        return Compres(model, config, teacher, facts.index, facts.steps)
     if isinstance(config, learn.SimregConfig):
         from vitrail.learn.simreg import Simreg
 

@@ -43,11 +43,13 @@ class Byol(MomentumPair):
         if not self.symmetric:
             online, target, seen = self.pair(batch)
             return self.losses(distance(online, target).mean(), seen, batch)
-        both = torch.cat(batch.views)
-        seen = self.encode(both)
-        own = unit(seen.embedding).detach() if self.itself else self.target.embed(both)
-        other = own.roll(len(batch), 0)  # each view's target is the other view
-        loss = distance(unit(self.predictor(seen.embedding)), other).mean()
+        if self.itself:
+            seen = self.encode(torch.cat(batch.views))
+            target = unit(seen.embedding).detach().roll(len(batch), 0)  # each view's target is the other view
+            online = unit(self.predictor(seen.embedding))
+        else:
+            online, target, seen = self.both(batch)
+        loss = distance(online, target).mean()
         if not self.uniformity:
             return self.losses(loss, seen.first(len(batch)), batch)
         spread = uniformity(seen.embedding, self.temperature)

@@ -16,6 +16,17 @@ from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 
+def momentum_of_run(steps: int) -> float:
+    """Decay of a momentum encoder that lags as far behind, for the length of its run, as CompRes' does.
+
+    The paper's 0.999 lags by 1,000 of 650,000 steps (130 epochs of ImageNet in batches of 256).
+
+    >>> momentum_of_run(650_000), round(momentum_of_run(5_273), 3), momentum_of_run(100)
+    (0.999, 0.877, 0.0)
+    """
+    return min(0.999, max(0.0, 1 - 650 / steps))
+
+
 class Compres(SelfSupervised):
     """KL between the teacher's softmax over a queue of its embeddings and the student's.
 
@@ -27,12 +38,15 @@ class Compres(SelfSupervised):
     frozen = ("embedder.teacher",)
     views = ViewSpec(1)
 
-    def __init__(self, model: Classifier, config: CompresConfig, teacher: Classifier, index: NDArray[np.int64]) -> None:
+    def __init__(
+        self, model: Classifier, config: CompresConfig, teacher: Classifier, index: NDArray[np.int64], steps: int
+    ) -> None:
         super().__init__(model)
         self.options = config
         self.embedder = Embedder(teacher, model, config.teacher, config.teacher_size, index if config.cache else None)
         width, theirs = self.head.features, self.embedder.width
-        self.key = MomentumCopy(model, config.momentum) if config.queues == 2 else None
+        momentum = momentum_of_run(steps) if config.momentum is None else config.momentum
+        self.key = MomentumCopy(model, momentum) if config.queues == 2 else None
         adapted = config.queues == 1 and width != theirs
         self.adapter: nn.Module = nn.Linear(width, theirs) if adapted else nn.Identity()
         self.bank = make_bank(config.bank, theirs, 0 if self.key is None else width, PRECISIONS[config.bank_precision])

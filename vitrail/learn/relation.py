@@ -74,7 +74,7 @@ def read_relation(
     teacher = load_embedder(name, model, size)
     if isinstance(config, CompresConfig):
         small = replace(config, bank=1, cache=False)  # nobody looks into its memory
-        taught = Compres(deepcopy(model), small, teacher, np.zeros(1, dtype=np.int64))
+        taught = Compres(deepcopy(model), small, teacher, np.zeros(1, dtype=np.int64), steps=1)
         _restore(taught, stored(), device)
 
         def as_in_training(images: Tensor) -> Views:

@@ -155,7 +155,18 @@ class MomentumPair(SelfSupervised):
     def pair(self, batch: Batch) -> tuple[Tensor, Tensor, Encoded]:
         """Online and target embeddings of unit length [batch, features], and what the first comes from."""
         seen = self.encode(batch.views[1])
-        return unit(self.predictor(seen.embedding)), self.target.embed(batch.views[0]), seen
+        return unit(self.predictor(seen.embedding)), self.embed_target(batch.views[0]), seen
+
+    def both(self, batch: Batch) -> tuple[Tensor, Tensor, Encoded]:
+        """As `pair`, of both views, each compared with the target's embedding of the other: [2 batch, features]."""
+        views = torch.cat(batch.views)
+        seen = self.encode(views)
+        target = self.embed_target(views).roll(len(batch), 0)
+        return unit(self.predictor(seen.embedding)), target, seen
+
+    def embed_target(self, images: Tensor) -> Tensor:
+        """The momentum encoder's embeddings of images, of unit length and without gradient: [batch, features]."""
+        return self.target.embed(images)
 
     def after_step(self, step: int) -> None:
         self.target.follow(self.model, step)

@@ -23,8 +23,9 @@ class CompresConfig:
     bank: Count = 128_000
     """Embeddings that a queue holds; the oldest make room."""
     bank_precision: Literal["float32", "bf16"] = "float32"
-    momentum: Fraction = 0.999
-    """Two queues: decay of the slow copy of the student."""
+    momentum: Fraction | None = None
+    """Two queues: decay of the student's momentum encoder. None: 1 - 650 / steps, at least 0 and at most 0.999, so that
+    it lags by the share of the run that the paper's 0.999 does in 650,000 steps (0.15 %)."""
     cache: bool = False
     """Ask the teacher once for each image and keep what it said of the view that came first."""
 

@@ -53,9 +53,11 @@ class ByolConfig(PairConfig):
 
 @dataclass(frozen=True)
 class MocoConfig(BankConfig):
-    """Tell the other view of an image from other images (efficiency-1 §2.C4)."""
+    """Tell the other view of an image from a bank of others (He et al., arXiv 1911.05722)."""
 
     kind: Literal["moco"] = "moco"
+    symmetric: bool = False
+    """Both views are query and key in turn; a step costs twice as much."""
     momentum: Fraction = 0.999
     bank: Count = 65_536
     temperature: Positive = 0.2
