@@ -358,6 +358,13 @@ def cifar_resnets() -> Rows:
         rows[f"cifar_resnet{depth}_bottleneck"] = Spec(
             CifarResNet(depth=depth, block="bottleneck"), Mean(), "GA, table C", Stated(parameters, macs), classes=100
         )
+    rows["resnet18_32"] = Spec(
+        TimmBackbone(name="resnet18_32", image_size=32),
+        Mean(),
+        "ResNet-18 (arXiv 1512.03385) with a 3x3 stem and no pooling, as usual for CIFAR",
+        Stated(11.17, 0.56),
+        classes=10,
+    )
     rows["ga_cifar_resnet32"] = Spec(
         CifarResNet(depth=32),
         Gramian(heads=3, gram_width=64, attention_width=32, embed_groups=2),
