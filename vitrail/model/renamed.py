@@ -1,4 +1,4 @@
-"""Names that parameters had in files of earlier versions.
+"""Names and layouts that models had in files of earlier versions.
 
 Every file of ours is read through `current_names`: a model's weights, and checkpoints, whose names begin with a section
 (`objective/model.head.q.weight`, `optimizer/model.head.q.weight/exp_avg`).
@@ -7,8 +7,12 @@ Every file of ours is read through `current_names`: a model's weights, and check
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TypeVar
+
+from vitrail.model.config import ModelConfig
+from vitrail.model.heads.config import AttentionPool
 
 T = TypeVar("T")
 
@@ -37,3 +41,14 @@ def _current(name: str, heads: set[str]) -> str:
             if changed:
                 return renamed
     return name
+
+
+def earlier_layout(chosen: ModelConfig, stored: Collection[str]) -> ModelConfig:
+    """The model of a run that is resumed, with the parts that its name stood for when the checkpoint was written.
+
+    `stored` are the names in the checkpoint. PatchConvNets had BatchNorm in the stem and no biases in the pooling.
+    """
+    if not chosen.name.startswith("patchconvnet_") or "objective/model.trunk.patch_embed.norms.0.weight" not in stored:
+        return chosen
+    trunk = {"stem": {"kind": "conv", "norm": True}, **chosen.trunk}
+    return replace(chosen, trunk=trunk, head=AttentionPool() if chosen.head is None else chosen.head)
