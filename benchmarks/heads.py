@@ -297,16 +297,17 @@ class ClassByClass(nn.Module):
         self.head, self.count = head, count
 
     def forward(self, tokens: Tokens) -> Tensor:
-        head = self.head
-        read = head.norm1(tokens.patches)
-        k, v = head._split(head.k(read)), head._split(head.v(read))
+        head, block = self.head, self.head.blocks[0]
+        attn = block.attn
+        read = block.norm1(tokens.patches)
+        k, v = attn._split(attn.k(read)), attn._split(attn.v(read))
         logits = []
         for c in range(self.count):
-            token = head.query[:, c : c + 1].expand(len(read), -1, -1)
-            q = head._split(head.q(head.norm1(token)))
+            token = head.cls_token[:, c : c + 1].expand(len(read), -1, -1)
+            q = attn._split(attn.q(block.norm1(token)))
             found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            token = token + head.ls1(head.proj(found))
-            token = head.norm(token + head.ls2(head.mlp(head.norm2(token))))
+            token = token + block.ls1(attn.proj(found))
+            token = head.norm(token + block.ls2(block.mlp(block.norm2(token))))
             logits.append(F.linear(token[:, 0], head.fc.weight[c : c + 1], head.fc.bias[c : c + 1]))
         return torch.cat(logits, dim=1)[:, None]
 

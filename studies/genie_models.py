@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import resnet18_32  # noqa: F401, registers timm:resnet18_32
 import torch
 from found import Found, KeptModels
 from selfsupervised_runs import compiled_networks
@@ -57,7 +56,7 @@ LABELS = RunConfig(
     objective=SupervisedConfig(smoothing=0.1),
 )
 RESNET = {
-    "model.name": "timm:resnet18_32",
+    "model.name": "resnet18_32",
     "model.image_size": SIDE,
     "model.head": Projected(width=128, hidden=1024, norm=True),
     "data.crop_ratio": 1.0,
@@ -68,7 +67,7 @@ SMOKE_MODELS: dict[str, dict[str, Any]] = {
     "diffusion": {"model.trunk": {"width": 8, "multipliers": (1, 2), "depth": 1, "heads": 2}},
     "oracle": {"model.name": "cifar_resnet20"},
     "backbone": {
-        "model.trunk": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
+        "model.trunk": {"options": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}},
         "objective.bank": 64,
     },
 }

@@ -165,7 +165,7 @@ HEADS: dict[str, HeadConfig] = {
 
 HELD_AT_ZERO = {
     # The same weight for every word: what is left is the mean of normalised words, and an MLP behind it.
-    "attention_pool, uniform weights": "k.weight",
+    "attention_pool, uniform weights": "blocks.0.attn.k.weight",
     # A bias lets a product of two projections read the mean to first order.
     "second_order, covariance, no bias": "pool.project.bias",
 }

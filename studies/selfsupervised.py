@@ -31,7 +31,7 @@ stand on a teacher.
 
 Learning rate and last norm on the ResNet-18 are the best of `settings` for each method (a row that another needs is
 made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too; those of students are the best of
-`rates`. The rest is as in the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32.py`),
+`rates`. The rest is as in the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32`),
 projector and predictor of 1024 and 128 (BYOL-asym's ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384
 (smaller than the data set; 16K is on par with 128K, Fig 4.3). MoCo and ISD on unbalanced data see two strong views.
 
@@ -47,7 +47,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import resnet18_32  # noqa: F401, registers timm:resnet18_32
 from found import Found, Order, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
@@ -104,7 +103,7 @@ FACTOR, TAIL_BANK = 100.0, 4096
 NOISE = (0.0, 0.25, 0.5)
 
 RESNET = {
-    "model.name": "timm:resnet18_32",
+    "model.name": "resnet18_32",
     "model.image_size": 32,
     "model.head": Projected(width=128, hidden=1024, norm=True),
     "data.crop_ratio": 1.0,
@@ -163,7 +162,7 @@ UNTRAINED = "untrained"
 SMOKE = {"data.batch": 20, "optim.steps": 2}
 SMOKE_UNTIMED = 1
 SMOKE_TRUNKS = {
-    "timm:resnet18_32": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
+    "resnet18_32": {"options": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}},
     "vit_tiny_32": {"depth": 2, "width": 48, "heads": 3},
 }
 SMOKE_BANK = 64

@@ -49,7 +49,7 @@ def test_class_attention_by_hand(token_in_keys: bool) -> None:
     x = x + block.ls2.gamma * block.mlp(block.norm2(x))
     expected = head.fc(head.norm(x)[:, 0])
     torch.testing.assert_close(model(IMAGES), expected)
-    found = head.blocks[0].attn.map(z, None)
+    found = head.blocks[0].attn.map(z, None)[:, :, 0]
     torch.testing.assert_close(found, torch.stack(maps, 1))
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 2))
     assert found.shape == (2, 2, 17 if token_in_keys else 16)
@@ -108,21 +108,22 @@ def test_an_mlp_classifier_by_hand() -> None:
 @pytest.mark.parametrize(("trunk", "start"), [({}, 1.0), ({"layerscale": 1e-4}, 1e-4)])
 def test_gains_of_attention_pooling_start_as_those_of_the_trunk(trunk: dict[str, float], start: float) -> None:
     head = create_model("deit_tiny", classes=3, width=64, depth=1, heads=2, head="attention_pool", **trunk).head
-    torch.testing.assert_close(head.ls1.gamma, torch.full((64,), start))
+    torch.testing.assert_close(head.blocks[0].ls1.gamma, torch.full((64,), start))
 
 
 def test_attention_pooling_by_hand_and_its_map() -> None:
     model = small("deit_tiny", head=AttentionPool(layerscale=0.5))
     tokens = model.tokens(IMAGES)
-    head = model.head
-    read = head.norm1(tokens.sequence)
-    weights = torch.softmax(head.q(head.norm1(head.query)) @ head.k(read).transpose(1, 2) / 64**0.5, -1)
+    head, block = model.head, model.head.blocks[0]
+    attn, query = block.attn, head.cls_token
+    read = block.norm1(tokens.sequence)
+    weights = torch.softmax(attn.q(block.norm1(query)) @ attn.k(read).transpose(1, 2) / 64**0.5, -1)
     assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 1))
     torch.testing.assert_close(head.maps(tokens), weights)
-    pooled = weights @ head.v(read)  # exactly the weighted sum of values before the output projection
-    x = head.query + 0 * pooled + head.ls1(head.proj(pooled))
-    x = x + head.ls2(head.mlp(head.norm2(x)))
+    pooled = weights @ attn.v(read)  # exactly the weighted sum of values before the output projection
+    x = query + 0 * pooled + block.ls1(attn.proj(pooled))
+    x = x + block.ls2(block.mlp(block.norm2(x)))
     torch.testing.assert_close(model(IMAGES), head.fc(head.norm(x))[:, 0])
 
 
@@ -135,12 +136,12 @@ def test_one_map_for_each_class(logit: str) -> None:
     logits = model(IMAGES)
     for c in range(5):  # each class alone, by the single-query head
         alone = AttentionPoolHead(AttentionPool(layerscale=0.5), 64, 1)
-        state = {**head.state_dict(), "query": head.query[:, c : c + 1]}
+        state = {**head.state_dict(), "cls_token": head.cls_token[:, c : c + 1]}
         if logit == "own":
             state |= {"fc.weight": head.fc.weight[c : c + 1], "fc.bias": head.fc.bias[c : c + 1]}
         alone.load_state_dict(state)
         torch.testing.assert_close(alone(tokens)[:, 0, 0], logits[:, c])
-    head.query.data[:] = head.query.data[:, :1]
+    head.cls_token.data[:] = head.cls_token.data[:, :1]
     maps = head.maps(tokens)
     torch.testing.assert_close(maps, maps[:, :1].expand_as(maps))  # equal queries, equal maps
 

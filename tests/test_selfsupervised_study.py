@@ -116,25 +116,13 @@ def test_a_row_has_the_settings_that_are_best_by_validation_images(folder: Path,
 
 @pytest.fixture
 def of_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The study's own modules can be imported, and are forgotten afterwards; timm remembers its model."""
+    """The study's own modules can be imported, and are forgotten afterwards."""
     monkeypatch.syspath_prepend(str(STUDIES))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if (STUDIES / f"{name}.py").is_file() and name != "resnet18_32":
+        if (STUDIES / f"{name}.py").is_file():
             del sys.modules[name]
-
-
-def test_the_smaller_stem_leaves_a_map_of_four_by_four(of_study: None) -> None:
-    import resnet18_32  # noqa: F401
-
-    from vitrail.model.build import create_model
-    from vitrail.model.cost import cost
-
-    model = create_model("timm:resnet18_32", classes=100, image_size=32, head="mean")
-    assert model.tokens(torch.zeros(1, 3, 32, 32)).grid == (4, 4)
-    # He et al.'s four stages of two blocks with a 3x3 stem: the count that CIFAR code elsewhere gives for 100 classes.
-    assert cost(model).parameters == 11_220_132
 
 
 def test_images_are_shared_by_runs_on_the_same_rows_alone(of_study: None) -> None:

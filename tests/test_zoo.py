@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from vitrail.model.build import create_model
-from vitrail.model.config import Patchify, SotStem, TrunkConfig
+from vitrail.model.config import ConvStem, Patchify, SotStem, TrunkConfig
 from vitrail.model.cost import Cost, cost
-from vitrail.model.heads.config import ClassAttention, ClassToken, Mean, SecondOrder
+from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Mean, SecondOrder
 from vitrail.model.heads.head import Head
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.zoo import ZOO, list_models
@@ -77,15 +77,15 @@ EXACT = {
     "resmlp_s12_conv": 30_817_384,
     "resmlp_s12_depthwise": 14_933_608,
     "resmlp_s12_separable": 16_707_688,
-    "patchconvnet_s20": 10_236_184,
-    "patchconvnet_s36": 16_234_264,
-    "patchconvnet_s60": 25_231_384,
-    "patchconvnet_s120": 47_724_184,
-    "patchconvnet_b36": 63_700_552,
-    "patchconvnet_b60": 99_389_512,
-    "patchconvnet_b120": 188_611_912,
-    "patchconvnet_l60": 176_010_344,
-    "patchconvnet_l120": 334_295_144,
+    "patchconvnet_s20": 10_235_896,
+    "patchconvnet_s36": 16_233_976,
+    "patchconvnet_s60": 25_231_096,
+    "patchconvnet_s120": 47_723_896,
+    "patchconvnet_b36": 63_699_976,
+    "patchconvnet_b60": 99_388_936,
+    "patchconvnet_b120": 188_611_336,
+    "patchconvnet_l60": 176_009_576,
+    "patchconvnet_l120": 334_294_376,
     "cifar_resnet29_bottleneck": 336_244,
     "cifar_resnet65_bottleneck": 707_188,
     "cifar_resnet110_bottleneck": 1_170_868,
@@ -454,15 +454,18 @@ def cait_closed_form(width: int, depth: int, heads: int, n: int, patch: int, cla
     return parameters + 2 * width + width * classes + classes, macs + width * classes
 
 
-def patchconvnet_closed_form(width: int, depth: int, size: int, classes: int) -> tuple[int, int]:
-    """architectures-and-training §11; of the pooling's MACs it says nothing: each of its products once."""
+def patchconvnet_closed_form(width: int, depth: int, size: int, classes: int, published: bool) -> tuple[int, int]:
+    """Each part's parameters, each product once. `published`: the authors' layout, whose stem has no BatchNorm and
+    whose pooling has biases of q, k and v and the class token among its keys; else the one of earlier versions."""
     n, stages = (size // 16) ** 2, (3, width // 8, width // 4, width // 2, width)
-    stem = sum(9 * a * b for a, b in pairwise(stages)) + 2 * sum(stages[1:])
+    stem = sum(9 * a * b for a, b in pairwise(stages)) + (0 if published else 2 * sum(stages[1:]))
     block = 2 * (width**2 + width) + 10 * width + (2 * width * (width // 4) + width // 4 + width) + 3 * width
     pool = 4 * width**2 + width + 6 * width**2 + 4 * width + 4 * width + 2 * width + 2 * width + width
+    pool += 3 * width if published else 0
+    keys = n + published
     macs = sum(9 * stages[i] * stages[i + 1] * (size // 2 ** (i + 1)) ** 2 for i in range(4))
     macs += depth * (n * (2 * width**2 + 9 * width) + 2 * width * (width // 4))
-    macs += 2 * n * width**2 + 2 * n * width + 8 * width**2 + width * classes
+    macs += 2 * keys * width**2 + 2 * keys * width + 8 * width**2 + width * classes
     return stem + depth * block + pool + width * classes + classes, macs
 
 
@@ -494,10 +497,17 @@ def test_counts_of_cait_follow_the_closed_form() -> None:
     assert (found.parameters, found.macs) == cait_closed_form(96, 3, 2, 36, 8, 7)
 
 
+@pytest.mark.parametrize("published", [True, False])
 @pytest.mark.parametrize("size", [64, 96])
-def test_counts_of_patchconvnet_follow_the_closed_form(size: int) -> None:
-    found = counted("patchconvnet_s20", size, width=64, depth=3, image_size=64, classes=7)
-    assert (found.parameters, found.macs) == patchconvnet_closed_form(64, 3, size, 7)
+def test_counts_of_patchconvnet_follow_the_closed_form(size: int, published: bool) -> None:
+    layout = {} if published else {"stem": ConvStem(norm=True), "head": AttentionPool()}
+    found = counted("patchconvnet_s20", size, width=64, depth=3, image_size=64, classes=7, **layout)
+    assert (found.parameters, found.macs) == patchconvnet_closed_form(64, 3, size, 7, published)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("s60", 25.231), ("s120", 47.724), ("b60", 99.389), ("b120", 188.611)])
+def test_the_authors_layout_of_patchconvnet_has_the_printed_parameters(name: str, millions: float) -> None:
+    assert TABLE[f"patchconvnet_{name}"]["parameters"] / 1e6 == pytest.approx(millions, abs=5e-4)
 
 
 def test_counting_leaves_the_model_alone_and_does_not_depend_on_its_device() -> None:

@@ -9,7 +9,7 @@ from vitrail.data.open import open_data
 from vitrail.learn.config import ObjectiveConfig
 from vitrail.model.config import ModelConfig
 from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
-from vitrail.model.timm_trunk import unknown_name
+from vitrail.model.timm_trunk import known_to_timm, unknown_name
 from vitrail.model.weights import published_models
 from vitrail.model.zoo import ZOO
 
@@ -51,7 +51,7 @@ def _timm(setting: str, name: str, *, published: bool) -> list[str]:
     import timm
 
     bare = name.removeprefix("timm:")
-    if not timm.is_model(bare):
+    if not known_to_timm(bare):
         return [f"{setting}: {unknown_name(bare)}"]
     if published and not timm.models.is_model_pretrained(bare):
         return [f"{setting}: timm has no published weights of {bare}; take another model, or a run or file of weights"]

@@ -48,6 +48,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.renamed import earlier_layout
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import Told
@@ -138,8 +139,10 @@ def _go_on(folder: RunFolder, changes: Mapping[str, Any], group: Group, quiet: b
     _refuse_machine(config, group)
     with own_data_of(path, ""):
         data, bad = read_data(config, group, quiet)
-    trainer = _Trainer(config, data, bad, group, quiet, folder)
     state, damaged = checkpoint.newest(folder.checkpoints)
+    if state is not None:
+        config = replace(config, model=earlier_layout(config.model, state.tensors))
+    trainer = _Trainer(config, data, bad, group, quiet, folder)
     group.say(quiet, *damaged)
     if state is None and damaged:
         raise ValueError(f"every checkpoint of {path} is damaged; begin again with: vitrail train --config {path}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.model.renamed import current_names
 from vitrail.model.store import write_tensors
 
 FORMAT = 1
@@ -79,7 +80,7 @@ def read(path: Path) -> State:
         raise ValueError(f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}")
     if header["checksum"] != _checksum(tensors):
         raise ValueError(f"checkpoint {path} is damaged (its checksum does not match)")
-    return State(header["step"], tensors, header["facts"])
+    return State(header["step"], current_names(tensors), header["facts"])
 
 
 def newest(folder: Path) -> tuple[State | None, list[str]]:

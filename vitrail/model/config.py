@@ -22,11 +22,11 @@ class Patchify:
 
 @dataclass(frozen=True)
 class ConvStem:
-    """3x3 convolutions of stride 2 (PatchConvNet §7.1, XCiT)."""
+    """3x3 convolutions of stride 2 (PatchConvNet, XCiT)."""
 
     kind: Literal["conv"] = "conv"
     norm: bool = True
-    """BatchNorm after each: only that gives the printed counts."""
+    """BatchNorm after each, as XCiT has it; PatchConvNet's published weights have none."""
 
 
 @dataclass(frozen=True)

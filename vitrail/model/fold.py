@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.block import Block, Branch, Mlp
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.attention_pool import AttentionPoolHead
 from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, XcitClassBlock
 from vitrail.model.heads.head import LinearHead
 from vitrail.model.mixers.mixer import Mixer
@@ -42,8 +41,6 @@ def fold_layerscale(model: Classifier) -> Classifier:
             if not isinstance(module, XcitClassBlock):  # there it is the patches' gain, too
                 module.ls1 = _fold_gain(module.ls1, last)
             module.ls2 = _fold_gain(module.ls2, module.mlp.fc2)
-        elif isinstance(module, AttentionPoolHead):
-            module.ls1, module.ls2 = _fold_gain(module.ls1, module.proj), _fold_gain(module.ls2, module.mlp.fc2)
     model.folded = True
     return model
 

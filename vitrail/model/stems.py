@@ -56,10 +56,10 @@ class PatchEmbed(Stem):
 
 
 class ConvEmbed(Stem):
-    """3x3 convolutions of stride 2, each doubling the width, activations between (architectures-and-training §7.1).
+    """3x3 convolutions of stride 2 without biases, each doubling the width, activations between.
 
-    With BatchNorm and without convolution biases: only that gives the printed parameter counts. For patches of 16 there
-    are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
+    With BatchNorm after each where `norm` (XCiT), without in PatchConvNet (Touvron et al. 2021, arXiv 2112.13692, and
+    their code). For patches of 16 there are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
     """
 
     def __init__(self, patch: int, width: int, norm: bool, act: str = "gelu") -> None:

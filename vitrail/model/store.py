@@ -14,6 +14,7 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.files import replacing, write_text
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
+from vitrail.model.renamed import current_names
 from vitrail.schema import build, plain
 from vitrail.version import __version__
 
@@ -42,7 +43,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return dict(load_file(path))
+            return current_names(load_file(path))
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__

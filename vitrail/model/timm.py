@@ -16,6 +16,7 @@ from vitrail.model.config import ConvStem, TrunkConfig
 from vitrail.model.heads.config import ClassAttention
 from vitrail.model.mixers.config import Softmax, Xca
 from vitrail.model.mixers.patches import LinearPatchesMixer
+from vitrail.model.patchconvnet_names import PATCHCONVNET, is_patchconvnet, with_one_classifier
 from vitrail.model.positions import resize_mixing, resize_positions
 from vitrail.model.timm_trunk import OwnHead, TimmTrunk
 from vitrail.model.trunk import Trunk
@@ -52,7 +53,9 @@ XCIT: Renames = (
 
 
 def family(state: Collection[str]) -> Renames:
-    """Which table a timm state dict wants, by its names."""
+    """Which table a state dict of timm's or of PatchConvNet's authors wants, by its names."""
+    if is_patchconvnet(state):
+        return PATCHCONVNET
     if any(name.startswith("cls_attn_blocks.") for name in state):
         return XCIT
     if any(name.startswith("blocks_token_only.") for name in state):
@@ -61,8 +64,8 @@ def family(state: Collection[str]) -> Renames:
 
 
 def from_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A timm model's state dict under our names."""
-    table = family(state)
+    """A timm model's state dict, or one of PatchConvNet's authors, under our names."""
+    table, state = family(state), with_one_classifier(state)
     renamed = {our_name(name, table): tensor for name, tensor in state.items()}
     if "trunk.dist_token" in renamed:  # ours hold all prefix tokens in one parameter
         renamed["trunk.cls_token"] = torch.cat([renamed["trunk.cls_token"], renamed.pop("trunk.dist_token")], 1)

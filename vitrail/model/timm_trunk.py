@@ -166,6 +166,15 @@ def _form(backbone: nn.Module) -> str:
     return str(getattr(backbone, "form_of_features", promised))
 
 
+def known_to_timm(name: str) -> bool:
+    """Whether timm has a model of this name, the one that we add included."""
+    import timm
+
+    from vitrail.model import small_resnet  # noqa: F401, registers resnet18_32
+
+    return bool(timm.is_model(name))
+
+
 def unknown_name(name: str) -> str:
     """What to say of a name that timm does not know."""
     import timm
@@ -181,7 +190,7 @@ def build_backbone(
     """The timm model, and its configuration less what it does not take. `classes` is 0 for a head of ours."""
     import timm
 
-    if not timm.is_model(config.name):
+    if not known_to_timm(config.name):
         raise ValueError(unknown_name(config.name))
     options = dict(config.options)
     if config.narrow and config.width is not None:

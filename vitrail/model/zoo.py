@@ -211,30 +211,32 @@ def resmlps() -> Rows:
     return rows
 
 
-PATCHCONVNET = {  # width, depth, parameters, MACs, drop path (architectures-and-training §7.2)
-    "s20": (384, 20, None, None, 0.0),
-    "s36": (384, 36, None, None, 0.05),
-    "s60": (384, 60, 25.2, 4.0, 0.15),
-    "s120": (384, 120, 47.7, 7.5, 0.2),
-    "b36": (768, 36, None, None, 0.2),
-    "b60": (768, 60, 99.4, 15.8, 0.3),
-    "b120": (768, 120, 188.6, 29.9, 0.4),
-    "l60": (1024, 60, None, 28.1, 0.3),  # drop path of L is not printed: that of B
-    "l120": (1024, 120, None, 53.0, 0.4),
+PATCHCONVNET = {  # width, depth, parameters, MACs, drop path, LayerScale (of S20, S36 and B36: as the next larger)
+    "s20": (384, 20, None, None, 0.0, 1e-4),
+    "s36": (384, 36, None, None, 0.05, 1e-4),
+    "s60": (384, 60, 25.2, 4.0, 0.15, 1e-4),
+    "s120": (384, 120, 47.7, 7.5, 0.2, 1e-6),
+    "b36": (768, 36, None, None, 0.2, 1e-6),
+    "b60": (768, 60, 99.4, 15.8, 0.3, 1e-6),
+    "b120": (768, 120, 188.6, 29.9, 0.4, 1e-6),
+    "l60": (1024, 60, None, 28.1, 0.3, 1e-6),  # drop path of L is not printed: that of B
+    "l120": (1024, 120, None, 53.0, 0.4, 1e-6),
 }
+PATCHCONVNET_HEAD = AttentionPool(token_in_keys=True, qkv_bias=True)
 
 
-def patchconvnet_trunk(width: int, depth: int, drop_path: float, **changes: Any) -> TrunkConfig:
+def patchconvnet_trunk(width: int, depth: int, drop_path: float, layerscale: float, **changes: Any) -> TrunkConfig:
+    """PatchConvNet as its published weights have it: a stem without BatchNorm, LayerScale of the authors' code."""
     return replace(
         TrunkConfig(
             width=width,
             depth=depth,
             heads=1,
-            stem=ConvStem(),
+            stem=ConvStem(norm=False),
             mixer=GatedConv(),
             mlp_ratio=0.0,
             positions="none",
-            layerscale=1e-5 if depth <= 24 else 1e-6,
+            layerscale=layerscale,
             drop_path=drop_path,
             drop_path_rule="uniform",
         ),
@@ -244,10 +246,10 @@ def patchconvnet_trunk(width: int, depth: int, drop_path: float, **changes: Any)
 
 def patchconvnets() -> Rows:
     rows: Rows = {}
-    for name, (width, depth, parameters, macs, drop_path) in PATCHCONVNET.items():
-        trunk = patchconvnet_trunk(width, depth, drop_path)
+    for name, (width, depth, parameters, macs, drop_path, layerscale) in PATCHCONVNET.items():
+        trunk = patchconvnet_trunk(width, depth, drop_path, layerscale)
         source = "PatchConvNet, tables 5.1, 5.2 and 5.8"
-        rows[f"patchconvnet_{name}"] = Spec(trunk, AttentionPool(), source, Stated(parameters, macs))
+        rows[f"patchconvnet_{name}"] = Spec(trunk, PATCHCONVNET_HEAD, source, Stated(parameters, macs))
     return rows
 
 
@@ -358,6 +360,13 @@ def cifar_resnets() -> Rows:
         rows[f"cifar_resnet{depth}_bottleneck"] = Spec(
             CifarResNet(depth=depth, block="bottleneck"), Mean(), "GA, table C", Stated(parameters, macs), classes=100
         )
+    rows["resnet18_32"] = Spec(
+        TimmBackbone(name="resnet18_32", image_size=32),
+        Mean(),
+        "ResNet-18 (arXiv 1512.03385) with a 3x3 stem and no pooling, as usual for CIFAR",
+        Stated(11.17, 0.56),
+        classes=10,
+    )
     rows["ga_cifar_resnet32"] = Spec(
         CifarResNet(depth=32),
         Gramian(heads=3, gram_width=64, attention_width=32, embed_groups=2),
@@ -380,7 +389,9 @@ def small_images() -> Rows:
         "deit3_small_32": Spec(plain_vit("small", **tiny, **DEIT3), ClassToken(), about, classes=100),
         "cait_xxs12_32": Spec(cait_trunk(12, 192, 0.0, 0.1, **tiny), ClassAttention(), about, classes=100),
         "resmlp_t12_32": Spec(resmlp_trunk(192, 12, **tiny), Mean(), about, classes=100),
-        "patchconvnet_t20_32": Spec(patchconvnet_trunk(192, 20, 0.0, **tiny), AttentionPool(), about, classes=100),
+        "patchconvnet_t20_32": Spec(
+            patchconvnet_trunk(192, 20, 0.0, 1e-5, **tiny), PATCHCONVNET_HEAD, about, classes=100
+        ),
         "xcit_t12_32": Spec(xcit_trunk(192, 12, 4, **tiny), ClassAttention(style="xcit"), about, classes=100),
         "sot_7_32": Spec(sot_trunk(192, 7, 4, 2.0, **tiny), second_order(14), about, classes=100),
         "ga_vit_tiny_32": Spec(

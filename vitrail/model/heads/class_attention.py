@@ -15,42 +15,48 @@ from vitrail.model.tokens import Tokens
 
 
 class ClassAttentionMixer(nn.Module):
-    """Attention from the class token to [class token, patches] (CaiT, eq. 3.8-3.12). Names follow timm."""
+    """Attention from learned queries to the patches, and to the queries themselves where `token_in_keys`.
 
-    def __init__(self, width: int, heads: int, token_in_keys: bool) -> None:
+    CaiT (eq. 3.8-3.12) and PatchConvNet have one query, the class token; there may be one for each class. Names follow
+    timm.
+    """
+
+    def __init__(self, width: int, heads: int, token_in_keys: bool, qkv_bias: bool = True) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} cannot be cut into {heads} attention heads")
         self.heads, self.token_in_keys = heads, token_in_keys
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=qkv_bias) for _ in range(3))
         self.proj = nn.Linear(width, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for layer in (self.q, self.k, self.v, self.proj):
             nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def parts(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        read = z if self.token_in_keys else z[:, 1:]
-        q, k, v = self._split(self.q(z[:, :1])), self._split(self.k(read)), self._split(self.v(read))
-        seen = None if mask is None else (mask if self.token_in_keys else mask[:, 1:])[:, None, None]
-        return q, k, v, seen
+    def parts(self, z: Tensor, mask: Tensor | None, queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        first = 0 if self.token_in_keys else queries
+        q, k, v = self.q(z[:, :queries]), self.k(z[:, first:]), self.v(z[:, first:])
+        seen = None if mask is None else mask[:, None, None, first:]
+        return self._split(q), self._split(k), self._split(v), seen
 
-    def forward(self, z: Tensor, mask: Tensor | None) -> Tensor:  # z [batch, 1 + patches, width] -> [batch, 1, width]
-        q, k, v, seen = self.parts(z, mask)
+    def forward(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
+        """z [batch, queries + patches, width] to [batch, queries, width]; mask [batch, queries + patches]."""
+        q, k, v, seen = self.parts(z, mask, queries)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.proj(out.transpose(1, 2).flatten(2))
 
-    def map(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of the class token, [batch, heads, keys]."""
-        q, k, _, seen = self.parts(z, mask)
+    def map(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
+        """Attention of the queries, [batch, heads, queries, keys]."""
+        q, k, _, seen = self.parts(z, mask, queries)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         scores = scores if seen is None else scores.masked_fill(~seen, float("-inf"))
-        return scores.softmax(-1)[:, :, 0]
+        return scores.softmax(-1)
 
 
 class ClassSimaMixer(ClassAttentionMixer):
@@ -60,14 +66,16 @@ class ClassSimaMixer(ClassAttentionMixer):
     negative, so it shows none.
     """
 
-    def forward(self, z: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
         if mask is not None:
             mask = ~mask[:, None, :, None]
         q, k, v = (self._split(layer(z)) for layer in (self.q, self.k, self.v))
         if mask is not None:
             q, k = q.masked_fill(mask, 0.0), k.masked_fill(mask, 0.0)
-        first = 0 if self.token_in_keys else 1
-        out = product(normalised(q, "l1")[:, :, :1], normalised(k[:, :, first:], "l1"), v[:, :, first:], "qk_first")
+        first = 0 if self.token_in_keys else queries
+        out = product(
+            normalised(q, "l1")[:, :, :queries], normalised(k[:, :, first:], "l1"), v[:, :, first:], "qk_first"
+        )
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
@@ -83,14 +91,17 @@ class ClassMlpMixer(nn.Module):
         nn.init.trunc_normal_(self.tokens.weight, std=0.02)
         nn.init.zeros_(self.tokens.bias)
 
-    def forward(self, z: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
         if z.shape[1] != self.tokens.in_features or mask is not None:
             raise ValueError(f"this head reads exactly {self.tokens.in_features - 1} patches, not {z.shape[1] - 1}")
         return self.tokens(z.transpose(1, 2)).transpose(1, 2)
 
 
 class ClassBlock(nn.Module):
-    """norm -> mixer -> gain, added to the class token; then norm -> MLP -> gain. Patches are read, never written."""
+    """norm -> mixer -> gain, added to the class token; then norm -> MLP -> gain. Patches are read, never written.
+
+    token [batch, queries, width]: one class token, or one query for each class.
+    """
 
     def __init__(
         self, mixer: nn.Module, width: int, mlp_ratio: float, norm: str, layerscale: float | None, act: str = "gelu"
@@ -105,7 +116,7 @@ class ClassBlock(nn.Module):
     def forward(self, token: Tensor, patches: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The class token after this layer, and what the next layer reads."""
         z = self.norm1(torch.cat([token, patches], 1))
-        token = token + self.ls1(self.attn(z, mask))
+        token = token + self.ls1(self.attn(z, mask, token.shape[1]))
         return token + self.ls2(self.mlp(self.norm2(token))), patches
 
 
@@ -123,7 +134,7 @@ class XcitClassBlock(ClassBlock):
 
 
 class ClassDecoderHead(LinearHead):
-    """A learned class token that passes through layers of its own, then norm and classifier.
+    """A learned class token, or `queries` of them, that pass through layers of their own, then norm and classifier.
 
     The trunk keeps its patches unnormalised for it: the final norm is applied to the class token alone (CaiT normalises
     all tokens, but only this one is read).
@@ -131,9 +142,9 @@ class ClassDecoderHead(LinearHead):
 
     own_norm = True
 
-    def __init__(self, blocks: list[ClassBlock], width: int, classes: int, norm: str) -> None:
+    def __init__(self, blocks: list[ClassBlock], width: int, classes: int, norm: str, queries: int = 1) -> None:
         super().__init__(width, classes)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, width))
+        self.cls_token = nn.Parameter(torch.empty(1, queries, width))
         self.blocks = nn.ModuleList(blocks)
         self.norm = make_norm(norm, width)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
@@ -143,28 +154,32 @@ class ClassDecoderHead(LinearHead):
         if hasattr(self, "cls_token"):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
-    @staticmethod
-    def _mask(tokens: Tokens) -> Tensor | None:
-        if tokens.mask is None:
-            return None
-        real = tokens.mask[:, tokens.prefix :]
-        return torch.cat([real.new_ones(len(real), 1), real], 1)
-
-    def embed(self, tokens: Tokens) -> Tensor:
-        patches, mask = tokens.patches, self._mask(tokens)
+    def _inputs(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Class tokens of every image, patches, and which of both are real."""
+        patches = tokens.patches
         token = self.cls_token.expand(len(patches), -1, -1).to(patches.dtype)
+        if tokens.mask is None:
+            return token, patches, None
+        real = tokens.mask[:, tokens.prefix :]
+        return token, patches, torch.cat([real.new_ones(token.shape[:2]), real], 1)
+
+    def pooled(self, tokens: Tokens) -> Tensor:
+        """The vector of each query after all layers, [batch, queries, width]."""
+        token, patches, mask = self._inputs(tokens)
         for block in self.blocks:
             token, patches = block(token, patches, mask)
-        return self.norm(token)[:, 0]
+        return self.norm(token)
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        return self.pooled(tokens).mean(1)
 
     def maps(self, tokens: Tokens) -> Tensor | None:
-        """Attention of the first layer to the patches, one map a head."""
+        """Attention of the first layer to the patches, [batch, heads * queries, patches]."""
         first = self.blocks[0]
         assert isinstance(first, ClassBlock)
         if not isinstance(first.attn, ClassAttentionMixer) or isinstance(first.attn, ClassSimaMixer):
             return None
-        patches = tokens.patches
-        token = self.cls_token.expand(len(patches), -1, -1).to(patches.dtype)
-        weights = first.attn.map(first.norm1(torch.cat([token, patches], 1)), self._mask(tokens))
-        seen = weights[:, :, -patches.shape[1] :]
+        token, patches, mask = self._inputs(tokens)
+        weights = first.attn.map(first.norm1(torch.cat([token, patches], 1)), mask, token.shape[1])
+        seen = weights[..., -patches.shape[1] :].flatten(1, 2)
         return seen / seen.sum(-1, keepdim=True)

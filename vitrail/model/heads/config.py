@@ -87,7 +87,9 @@ class AttentionPool:
     """Start of LayerScale (none: as the trunk, else 1: all that patches say goes through it, and a small one opens
     slowly)."""
     token_in_keys: bool = False
-    """The learned vector is among the keys and values (only with one query)."""
+    """The learned vector is among the keys and values, as in the authors' code (only with one query)."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, as in the authors' code."""
     per_class_logit: Literal["own", "shared"] = "own"
     """per_class: a linear map for each class, or one shared by all."""
 
