@@ -65,7 +65,7 @@ class Avit:
     """Width of the bell, in blocks."""
     form: Literal["auto", "padded", "packed"] = "auto"
     """What happens to halted tokens where no gradient is wanted: they are taken out of the batch, which is packed
-    (`auto` on CUDA) or trimmed to its fullest image (`auto` elsewhere); `padded`: they are only masked, shapes stay."""
+    (`auto`, `packed`); `padded`: they are only masked, shapes stay."""
 
 
 @dataclass(frozen=True)
