@@ -1,7 +1,7 @@
 """Adaptive models and attacks on what they save: token sampling, halting, gates; patches, perturbations, a defence.
 
     python studies/adaptive.py cifar100.npz --out FOLDER [--part base ats victims ...]
-                                            [--seeds 3] [--minutes 9.5] [--models FOLDER]
+                                            [--pixels 32|56|128] [--seeds 3] [--minutes 9.5] [--models FOLDER]
     python studies/adaptive.py --table FOLDER        Markdown of what was found, mean and std over seeds
     python studies/adaptive.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
 
@@ -9,13 +9,15 @@ Rows are appended to FOLDER/found.jsonl as they come, models and patches are kep
 where a kill, or `--minutes`, ended it, and trains again what was lost. What matters most comes first, for all seeds;
 variations of attacks follow, seed by seed. Choices are made on validation images, everything reported is of test
 images; patches are learned on training images. `--of` takes ats, avit, adavit, defended and control. `speed` is to be
-run with nothing else on the accelerator; all the rest took 13 minutes of one H200, cut nearly as in studies/plans.py.
+run with nothing else on the accelerator; all the rest took 13 minutes of one H200, cut nearly as in studies/plans.py,
+with attacks of 300 steps instead of 1,000. `--pixels` resizes images (each size has a folder of its own): 56 for 196
+tokens, 128 for 64 tokens with sixteen times the pixels, on which SlowFormer's patches of 64 of 224 pixels are learned.
 
 Expected (efficiency-1 §2.A6, A7, §4.3; efficiency-2 §6.2, 19 to 27): sampling loses little without training, several
 blocks lose less than one, the first block is the worst; the class token scores better than a random one, inverse
-sampling better than the highest scores. A learned patch drives cost up where random, targeted and untargeted patches do
-not; it grows with its area and with eps, keeps accuracy where it is asked to, and helps little against other victims.
-A defence lowers its success, but not to nothing.
+sampling better than the highest scores and than as many tokens drawn uniformly. A learned patch drives cost up where
+random, targeted and untargeted patches do not; it grows with its area and with eps, keeps accuracy where it is asked
+to, and helps little against other victims. A defence lowers its success, but not to nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_models import Models
+from adaptive_models import PATCH, Models
 from adaptive_tables import tables
 from device_runs import DeviceRuns
-from found import Found, Order, hardware, study_parser, to_the_end
+from found import Found, Order, hardware, read_rows, study_parser, to_the_end
 
 from vitrail.learn.attack import Attack
 from vitrail.learn.config import AttackConfig
@@ -38,7 +40,7 @@ from vitrail.learn.patch import PROVENANCE, Universal, load_patch, make_change, 
 from vitrail.measure.compute import attack_success
 from vitrail.measure.speed import Way, in_turns
 from vitrail.model.adaptive.ats import AtsPolicy
-from vitrail.model.adaptive.budget import calibrate
+from vitrail.model.adaptive.budget import calibrate, matched_caps
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import make_adaptive
 from vitrail.model.classifier import Classifier
@@ -49,8 +51,8 @@ PARTS = ("base", "ats", "victims", "attacks", "transfer", "defence", "variations
 VICTIMS = ("ats", "avit", "adavit")
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 COMPILED_SHARE = 0.7  # the one at which speed is measured compiled, too
-POINTS = (8, 64, 96, 128, 192, 256, 384, 512)  # where no share of 64 patches costs what is wanted
-BUDGET = 0.65  # of the dense cost, for ablations; the paper's 3 of 4.6 GMACs
+POINTS = (2, 4, 8, 64, 1024, 65536)  # where no number of points costs what is wanted
+BUDGETS = (0.65, 0.48)  # of the dense cost, for ablations: the paper's 3 of 4.6 GMACs, and less than a share of 1 costs
 
 OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("reference", "class row, value norm, inverse, raster, from a quarter", {}),
@@ -59,10 +61,12 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("value norm", "off", {"value_norm": False}),
     ("sampling", "nearest", {"sampling": "nearest"}),
     ("sampling", "top", {"sampling": "top"}),
-    ("sampling", "random", {"sampling": "random"}),
+    ("sampling", "inverse at random points", {"sampling": "random"}),
+    ("sampling", "uniform, no scores", {"sampling": "uniform"}),
     ("order", "sorted", {"order": "sorted"}),
     ("class token", "may go", {"keep_class": False}),
 )
+EQUAL = {"uniform, no scores": "uniform", "top": "top"}  # as many tokens in every block as the reference keeps, mean
 MAIN: dict[str, dict[str, Any]] = {
     "random": {"loss": "random"},
     "tap": {"loss": "tap"},
@@ -72,7 +76,7 @@ MAIN: dict[str, dict[str, Any]] = {
 VARIATIONS: dict[str, dict[str, Any]] = {
     "preserve": {"task": "preserve"},
     "destroy": {"task": "destroy"},
-    **{f"size {size}": {"size": size} for size in (4, 12, 16)},
+    **{f"size {size}": {"size": size} for size in (4, 12, 16)},  # of 32 pixels
     **{f"eps {eps}": {"change": "perturbation", "eps": eps} for eps in (8, 16, 32)},
 }
 OF_AVIT: dict[str, dict[str, Any]] = {  # the thesis varies these on A-ViT alone
@@ -80,7 +84,7 @@ OF_AVIT: dict[str, dict[str, Any]] = {  # the thesis varies these on A-ViT alone
     "centre": {"place": "centre"},
     "another start": {"seed": 1000},
 }
-ATTACK = {"data.batch": 250, "optim.steps": 300, "optim.lr": 0.2}
+ATTACK = {"optim.steps": 1000}  # rate, batch and the weights of layers are those of the recipes
 SMOKE_ATTACK = {"data.batch": 20, "optim.steps": 1}
 
 
@@ -149,24 +153,42 @@ class Study:
             "all blocks": tuple(range(depth)),
         }
         options = [*OPTIONS, *(("placement", name, {"layers": layers}) for name, layers in places.items())]
-        for group, value, chosen in options:
-            self.found.row("ablation", group, value, seed, partial(self._at_budget, chosen, seed))
+        for budget in BUDGETS:
+            at = f"{100 * budget:.0f} %"
+            for group, value, chosen in options:
+                if chosen.get("sampling") == "random" and budget > 0.5:
+                    continue  # it draws no more points than there are patches, which costs less than that
+                make = partial(self._spent_at, chosen, budget, seed)
+                self.found.row("ablation", group, f"{value}, {at}", seed, make)
+            for value, sampling in EQUAL.items():
+                make = partial(self._at_equal_tokens, sampling, budget, seed)
+                self.found.row("ablation", "equal token counts", f"{value}, {at}", seed, make)
 
-    def _at_budget(self, options: dict[str, Any], seed: int) -> dict[str, Any]:
+    def _at_budget(self, options: dict[str, Any], budget: float, seed: int) -> Classifier:
+        """A sampling model that costs as large a part of the dense one on validation images."""
         base, images = self.models("base", seed), [self.models.some("val")]
         with self.models.cast():
-            most = make_adaptive(base, Ats()).set_budget(ratio=1.0, images=images)
-            assert most is not None
-            wanted = min(BUDGET * cost(base).macs / 1e9, 0.98 * most)
+            wanted = budget * cost(base).macs / 1e9
             model = make_adaptive(base, Ats(**options))
             try:
                 model.set_budget(gmacs=wanted, images=images)
-            except ValueError:  # no share costs that: the nearest number of points, and the row says what it costs
+            except ValueError:  # nothing costs that: the nearest number of points, and the row says what it costs
                 tried = {n: model.set_budget(tokens=n, images=images) or 0.0 for n in POINTS}
                 model.set_budget(tokens=min(tried, key=lambda n: abs(tried[n] - wanted)))
-        policy = model.policy
-        assert isinstance(policy, AtsPolicy)
-        return {"wanted": wanted * 1e9, "points": next(iter(policy.cap.values())), **self.models.spend(model)}
+        return model
+
+    def _spent_at(self, options: dict[str, Any], budget: float, seed: int) -> dict[str, Any]:
+        model = self._at_budget(options, budget, seed)
+        assert isinstance(model.policy, AtsPolicy)
+        points = next(iter(model.policy.cap.values()))
+        return {"budget": budget, "points": points, **self.models.spend(model)}
+
+    def _at_equal_tokens(self, sampling: str, budget: float, seed: int) -> dict[str, Any]:
+        """Another sampler that keeps as many tokens in every block as the reference does on validation images."""
+        with self.models.cast():
+            caps = matched_caps(self._at_budget({}, budget, seed), [self.models.some("val")])
+        model = make_adaptive(self.models("base", seed), Ats(sampling=sampling, cap=caps))  # type: ignore[arg-type]
+        return {"budget": budget, **self.models.spend(model)}
 
     def victims(self, seed: int) -> None:
         for kind in filter(self.found.wants, VICTIMS):
@@ -251,11 +273,16 @@ class Study:
         options = {"seed": seed, **{**MAIN, **VARIATIONS, **OF_AVIT}[what]}
         if what == "tap":  # another class with every seed
             options["target"] = len(model.classes) * (seed % 3) // 3
-        config = replace(config, objective=replace(config.objective, **options))
+        objective = replace(config.objective, **options)
+        objective = replace(objective, size=objective.size * self.models.pixels // 32)
+        if isinstance(model.policy, AtsPolicy):
+            objective = replace(objective, layer_weights=objective.layer_weights[: len(model.policy.at)])
+        config = replace(config, objective=objective)
         config = with_values(config, {**ATTACK, **(SMOKE_ATTACK if self.smoke else {})})
         if config.objective.loss == "random":
             change = make_change(config.objective, model.preprocess).to(self.runs.device)
         else:
+            self.models.keep_resized(config)
             step, _ = self.runs.trained(config, seed, model=copy.deepcopy(model), compiled=False)
             assert isinstance(step.objective, Attack)
             change = step.objective.patch
@@ -294,6 +321,7 @@ def _success(macs: float, clean: dict[str, Any]) -> float | None:
 def main() -> None:
     parser = study_parser(__doc__, "adaptive", PARTS)
     parser.add_argument("data", nargs="?")
+    parser.add_argument("--pixels", type=int, default=32, choices=PATCH, help="side to which images are resized")
     options = parser.parse_args()
     if options.table is not None:
         print(tables(options.table))
@@ -301,13 +329,16 @@ def main() -> None:
     if options.data is None and not options.smoke:
         parser.error("say which images to learn from: a .npz file, or another form of data")
     data, few = options.data or "embedded:fashion", options.smoke
+    sizes = {row.get("pixels", 32) for row in read_rows(options.out) if row["table"] == "about"}
+    if sizes - {options.pixels}:
+        parser.error(f"{options.out} holds rows of {sizes.pop()} pixels; name another folder with --out")
     found = Found(options.out, options.minutes, options.of)
     runs = DeviceRuns(data, limit=200 if few else None, most=60 if few else None, batch=20 if few else 1000)
-    found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few})
+    found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few, "pixels": options.pixels})
     if runs.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
     with to_the_end(found, options.minutes):
-        study = Study(Models(runs, options.models or options.out, found, few))
+        study = Study(Models(runs, options.models or options.out, found, few, options.pixels))
         found.through(study.order(options.seeds), options.part, options.only)
 
 

@@ -6,6 +6,9 @@ avit       tokens halt                                from base
 adavit     drops patches, heads and branches          from base
 defended   avit, on images with its own patches       from avit
 control    as many further steps without patches      from avit
+
+Images may be larger than they are stored (`--pixels`): 56 makes 196 tokens of four pixels a side, 128 as many tokens as
+32, of sixteen pixels a side, so that a patch of four tokens has 3,072 values and not 192.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ from found import Found, KeptModels
 from torch import Tensor
 
 from vitrail.config import RunConfig
+from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig
+from vitrail.data.device_images import DeviceImages, stored_size
+from vitrail.data.device_pixels import Boxes, resampled
+from vitrail.data.preprocess import Preprocess
 from vitrail.learn.config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case
 from vitrail.model.adaptive.config import Adavit, Ats, Avit
@@ -41,14 +48,40 @@ SMOKE = {
     "model.trunk": {"depth": 3, "width": 48, "heads": 3},
 }
 SMOKE_DEFENCE = {"every": 1, "inner_steps": 1}
+PATCH = {32: 4, 56: 4, 128: 16}  # side of a token by side of an image
+CHUNK = 1000  # images that are resized at once
+
+
+class ResizedImages(DeviceImages):
+    """Images resized on the device, once: a processor would take a minute for them."""
+
+    @property
+    def pixels(self) -> Tensor:
+        """[rows, 3, size, size] bytes."""
+        if self._pixels is None:
+            config = self.preprocess.config
+            own = stored_size(self.split, AugmentConfig(crop="resized"), self.preprocess)
+            assert own is not None, "no image could be read"
+            small = Preprocess(replace(config, size=min(own), crop_ratio=1.0))
+            stored = DeviceImages(self.split, None, small, device=self.device).pixels
+            made = [_resized(images, config.size, config.interpolation) for images in stored.split(CHUNK)]
+            self._pixels = torch.cat(made)
+        return self._pixels
+
+
+def _resized(images: Tensor, size: int, interpolation: Interpolation) -> Tensor:
+    """Bytes [images, 3, size, size] of whole images."""
+    zero = torch.zeros(len(images), device=images.device)
+    whole = Boxes(zero, zero, zero + images.shape[2], zero + images.shape[3])
+    return resampled(images.float(), whole, size, interpolation).to(torch.uint8)
 
 
 class Models(KeptModels):
     """Those of this study."""
 
-    def __init__(self, runs: DeviceRuns, folder: Path, found: Found, smoke: bool) -> None:
+    def __init__(self, runs: DeviceRuns, folder: Path, found: Found, smoke: bool, pixels: int = 32) -> None:
         super().__init__(folder, found, runs.device)
-        self.runs, self.smoke = runs, smoke
+        self.runs, self.smoke, self.pixels = runs, smoke, pixels
 
     def __call__(self, name: str, seed: int) -> Classifier:
         if (name, seed) == ("avit", 0):  # was trained when the weight was chosen
@@ -64,13 +97,27 @@ class Models(KeptModels):
         config = recipe("small-defence" if name in ("defended", "control") else "small-deit")
         changes = {"optim.epochs": float(EPOCHS[name.partition("-")[0]]), **({} if name == "base" else TUNED)}
         config = with_values(config, {**changes, "model.head": None})  # policies ask the class token
+        config = with_values(config, SMOKE) if self.smoke else config
+        if self.pixels != 32:
+            config = with_values(config, self._sized(config))
         if isinstance(config.objective, DefenceConfig):
-            defence = replace(config.objective, **(SMOKE_DEFENCE if self.smoke else {}))
+            attack = replace(config.objective.attack, size=config.objective.attack.size * self.pixels // 32)
+            defence = replace(config.objective, attack=attack, **(SMOKE_DEFENCE if self.smoke else {}))
             config = replace(config, objective=defence if name == "defended" else defence.labels)
-        return with_values(config, SMOKE) if self.smoke else config
+        return config
+
+    def _sized(self, config: RunConfig) -> dict[str, Any]:
+        """Settings of images of another size: the same crops, in other pixels."""
+        return {
+            "model.image_size": self.pixels,
+            "model.trunk": {**config.model.trunk, "patch": PATCH[self.pixels]},
+            "data.crop_ratio": 1.0,
+            "data.augment.padding": config.data.augment.padding * self.pixels // 32,
+        }
 
     def _trained(self, config: RunConfig, start: Classifier | None, seed: int, compiled: bool = False) -> Classifier:
         """Only where one shape serves several long runs does compilation pay: elsewhere it takes what it saves."""
+        self.keep_resized(config)
         step, _ = self.runs.trained(config, seed, model=start, compiled=compiled)
         model = step.model
         assert isinstance(model, Classifier)
@@ -86,6 +133,16 @@ class Models(KeptModels):
             weight = name.partition("-")[2]
             policy = replace(self.gates(seed), ponder=float(weight) if weight else self.ponder())
         return make_adaptive(self("base", seed), policy)
+
+    def keep_resized(self, config: RunConfig) -> None:
+        """Let runs of this configuration share training images that were resized on the device."""
+        if self.pixels == 32:
+            return
+        train, ready = self.runs.data["train"], Preprocess(PreprocessConfig(size=self.pixels, crop_ratio=1.0))
+        shared = next(iter(self.runs.images.values()), None) or ResizedImages(
+            train, None, ready, device=self.runs.device
+        )
+        self.runs.images.setdefault((config.data.augment.crop, config.data.augment.padding), shared)
 
     @contextmanager
     def cast(self) -> Iterator[None]:

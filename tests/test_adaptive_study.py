@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import study_calls
+import torch
 from study_calls import STUDIES, rows
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.data.open import open_data
+from vitrail.data.preprocess import Preprocess
+from vitrail.model.build import create_model
 
 SHARES = [f"share {share:g}" for share in (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
 PATCHES = ["random", "tap", "ntap", "slowformer"]
 VARIED = ["preserve", "destroy", "size 4", "size 12", "size 16", "eps 8", "eps 16", "eps 32"]
 AVIT_ONLY = ["released prior", "centre", "another start"]
-ABLATIONS = {
+ABLATIONS = {  # at each of two budgets
     "reference": 1,
     "score": 2,
     "value norm": 1,
-    "sampling": 3,
+    "sampling": 4,
     "order": 1,
     "class token": 1,
     "placement": 4,
+    "equal token counts": 2,
 }
 
 
@@ -49,7 +58,8 @@ def test_every_row_is_there_once(folder: Path) -> None:
     for state in ("without training", "fine-tuned"):
         assert names(folder, "ats", state) == SHARES
         assert names(folder, "speed", state)[: len(SHARES)] == SHARES
-    assert {group: len(names(folder, "ablation", group)) for group in ABLATIONS} == ABLATIONS
+    both = {group: 2 * count - (group == "sampling") for group, count in ABLATIONS.items()}  # random points: at one
+    assert {group: len(names(folder, "ablation", group)) for group in ABLATIONS} == both
     for victim in ("ats", "avit", "adavit"):
         assert names(folder, "victims", victim) == ["plain"]
         wanted = ["none", *PATCHES, *VARIED, *(AVIT_ONLY if victim == "avit" else [])]
@@ -104,6 +114,50 @@ def of_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(sys.modules) - before:
         if name in ("adaptive_models", "adaptive_tables", "device_runs", "found", "found_tables"):
             del sys.modules[name]
+
+
+def test_images_resized_on_the_device_are_those_of_the_processor(of_study: None) -> None:
+    from adaptive_models import ResizedImages
+
+    split = open_data("synthetic:shapes?n=20&size=32")["train"]
+    for size in (56, 128):
+        ready = Preprocess(PreprocessConfig(size=size, crop_ratio=1.0))
+        found = ResizedImages(split, None, ready, device="cpu").pixels
+        expected = torch.stack([ready(split.read(row)) for row in range(len(split))])
+        assert found.dtype == torch.uint8
+        # Pillow rounds in fixed point: a value near a half may come out one grey level apart.
+        assert int((found.int() - expected.int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize(("pixels", "patch", "tokens", "padding"), [(32, 4, 64, 4), (56, 4, 196, 7), (128, 16, 64, 16)])
+def test_other_sizes_of_images_change_tokens_crops_and_patches_alike(
+    of_study: None, tmp_path: Path, pixels: int, patch: int, tokens: int, padding: int
+) -> None:
+    from adaptive_models import Models
+    from found import Found
+
+    runs = SimpleNamespace(device=torch.device("cpu"), images={}, data={"train": None})
+    models = Models(runs, tmp_path, Found(tmp_path), False, pixels)  # type: ignore[arg-type]
+    config = models.config("base")
+    model = create_model(
+        config.model.name, classes=3, image_size=config.model.image_size, device="meta", **config.model.trunk
+    )
+    assert model.preprocess.size == pixels
+    assert model.trunk.patch_embed.grid(pixels, pixels) == (tokens**0.5,) * 2  # type: ignore[union-attr]
+    assert model.trunk.config.patch == patch  # type: ignore[union-attr]
+    assert (config.data.augment.padding, models.config("defended").objective.attack.size) == (padding, pixels // 4)
+    for name in ("base", "defended"):
+        models.keep_resized(models.config(name))
+    assert len({id(images) for images in runs.images.values()}) == (pixels != 32)
+
+
+def test_rows_of_one_size_of_images_are_not_mixed_with_those_of_another(tmp_path: Path) -> None:
+    row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True}  # before sizes were written
+    (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
+    words = [sys.executable, str(STUDIES / "adaptive.py"), "--smoke", "--out", str(tmp_path), "--pixels", "128"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "holds rows of 32 pixels" in done.stderr
 
 
 def test_a_table_says_mean_and_deviation_and_what_failed(of_study: None, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from vitrail.kernels.sampling import class_scores, inverse_sample, nearest_sample, top_sample
 from vitrail.model.adaptive.ats import AtsPolicy, _unevenness
-from vitrail.model.adaptive.budget import calibrate, mean_gmacs, set_budget
+from vitrail.model.adaptive.budget import calibrate, matched_caps, mean_gmacs, set_budget
 from vitrail.model.adaptive.macs import trace_macs
 from vitrail.model.adaptive.trace import Trace
 from vitrail.model.build import create_model, make_adaptive
@@ -175,10 +176,13 @@ UNUSUAL = [
     {"score": "column"},
     {"score": "random"},
     {"keep_class": False},
+    {"sampling": "uniform", "cap": (40,), "keep_class": False},
 ]
 
 
-@pytest.mark.parametrize("options", [*UNUSUAL, {"value_norm": False}, {"cap": (40, 0.8, 9)}])
+@pytest.mark.parametrize(
+    "options", [*UNUSUAL, {"value_norm": False}, {"cap": (40, 0.8, 9)}, {"sampling": "uniform", "cap": (0.5,)}]
+)
 def test_every_variant_of_the_ablations_runs_and_drops_tokens(images: Tensor, options: dict[str, Any]) -> None:
     assert (leaving(ats(**options), images)[-1] < 1 + PATCHES).all()
 
@@ -207,6 +211,51 @@ def test_each_variant_keeps_what_its_sampler_draws_from_its_scores(
     scores = class_scores(q, k, v, prefix=1, source=source, value_norm=value_norm)
     assert torch.equal(kept["chosen"], sample(scores, 30))
     assert torch.equal(kept["chosen"], kept["plain"]) == (not options)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_uniform_sampling_keeps_the_cap_in_every_image_and_no_scores_decide(images: Tensor, form: str) -> None:
+    model = ats(layers=(1,), cap=(24,), sampling="uniform", form=form)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        kept = [model.outputs(images.repeat(60, 1, 1, 1), want={"kept.1"}).captured["kept.1"] for _ in range(4)]
+    rates = torch.cat(kept).double()  # [1200, patches]
+    assert (rates.sum(1) == 24).all()
+    share = 24 / PATCHES
+    # Five deviations of a share of 1,200 draws.
+    torch.testing.assert_close(
+        rates.mean(0), torch.full((PATCHES,), share).double(), atol=5 * (share * (1 - share) / 1200) ** 0.5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("options", [{"cap": (30, 20, 9)}, {"cap": (0.5,)}, {"cap": (200,)}])
+def test_uniform_sampling_is_the_same_in_both_layouts_under_one_seed(images: Tensor, options: dict[str, Any]) -> None:
+    found = []
+    for form in ("padded", "packed", "packed"):
+        model = ats(sampling="uniform", form=form, **options)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            found.append((model(images), leaving(model, images)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[1][0], found[2][0])
+    assert torch.equal(found[0][1], found[1][1])
+    expected = {(30, 20, 9): [64, 30, 20, 9], (0.5,): [64, 32, 16, 8], (200,): [64] * 4}[options["cap"]]
+    assert (found[0][1] == 1 + torch.tensor(expected)[:, None]).all()
+
+
+def test_a_uniform_control_keeps_as_many_tokens_as_the_sampler(images: Tensor) -> None:
+    model = ats(cap=(100,))
+    counts = leaving(model, images)[1:].double().mean(1) - 1  # of the three sampling blocks, without the class token
+    caps = matched_caps(model, [images[:2], images[2:]])
+    assert caps == tuple(float(round(n)) for n in counts.tolist())
+    control = ats(cap=caps, sampling="uniform")
+    assert torch.equal(leaving(control, images)[1:], (1 + torch.tensor(caps))[:, None].expand(3, len(images)))
+
+
+def test_uniform_sampling_refuses_settings_of_scores() -> None:
+    for options in ({"score": "column"}, {"order": "sorted"}, {"value_norm": False}):
+        with pytest.raises(ValueError, match="looks at no scores"):
+            ats(sampling="uniform", **options)
 
 
 def test_random_points_are_drawn_anew_in_every_pass(images: Tensor) -> None:
@@ -352,15 +401,68 @@ def test_the_dial_finds_a_mean_cost_and_is_saved_with_the_model(images: Tensor, 
     model.save(tmp_path / "m")
     again = load_model(tmp_path / "m")
     assert mean_gmacs(again, [images]) == pytest.approx(found)
-    with pytest.raises(ValueError, match="out of reach; shares give"):
-        model.set_budget(gmacs=2 * full, images=[images])
+    with pytest.raises(ValueError, match="out of reach; sampling points give"):
+        model.set_budget(gmacs=1.01 * cost(vit()).macs / 1e9, images=[images])
     assert mean_gmacs(model, [images]) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("score", ["class", "column"])
-def test_its_cost_is_counted_with_as_many_tokens_as_can_be_kept(images: Tensor, score: str) -> None:
-    """Counted: class row, or all of them, then as many queries as there is room for; the paper counts all rows once."""
-    model = ats(sampling="top", cap=(20,), score=score)
+def peaked(**options: Any) -> Classifier:
+    """With sharper attention, in every block: as many points as patches keep few of them, as in a trained network."""
+    model = ats(layers=tuple(range(DEPTH)), **options)
+    for block in model.trunk.blocks:  # type: ignore[union-attr]
+        block.attn.qkv.weight.data[:96].mul_(2.0)  # type: ignore[union-attr]
+    return model
+
+
+def by_hand(tokens: list[Tensor], width: int = 48, patch: int = 4, classes: int = 10) -> Tensor:
+    """Multiply-accumulates of the ViT above, [images], from the tokens that enter its blocks and leave the last."""
+    stem, head = PATCHES * 3 * patch**2 * width, width * classes
+    total = torch.full_like(tokens[0], stem + head)
+    for entering, left in pairwise(tokens):  # qkv, scores of all, values, projection, MLP of four times the width
+        total = total + 3 * entering * width**2 + entering**2 * width + left * entering * width
+        total = total + left * width**2 + 8 * left * width**2
+    return total
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_more_points_than_patches_reach_65_percent_of_the_dense_cost_and_beyond(images: Tensor, form: str) -> None:
+    model, dense = peaked(form=form), cost(vit()).macs
+    whole = torch.full((1,), 1.0 + PATCHES).double()
+    assert by_hand([whole] * (DEPTH + 1)).tolist() == [dense]
+    shares = {}
+    for points in (PATCHES, 2 * PATCHES, 16 * PATCHES, 4096 * PATCHES):
+        found = model.set_budget(tokens=points, images=images)
+        exact = by_hand([whole.expand(len(images)), *leaving(model, images).double()])
+        assert found == pytest.approx(float(exact.mean()) / 1e9, rel=1e-12)
+        shares[points] = float(exact.mean()) / dense
+    assert list(shares.values()) == sorted(shares.values())
+    assert shares[PATCHES] < 0.65 < shares[4096 * PATCHES] <= 1
+
+
+def test_a_cost_beyond_a_share_of_one_is_found_by_a_number_of_points(images: Tensor) -> None:
+    model, dense = peaked(), cost(vit()).macs / 1e9
+    most = model.set_budget(ratio=1.0, images=images)
+    assert most is not None
+    for share in (0.65, 0.8):
+        assert most < share * dense
+        assert model.set_budget(gmacs=share * dense, images=images) == pytest.approx(share * dense, rel=0.01)
+        assert mean_gmacs(model, [images]) == pytest.approx(share * dense, rel=0.01)
+        assert next(iter(model.policy.cap.values())) > PATCHES  # type: ignore[union-attr]
+
+
+def test_more_points_than_can_be_counted_are_refused_by_the_dial() -> None:
+    with pytest.raises(ValueError, match="300000 sampling points for 64 tokens"):
+        ats().set_budget(tokens=300_000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampling": "top", "score": "class"}, {"sampling": "top", "score": "column"}, {"sampling": "uniform"}],
+)
+def test_its_cost_is_counted_with_as_many_tokens_as_can_be_kept(images: Tensor, options: dict[str, str]) -> None:
+    """Counted: class row, all of them, or none, then as many queries as there is room for; the paper counts all rows
+    once."""
+    model = ats(cap=(20,), **options)
     assert cost(model).macs == trace_macs(model, _trace(model, images[:1]), scores="kept")
 
 

@@ -26,7 +26,7 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.fit import Stopped
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.attack import Attack, as_victim, attack_losses, compute_loss
+from vitrail.learn.attack import Attack, as_victim, attack_losses, compute_loss, refuse_unfit
 from vitrail.learn.config import AttackConfig
 from vitrail.learn.patch import UniversalPatch, UniversalPerturbation, load_patch, save_patch
 from vitrail.measure.compute import attack_success, spent, worst_case
@@ -34,6 +34,7 @@ from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
+from vitrail.recipes import recipe
 
 POLICIES: dict[str, AdaptiveConfig] = {
     "ats": Ats(layers=(1, 2)),
@@ -521,3 +522,14 @@ def test_losses_do_not_depend_on_how_images_come() -> None:
     floats = replace(given, views=(model._images(given.images),))
     losses = [attack_losses(model, patch, config, b)["loss"] for b in (given, floats)]
     assert torch.equal(*losses)
+
+
+def test_the_small_attack_on_ats_has_the_rate_and_the_weights_of_the_published_one() -> None:
+    """SlowFormer (Navaneet et al. 2023, arXiv 2310.02544), appendix: 1.0 down to 0.01 over seven blocks, rate 0.4."""
+    config = recipe("small-attack-ats")
+    assert isinstance(config.objective, AttackConfig)
+    assert config.optim.lr == 0.4
+    assert config.objective.layer_weights == (1.0, 0.2, 0.2, 0.2, 0.01, 0.01, 0.01, 0.01, 0.01)
+    victim_model = create_model(config.model.name, classes=3, **config.model.trunk)
+    assert len(victim_model.policy.at) == 9  # type: ignore[union-attr]
+    refuse_unfit(victim_model, config.objective)  # which raises where weights and sampling blocks differ in number

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.kernels.sampling import (
     able,
+    class_attention,
     class_scores,
     compact,
     inverse_sample,
@@ -22,8 +23,10 @@ from vitrail.kernels.sampling import (
     ragged_class_scores,
     ragged_inverse_sample,
     ragged_sample,
+    ragged_uniform_sample,
     random_sample,
     top_sample,
+    uniform_sample,
 )
 
 OFFSETS = (0, 5, 5, 6, 9, 30)  # an image of none, of a prefix only, of two patches (prefix 1)
@@ -217,6 +220,47 @@ def test_random_points_are_as_many_as_asked_and_repeat_with_the_generator() -> N
     assert not torch.equal(keep[0], keep[2])
 
 
+SKEWED = torch.tensor([0.30, 0.20, 0.10] + [0.4 / 61] * 61)  # 64 tokens
+DRAWS = 20_000
+
+
+def keep_rates(sample: Callable[..., Tensor], points: int) -> Tensor:
+    """How often each of 64 tokens with skewed scores is kept."""
+    keep = sample(SKEWED.expand(DRAWS, 64), points, generator=torch.Generator().manual_seed(0))
+    return keep.double().mean(0)
+
+
+def test_random_points_keep_tokens_by_their_score() -> None:
+    """1 - (1 - s)^K for the share s of all scores: 0.997, 0.972, 0.815, and 0.100 for the rest."""
+    expected = 1 - (1 - SKEWED.double()) ** 16
+    assert expected[[0, 1, 2, 3]].tolist() == pytest.approx([0.997, 0.972, 0.815, 0.100], abs=5e-4)
+    rates = keep_rates(random_sample, 16)
+    # Five deviations of a share of so many draws at most.
+    torch.testing.assert_close(rates, expected, atol=5 * (0.25 / DRAWS) ** 0.5, rtol=0)
+    assert float(rates.sum()) / 64 == pytest.approx(0.138, abs=2e-3)  # what a uniform draw of as many would have
+
+
+@pytest.mark.parametrize("points", [1, 16, 40])
+def test_uniform_sampling_keeps_each_token_equally_often(points: int) -> None:
+    rates, share = keep_rates(uniform_sample, points), points / 64
+    deviation = (share * (1 - share) / DRAWS) ** 0.5
+    torch.testing.assert_close(rates, torch.full_like(rates, share), atol=5 * deviation, rtol=0)
+    # Tokens drawn without replacement: pairs are kept together with k (k - 1) / (n (n - 1)).
+    keep = uniform_sample(torch.zeros(DRAWS, 64), points, generator=torch.Generator().manual_seed(1)).double()
+    both = (keep[:, 0] * keep[:, 1]).mean()
+    assert float(both) == pytest.approx(points * (points - 1) / (64 * 63), abs=5 * (0.25 / DRAWS) ** 0.5)
+
+
+def test_uniform_sampling_keeps_as_many_as_it_may_and_only_real_tokens() -> None:
+    points, mask = torch.randint(1, 40, (50,)), torch.rand(50, 30) < 0.7
+    keep = uniform_sample(torch.full((50, 30), torch.nan), points, mask)
+    assert not keep[~mask].any()
+    assert torch.equal(keep.sum(1), torch.minimum(points, mask.sum(1)))
+    same = [uniform_sample(mask, points, mask, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])
+
+
 @pytest.mark.parametrize("points", [0, 2**21])
 def test_an_impossible_number_of_points_is_refused(points: int) -> None:
     with pytest.raises(ValueError, match=f"{points} sampling points for 9 tokens"):
@@ -248,9 +292,9 @@ def full_map(q: Tensor, k: Tensor) -> Tensor:
 @pytest.mark.parametrize("prefix", [1, 2])
 def test_scores_are_the_class_tokens_attention_times_the_norm_of_values(prefix: int) -> None:
     q, k, v = heads()
-    scores, row = class_scores(q, k, v, prefix=prefix, with_row=True)
+    scores = class_scores(q, k, v, prefix=prefix)
     attention = full_map(q, k)[:, :, 0]
-    torch.testing.assert_close(row, attention)
+    torch.testing.assert_close(class_attention(q, k), attention)
     for b in range(2):
         torch.testing.assert_close(scores[b], spelled_out(attention[b], v[b], prefix))
     plain = class_scores(q, k, v, prefix=prefix, value_norm=False)
@@ -299,22 +343,23 @@ def test_a_random_row_is_never_that_of_a_masked_token() -> None:
 
 def test_one_row_of_the_map_is_all_that_is_computed() -> None:
     q, k, v = heads()
-    with FlopCounterMode(display=False) as counter:
-        class_scores(q, k, v, prefix=1, with_row=True)
-    assert counter.get_total_flops() == 2 * 2 * 3 * 11 * 8
+    for compute in (lambda: class_scores(q, k, v, prefix=1), lambda: class_attention(q, k)):
+        with FlopCounterMode(display=False) as counter:
+            compute()
+        assert counter.get_total_flops() == 2 * 2 * 3 * 11 * 8
 
 
 def test_the_row_has_a_gradient() -> None:
     q, k, v = (x[:1, :2, :4, :3].clone().requires_grad_() for x in heads())
-    assert torch.autograd.gradcheck(lambda q, k: class_scores(q, k, v, prefix=1, with_row=True)[1], (q, k))
+    assert torch.autograd.gradcheck(class_attention, (q, k))
     assert torch.autograd.gradcheck(lambda *qkv: class_scores(*qkv, prefix=1), (q, k, v))
 
 
 def test_scores_do_not_vanish_where_the_class_token_sees_itself_alone() -> None:
     q, k, v = (x.float() for x in heads())
     k[:, :, 0] = 1000 * q[:, :, 0]  # logits in the thousands: what is left for patches is below any float
-    scores, row = class_scores(q, k, v, prefix=1, with_row=True)
-    assert not row[:, :, 1:].any()
+    scores = class_scores(q, k, v, prefix=1)
+    assert not class_attention(q, k)[:, :, 1:].any()
     torch.testing.assert_close(scores.sum(1), torch.ones(2))
     k[:, :, 0] = 0
     torch.testing.assert_close(scores, class_scores(q, k, v, prefix=1))
@@ -371,6 +416,22 @@ def test_prefix_tokens_always_go_on() -> None:
     assert not keep[OFFSETS[-1] :].any()
 
 
+@pytest.mark.parametrize("prefix", [1, 2])
+def test_packed_uniform_draws_are_those_of_the_padded_batch(prefix: int) -> None:
+    offsets, points = torch.tensor(OFFSETS), torch.tensor([3, 1, 1, 5, 9])
+    keep = ragged_uniform_sample(offsets, ROWS, points, prefix, most=21, generator=torch.Generator().manual_seed(3))
+    counts = [b - a for a, b in pairwise(OFFSETS)]
+    mask = torch.tensor([[j < n - prefix for j in range(21 - prefix)] for n in counts])
+    padded = uniform_sample(mask, points, mask, torch.Generator().manual_seed(3))
+    for image, (a, b) in enumerate(pairwise(OFFSETS)):
+        expected = [True] * min(prefix, b - a) + padded[image, : max(0, b - a - prefix)].tolist()
+        assert keep[a:b].tolist() == expected
+        assert sum(expected[prefix:]) == min(int(points[image]), max(0, b - a - prefix))
+    assert not keep[OFFSETS[-1] :].any()
+    alone = ragged_uniform_sample(torch.tensor([0, 2, 4]), 5, 1, 2, most=2)  # prefix tokens alone
+    assert alone.tolist() == [True] * 4 + [False]
+
+
 @pytest.mark.parametrize("capacity", [0, 1, 7, 12, 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_kept_rows_move_up_in_order(capacity: int, dtype: torch.dtype) -> None:
@@ -415,6 +476,8 @@ def test_random_draws_are_traced_too() -> None:
     torch._dynamo.reset()
     keep = torch.compile(random_sample, fullgraph=True, backend="eager")(torch.rand(6, 30), torch.full((6,), 5))
     assert (keep.sum(1) <= 5).all()
+    keep = torch.compile(uniform_sample, fullgraph=True, backend="eager")(torch.rand(6, 30), torch.full((6,), 5))
+    assert (keep.sum(1) == 5).all()
 
 
 def test_a_cpu_uses_the_plain_twin() -> None:

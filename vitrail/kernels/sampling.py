@@ -1,9 +1,11 @@
 """Which tokens of an image go on: scores from the class token's attention, and samplers of them (ATS).
 
 A sampler looks at K points in (0, 1], here (2i - 1) / 2K, and keeps the token in whose piece of the cumulated scores a
-point lies. Points meet edges of pieces exactly all the time (equal scores, one big one), and there rounding would
-decide. So scores become whole numbers first, by a power of two, and all that follows is exact: the answer depends on
-no order of summation, no tile and no device. The number of points up to C / T is ⌊K C / T + ½⌋; nothing is searched.
+point lies; `random_sample` draws the points, `uniform_sample` is the control that does not look at scores.
+
+Points meet edges of pieces exactly all the time (equal scores, one big one), and there rounding would decide. So scores
+become whole numbers first, by a power of two, and all that follows is exact: the answer depends on no order of
+summation, no tile and no device. The number of points up to C / T is ⌊K C / T + ½⌋; nothing is searched.
 
 A packed batch is rows [capacity, ...] with offsets [batch + 1]: image b owns rows offsets[b] to offsets[b + 1], rows
 from offsets[-1] on belong to nobody. Capacity is static and nothing here waits for the host.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +64,11 @@ def random_sample(
     order: Order = "raster",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The strict inverse at K points drawn uniformly; no more of them than tokens."""
+    """The strict inverse of the same scores at K points drawn uniformly from (0, 1]; no more points than tokens.
+
+    Points are random, tokens are not equally likely: a token with the share s of all scores is kept with probability
+    1 - (1 - s)^K. `uniform_sample` is the draw that ignores scores.
+    """
 
     def rule(whole: Tensor, real: Tensor, count: int | Tensor) -> Tensor:
         draws = 1 - torch.rand(whole.shape, generator=generator, device=whole.device)  # in (0, 1]
@@ -82,6 +88,20 @@ def top_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None)
     order = torch.where(real, scores.detach(), -torch.inf).argsort(stable=True, dim=-1, descending=True)
     taken = torch.arange(scores.shape[-1], device=scores.device) < _count(points, scores.shape[-1])
     return torch.zeros_like(real).scatter(-1, order, taken.expand(real.shape)) & real
+
+
+def uniform_sample(
+    like: Tensor, points: int | Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """K distinct tokens, all equally likely: as many as a sampler may keep at most, whatever the scores.
+
+    `like` [..., tokens] gives shape and device; its values are not read. All tokens are kept where there are no more
+    than K. The control for score-based sampling (Fayyaz et al. 2022, arXiv 2111.15667).
+
+    >>> uniform_sample(torch.zeros(4, 9), 3).sum(1)
+    tensor([3, 3, 3, 3])
+    """
+    return top_sample(torch.rand(like.shape, generator=generator, device=like.device), points, mask)
 
 
 def _in_order(
@@ -136,16 +156,17 @@ def _sane(scores: Tensor, real: Tensor) -> Tensor:
 
 def _whole(wide: Tensor, top: Tensor) -> Tensor:
     """Scores as whole numbers, the largest, `top`, between 2^BITS and 2^(BITS + 1)."""
-    # One over the largest power of two not above `top`, from its exponent's bits: a product with it is exact.
-    if top.dtype == torch.float64:
-        exponent, twice_bias, bits = 0x7FF << 52, 0x7FE << 52, torch.int64
-    else:
-        exponent, twice_bias, bits = 0xFF << 23, 0xFE << 23, torch.int32
+    return (wide * _inverse_power(top) * 2.0**BITS).long()
+
+
+def _inverse_power(top: Tensor) -> Tensor:
+    """One over the largest power of two not above `top`, exactly, so that a product with it is exact."""
     held = top.clamp(torch.finfo(top.dtype).tiny, 2.0**126)
-    if torch.compiler.is_exporting():  # ONNX has no bits of floats; its logarithm may miss by one, which is as good
-        return (wide * torch.exp2(-held.log2().floor()) * 2.0**BITS).long()
-    scale = (twice_bias - (held.view(bits) & exponent)).view(top.dtype)
-    return (wide * scale * 2.0**BITS).long()
+    if torch.compiler.is_exporting():  # ONNX cannot read the bits of a float; its logarithm may be one off: as good
+        return torch.exp2(-held.log2().floor())
+    bits, mantissa, bias = (torch.int64, 52, 1023) if top.dtype == torch.float64 else (torch.int32, 23, 127)
+    exponent = held.view(bits) >> mantissa  # the sign is 0
+    return ((2 * bias - exponent) << mantissa).view(top.dtype)
 
 
 def _count(points: int | Tensor, tokens: int) -> int | Tensor:
@@ -167,36 +188,6 @@ def check_points(points: int, tokens: int) -> None:
 # Scores
 
 
-@overload
-def class_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    prefix: int,
-    mask: Tensor | None = ...,
-    value_norm: bool = ...,
-    source: Source = ...,
-    generator: torch.Generator | None = ...,
-    with_row: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def class_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    prefix: int,
-    mask: Tensor | None = ...,
-    value_norm: bool = ...,
-    source: Source = ...,
-    generator: torch.Generator | None = ...,
-    with_row: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
 def class_scores(
     q: Tensor,
     k: Tensor,
@@ -207,41 +198,39 @@ def class_scores(
     value_norm: bool = True,
     source: Source = "class",
     generator: torch.Generator | None = None,
-    with_row: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """How much each patch token matters (efficiency-1 §2.A2): q, k, v [batch, heads, tokens, dim] -> [batch, patches].
 
     The attention it gets times the norm of its value, as a share of its head's, then as a share of all heads'. The
     attention is the class token's, and only that row of the map is computed; for comparison, the sum over all tokens'
     ("column") or that of one patch token drawn for each image ("random"). `mask` [batch, tokens] is true where a token
-    is real. `with_row` also gives the class token's attention [batch, heads, tokens].
+    is real.
     """
     with without_autocast(q):  # the row is small, and half precision would be seen in it
-        row = _logits(q[:, :, :1], k, mask) if source == "class" or with_row else None
         if source == "column":
             attention = _logits(q, k, mask).softmax(-1)
             if mask is not None:
                 attention = torch.where(mask[:, None, :, None], attention, 0)
             weight = attention.sum(-2)[..., prefix:]
         else:
+            query = q[:, :, :1]
             if source == "random":
                 drawn = _drawn(k[:, 0, prefix:, 0], None if mask is None else mask[:, prefix:], generator) + prefix
-                chosen = _logits(q.take_along_dim(drawn[:, None, None, None], 2), k, mask)
-            else:
-                assert row is not None
-                chosen = row
+                query = q.take_along_dim(drawn[:, None, None, None], 2)
             # The sum over all tokens is a factor of every score of a head, so a softmax over patches does as well, and
             # does not underflow where the class token sees little but itself.
-            weight = chosen[:, :, 0, prefix:].softmax(-1)
+            weight = _logits(query, k, mask)[:, :, 0, prefix:].softmax(-1)
         if value_norm:
             weight = weight * _wide(v[:, :, prefix:]).norm(dim=-1)
         if mask is not None:
             weight = torch.where(mask[:, None, prefix:], weight, 0)
-        scores = _share(_share(weight).sum(1))
-        if not with_row:
-            return scores
-        assert row is not None
-        return scores, row[:, :, 0].softmax(-1)
+        return _share(_share(weight).sum(1))
+
+
+def class_attention(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The class token's attention to all tokens: q, k [batch, heads, tokens, dim] -> [batch, heads, tokens]."""
+    with without_autocast(q):
+        return _logits(q[:, :, :1], k, mask)[:, :, 0].softmax(-1)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -347,6 +336,30 @@ def plain_ragged_sample(
     _, place, real = owners(offsets, len(qkv))
     scores = ragged_class_scores(qkv, offsets, prefix, value_norm)
     return scores, ragged_inverse_sample(scores, offsets, points) | (real & (place < prefix))
+
+
+def ragged_uniform_sample(
+    offsets: Tensor,
+    rows: int,
+    points: int | Tensor,
+    prefix: int,
+    *,
+    most: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`uniform_sample` of a packed batch: points (K: a number, or [batch]) -> which rows go on [rows], prefix tokens
+    among them.
+
+    `most` is the largest number of tokens an image has. Draws are those of a padded batch of as many tokens, so both
+    layouts keep the same tokens under the same generator.
+    """
+    image, place, real = owners(offsets, rows)
+    width = max(1, most - prefix)
+    patches = torch.arange(width, device=offsets.device) < (offsets.diff() - prefix)[:, None]
+    keep = uniform_sample(patches, points, patches, generator)
+    # Rows of padding are said to be of the last image, at places that it need not have.
+    kept = keep[image, (place - prefix).clamp(0, width - 1)]
+    return real & ((place < prefix) | kept)
 
 
 def able(qkv: Tensor, most: int) -> bool:

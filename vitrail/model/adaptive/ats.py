@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,17 @@ from torch import Tensor
 from vitrail.kernels.ragged_attention import pack, ragged_attention
 from vitrail.kernels.sampling import (
     check_points,
+    class_attention,
     class_scores,
     compact,
     inverse_sample,
     kept_first,
     nearest_sample,
     ragged_sample,
+    ragged_uniform_sample,
     random_sample,
     top_sample,
+    uniform_sample,
 )
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
@@ -65,6 +67,12 @@ class AtsPolicy(AdaptivePolicy):
         for name in ("cap", "capacity"):
             if len(getattr(config, name)) not in ((1, len(self.at)) if name == "cap" else (0, len(self.at))):
                 raise ValueError(f"adaptive.{name}: {len(getattr(config, name))} values for {len(self.at)} layers")
+        if config.sampling == "uniform" and (config.score, config.order, config.value_norm) != (
+            "class",
+            "raster",
+            True,
+        ):
+            raise ValueError("sampling uniform looks at no scores: leave adaptive.score, order and value_norm out")
         self.set_cap(config.cap)
         self.capacity = config.capacity
         self.fixed = False  # whether `capacity` is all the room there is: who sets it looks at `trace.overflow`
@@ -128,12 +136,13 @@ class _Sampling(Passage):
 
     def _packs(self, tokens: Tokens, block: Block, i: int, probe: Probe | None) -> bool:
         config = self.config
-        usual = (config.sampling, config.order, config.score, config.keep_class) == ("inverse", "raster", "class", True)
+        plain = (config.order, config.score, config.keep_class) == ("raster", "class", True)
+        usual = plain and config.sampling in ("inverse", "uniform")
         looked_at = probe is not None and probe.concerns(*(f"{what}.{i}" for what in (*block.attn.shows, "tokens")))
         able = usual and not looked_at and not (block.training and _mixer(block).attention_drop)
         if config.form == "packed" and not usual:
             raise ValueError(
-                "packed sampling is by the class token's row, inverse and in raster order; use form padded"
+                "packed sampling is by the class token's row, inverse and in raster order, or uniform; use form padded"
             )
         if config.form == "auto":
             return able and tokens.sequence.is_cuda and not torch.is_grad_enabled()
@@ -146,7 +155,10 @@ class _Sampling(Passage):
         mixer, prefix, offsets = _mixer(block), tokens.prefix, tokens.offsets
         qkv = mixer.packed(block.norm1(tokens.sequence))
         points = self.policy.points(i, tokens.counts() - prefix)
-        _, keep = ragged_sample(qkv, offsets, points, prefix, most=tokens.most, value_norm=self.config.value_norm)
+        if self.config.sampling == "uniform":
+            keep = ragged_uniform_sample(offsets, len(qkv), points, prefix, most=tokens.most)
+        else:
+            _, keep = ragged_sample(qkv, offsets, points, prefix, most=tokens.most, value_norm=self.config.value_norm)
         most = prefix + self.policy.room(i, tokens.most - prefix)
         batch, j = len(offsets) - 1, self.policy.at.index(i)
         if self.policy.fixed and self.policy.capacity:
@@ -184,20 +196,19 @@ class _Sampling(Passage):
         """Which tokens go on, [batch, tokens], prefix tokens among them."""
         config, prefix, mask = self.config, tokens.prefix, tokens.mask
         first = prefix if config.keep_class else 0
-        score = partial(
-            class_scores, q, k, v, prefix=first, mask=mask, value_norm=config.value_norm, source=config.score
-        )
         if torch.is_grad_enabled():
-            scores, row = score(with_row=True)
-            self.losses[f"uniform.{i}"] = _unevenness(row, prefix, mask)
-        else:
-            scores = score()
+            self.losses[f"uniform.{i}"] = _unevenness(class_attention(q, k, mask), prefix, mask)
         real = None if mask is None else mask[:, first:]
         points = self.policy.points(i, tokens.counts() - prefix)
-        if config.sampling == "top":
-            keep = top_sample(scores, points, real)
+        if config.sampling == "uniform":
+            scores = k[:, 0, first:, 0]  # not read: one number a token
+            keep = uniform_sample(scores, points, real)
         else:
-            keep = DRAW[config.sampling](scores, points, real, config.order)
+            scores = class_scores(q, k, v, prefix=first, mask=mask, value_norm=config.value_norm, source=config.score)
+            if config.sampling == "top":
+                keep = top_sample(scores, points, real)
+            else:
+                keep = DRAW[config.sampling](scores, points, real, config.order)
         _refuse_bad(scores, tokens)
         return keep if first == 0 else torch.cat([keep.new_ones(len(keep), prefix), keep], 1)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.sampling import compact, kept_first, owners
+from vitrail.kernels.sampling import compact, owners
 from vitrail.model.adaptive.config import Avit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
 from vitrail.model.adaptive.trace import Trace
@@ -25,7 +25,6 @@ from vitrail.model.tokens import Probe, Tokens
 
 EARLY = 0.98  # of all halting, that the prior wants before its centre
 LEAST, MOST = 0.01, 0.99  # within which halting scores are compared with the prior
-WORTH = 1 / 16  # of the tokens that must have halted for a smaller copy of a padded batch to pay
 
 
 class AvitPolicy(AdaptivePolicy):
@@ -89,8 +88,8 @@ class AvitPolicy(AdaptivePolicy):
 class _Halting(Passage):
     """Sums are kept for all tokens, [batch, tokens]; the state of those on their way lies as they do.
 
-    That is: as they came (dense), with as many of each image as the fullest has left (trimmed, [batch, fewer]), or as
-    rows of one table (packed). `place` then says where in the batch laid end to end each one was.
+    That is: as they came (dense, [batch, tokens]), or as rows of one table (packed, [rows]). `place` then says where in
+    the batch laid end to end each row was.
     """
 
     def __init__(self, policy: AvitPolicy, tokens: Tokens) -> None:
@@ -108,14 +107,11 @@ class _Halting(Passage):
         self.halting: list[Tensor] = []
 
     def run(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> Tokens:
-        free = self._may_cut(block, probe)
-        if free and not self.all:
-            packs = self.policy.config.form == "packed" or self.alive.is_cuda
-            tokens = self._packed(tokens) if packs else self._trimmed(tokens)
+        if not self.all and self._may_cut(block, probe):
+            tokens = self._packed(tokens)
         alive = self._counts(self.alive.float(), tokens)
         self.used(block, alive, alive)
-        nobody = not self.alive.numel() or (free and not self.alive.is_cuda and not bool(self.alive.any()))
-        if not nobody:
+        if self.alive.numel():
             y = block(self._input(tokens), probe).sequence
             kept = self._halt(y, tokens, last=i == self.policy.depth - 1)
             tokens = replace(tokens, sequence=y, mask=None if tokens.offsets is not None else self.alive)
@@ -159,9 +155,8 @@ class _Halting(Passage):
         if self.place is None:
             self.out, self.ponder = self.out + part, self.ponder + ponder
             return
-        where = self.place.flatten()  # each token once; without gradients, so in place
-        self.out.flatten(0, 1).index_add_(0, where, part.flatten(0, -2))
-        self.ponder.flatten().index_add_(0, where, ponder.flatten())
+        self.out.flatten(0, 1).index_add_(0, self.place, part)  # each token once; without gradients, so in place
+        self.ponder.flatten().index_add_(0, self.place, ponder)
 
     def _counts(self, values: Tensor, tokens: Tokens) -> Tensor:
         """Sum of values over the tokens of each image, [batch]."""
@@ -173,8 +168,7 @@ class _Halting(Passage):
         """Flags of tokens on their way as flags of all tokens, [batch, tokens]."""
         if self.place is None:
             return kept
-        flat = torch.zeros_like(self.real).flatten()
-        return flat.index_copy(0, self.place.flatten(), kept.flatten()).view_as(self.real)
+        return torch.zeros_like(self.real).flatten().index_copy(0, self.place, kept).view_as(self.real)
 
     def _may_cut(self, block: Block, probe: Probe | None) -> bool:
         """Whether halted tokens can really be taken out: nobody looks at them or differentiates, shapes may change."""
@@ -202,22 +196,6 @@ class _Halting(Passage):
         index, offsets, _ = compact(alive, offsets, rows)
         self.place, self.alive, self.spent = place[index], alive[index], spent[index]
         return replace(tokens, sequence=x[index], mask=None, index=None, offsets=offsets, most=most)
-
-    def _trimmed(self, tokens: Tokens) -> Tokens:
-        batch, count = self.real.shape
-        prefix, patches = tokens.prefix, self.alive[:, tokens.prefix :]
-        room = int(patches.sum(1).amax()) if patches.numel() else 0
-        if room <= patches.shape[1] * (1 - WORTH):
-            order = kept_first(patches)[:, :room] + prefix
-            first = torch.arange(prefix, device=order.device).expand(batch, -1)  # prefix tokens stay in front
-            chosen = torch.cat([first, order], 1)
-            place = torch.arange(batch * count, device=order.device).view(batch, count)
-            place = place if self.place is None else self.place
-            self.place, self.alive, self.spent = (t.gather(1, chosen) for t in (place, self.alive, self.spent))
-            x = tokens.sequence.gather(1, chosen[..., None].expand(-1, -1, tokens.sequence.shape[-1]))
-            tokens = replace(tokens, sequence=x, mask=self.alive, index=None)
-        self.all = bool(self.alive.all())
-        return tokens
 
 
 def _wide(x: Tensor) -> torch.dtype:

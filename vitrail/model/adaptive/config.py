@@ -19,14 +19,15 @@ class Ats:
     layers: tuple[Whole, ...] = ()
     """Blocks that sample, counted from 0 (none: from a quarter of the depth to the last; 3 to 11 of 12)."""
     cap: tuple[Positive, ...] = (1.0,)
-    """Sampling points, for all layers or one a layer: above 1 a number of patches, up to 1 a share of those that enter
-    the block. No more than that many are kept."""
+    """Sampling points, for all layers or one a layer: above 1 a number, up to 1 a share of the patches that enter the
+    block. No more than that many are kept. Several points may fall on one patch, so a number may exceed the patches."""
     least: Count = 8
     """A share never asks for fewer points than this."""
-    sampling: Literal["inverse", "nearest", "top", "random"] = "inverse"
+    sampling: Literal["inverse", "nearest", "top", "random", "uniform"] = "inverse"
     """`inverse`: the strict inverse of the distribution function; `nearest`: the token whose value of it is nearest, as
     the paper says and its stated property forbids (§5 item 1); `top`: the highest scores; `random`: the inverse at
-    points that are drawn anew."""
+    points that are drawn anew, so that a token with the share s of all scores is kept with probability 1 - (1 - s)^K;
+    `uniform`: the control that ignores scores, as many distinct tokens as there are points, all equally likely."""
     order: Literal["raster", "sorted"] = "raster"
     """Tokens under the distribution function: as they lie in the image, or by rising score."""
     score: Literal["class", "column", "random"] = "class"
@@ -64,7 +65,7 @@ class Avit:
     """Width of the bell, in blocks."""
     form: Literal["auto", "padded", "packed"] = "auto"
     """What happens to halted tokens where no gradient is wanted: they are taken out of the batch, which is packed
-    (`auto` on CUDA) or trimmed to its fullest image (`auto` elsewhere); `padded`: they are only masked, shapes stay."""
+    (`auto`, `packed`); `padded`: they are only masked, shapes stay."""
 
 
 @dataclass(frozen=True)

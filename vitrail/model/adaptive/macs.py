@@ -37,9 +37,10 @@ def trace_macs(
     """Multiply-accumulates that each image took, [batch], float64 on the CPU (whole numbers are exact).
 
     A block in which tokens are sampled counts scores of all tokens, as the paper does; `scores="kept"` counts what is
-    computed here, the class token's row once more and those of the tokens that stay. Heads and branches that are off
-    count nothing, and the decisions of AdaViT are added. `norms` adds five operations for each element of a LayerNorm,
-    as `cost` does. Where everything was kept, the sum is `cost(...)` of the same model without a policy.
+    computed here, the class token's row once more (not for uniform sampling) and those of the tokens that stay. Heads
+    and branches that are off count nothing, and the decisions of AdaViT are added. `norms` adds five operations for
+    each element of a LayerNorm, as `cost` does. Where everything was kept, the sum is `cost(...)` of the same model
+    without a policy.
 
     `image_size` is that of the traced images (none: the model's own); `fixed` is `fixed_macs` of it, for whoever calls
     this for many batches. The head is counted with all tokens, also where fewer reach it. Raises `ValueError` where
@@ -56,6 +57,7 @@ def trace_macs(
         more = torch.zeros_like(total)
         if isinstance(policy, AtsPolicy) and i in policy.at:
             asked = use.entering if policy.config.score == "column" else torch.ones_like(total)
+            asked = torch.zeros_like(total) if policy.config.sampling == "uniform" else asked
             more = use.leaving + asked - use.entering if scores == "kept" else more
         total = total + _block_macs(block, use, use.entering + more, norms)
     if isinstance(policy, AtsPolicy) and norms and isinstance(trunk.norm, nn.LayerNorm):
