@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as tv
 from vitrail.data.augment import Augment, reflected
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import seed_of
+from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 
 SMALL = PreprocessConfig(size=16, crop_ratio=1.0)
@@ -265,20 +266,40 @@ def test_grey_and_solarise_come_with_their_probabilities_and_with_torchvisions_p
     assert abs(count - 300) < 4 * (1000 * 0.3 * 0.7) ** 0.5
 
 
-def test_blur_is_pillows_with_a_radius_uniform_between_a_tenth_and_two(monkeypatch):
-    radii = []
+@pytest.mark.parametrize("size", [32, 224, 448])
+def test_blur_is_pillows_with_a_sigma_of_a_tenth_to_two_pixels_at_224_and_in_proportion_elsewhere(size, monkeypatch):
+    sigmas = []
     original = ImageFilter.GaussianBlur
 
-    def remembered(radius: float) -> ImageFilter.GaussianBlur:
-        radii.append(radius)
-        return original(radius)
+    def remembered(sigma: float) -> ImageFilter.GaussianBlur:
+        sigmas.append(sigma)
+        return original(sigma)
 
     monkeypatch.setattr(ImageFilter, "GaussianBlur", remembered)
-    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), SMALL)
-    for k in range(300):
-        made = augment(picture(), (0, 0, k))
-        assert torch.equal(made, channels_first(picture().filter(original(radii[-1]))))
-    assert stats.kstest(radii, "uniform", (0.1, 1.9)).pvalue > 1e-4
+    settings = PreprocessConfig(size=size, crop_ratio=1.0)
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), settings)
+    for k in range(60):
+        made = augment(picture(size, size), (0, 0, k))
+        assert torch.equal(made, channels_first(picture(size, size).filter(original(sigmas[-1]))))
+    at_224 = np.array(sigmas) * 224 / size
+    assert stats.kstest(at_224, "uniform", (0.1, 1.9)).pvalue > 1e-4
+
+
+def gradient_energy(pixels: np.ndarray) -> float:
+    pixels = pixels.astype(float)
+    return float((np.diff(pixels, axis=-1) ** 2).sum() + (np.diff(pixels, axis=-2) ** 2).sum())
+
+
+def test_blur_keeps_most_of_the_edges_of_a_small_photograph():
+    images = open_data("embedded:fashion")["train"]
+    settings = PreprocessConfig(size=32, crop_ratio=1.0)
+    plain = Augment(AugmentConfig(crop="evaluation", flip=0.0), settings)
+    blur = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), settings)
+    kept = []
+    for k in range(60):
+        image = images.read(k)
+        kept.append(gradient_energy(blur(image, (0, 0, k)).numpy()) / gradient_energy(plain(image, (0, 0, k)).numpy()))
+    assert np.median(kept) > 0.95  # with 0.1 to 2 pixels it is below a half
 
 
 def test_three_augment_and_separate_probabilities_exclude_one_another():

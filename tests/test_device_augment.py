@@ -156,9 +156,10 @@ def test_every_grey_equals_pillows_over_a_grid_of_colours():
     assert apart(made, [Image.fromarray(colours[0]).convert("L").convert("RGB")]).max() == 0
 
 
-def test_blur_has_the_pixels_of_pillows_gaussian():
-    pixels = noise(60, 20, 20)
-    made, drawn = changed(pixels, 20, **PLAIN, blur=1.0)
+@pytest.mark.parametrize(("size", "count"), [(32, 60), (224, 12), (448, 6)])
+def test_blur_has_the_pixels_of_pillows_gaussian_at_every_size(size, count):
+    pixels = noise(count, size, size)
+    made, drawn = changed(pixels, size, **PLAIN, blur=1.0)
     pairs = zip(pixels, drawn["blur_sigma"].tolist(), strict=True)
     difference = apart(made, [Image.fromarray(image).filter(ImageFilter.GaussianBlur(sigma)) for image, sigma in pairs])
     assert difference.max() <= 1
@@ -504,7 +505,8 @@ def test_choices_come_as_often_as_they_should():
     assert len(np.unique(order)) == 6
     for turn in range(3):
         assert stats.kstest(columns[f"factor_{turn}"], "uniform", (0.6, 0.8)).pvalue > 1e-4
-    assert stats.kstest(columns["blur_sigma"], "uniform", (0.1, 1.9)).pvalue > 1e-4
+    at_224 = columns["blur_sigma"] * 224 / 16
+    assert stats.kstest(at_224, "uniform", (0.1, 1.9)).pvalue > 1e-4
 
 
 def test_hues_are_jittered_as_often_and_as_far_as_they_should_be_at_any_place_of_the_order():

@@ -23,7 +23,8 @@ from vitrail.data.policies import Policy, policy_of
 from vitrail.data.preprocess import Preprocess, as_tensor, resized, shorter_side
 
 SOLARISE_FROM = 128
-BLUR_SIGMA = (0.1, 2.0)
+BLUR_SIGMA = (0.1, 2.0)  # pixels of a 224-pixel image, as papers give it
+BLUR_SIZE = 224
 
 
 class Augment:
@@ -93,7 +94,8 @@ class Augment:
         if not (config.three or config.grey or config.solarise or config.blur):
             return []  # without a draw: what else is random stays as it is without these settings
         which, grey, solarise, blur, radius = torch.rand(5).tolist()
-        blurred = ImageFilter.GaussianBlur(BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius)
+        low, high = blur_range(self.preprocess.size)
+        blurred = ImageFilter.GaussianBlur(low + (high - low) * radius)
         looks: list[Callable[[Image.Image], Image.Image]] = [greyed, solarised, lambda image: image.filter(blurred)]
         if config.three:
             return [looks[int(3 * which)]]
@@ -146,6 +148,18 @@ def check_possible(config: AugmentConfig, size: int) -> None:
         )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def blur_range(size: int) -> tuple[float, float]:
+    """Smallest and largest sigma of the blur, in pixels of an image of this size.
+
+    The same share of the image at every size: the pixels meant for 224 would leave little of an image of 32.
+
+    >>> blur_range(448)
+    (0.2, 4.0)
+    """
+    low, high = BLUR_SIGMA
+    return low * size / BLUR_SIZE, high * size / BLUR_SIZE
 
 
 def greyed(image: Image.Image) -> Image.Image:

@@ -257,7 +257,8 @@ def small_deit3() -> RunConfig:
 
     Command:   vitrail train small-deit3 --data cifar100.npz
     Expect:    with six blocks, Muon at 2e-3 and 20 epochs 25.9 % of CIFAR-100 (std 0.3, three seeds,
-               studies/augmentations.yaml), with its LAMB 16.9 %; 100 epochs not measured yet
+               studies/augmentations.yaml), with its LAMB 16.9 %, both made before the blur scaled with the image and to
+               be made again; 100 epochs not measured yet
     """
     return RunConfig(
         recipe="small-deit3",
