@@ -205,24 +205,31 @@ class DeviceAugment:
         return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
 
     def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
-        columns = drawn.columns
-        if "grey" in columns:
-            images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
-            images = torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
-        if drawn.blurs:
-            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
-            reach = blur_reach(blur_range(self.preprocess.size)[1])
-            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(reach + 1)])[:, rows]
-            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        """Colours and policies, in the order of `Augment`."""
+        if self.config.three:
+            images = self._with_looks(images, drawn)
         smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
         if style == "timm" and drawn.bounds:
             smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
         for operations in drawn.turns():
             big = style == "big_vision"
             images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
-        if "jitter_0" in columns:
+        if "jitter_0" in drawn.columns:
             images = _all_jittered(images, drawn)
-        return images
+        return images if self.config.three else self._with_looks(images, drawn)
+
+    def _with_looks(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Grey, blur and solarise, where drawn."""
+        columns = drawn.columns
+        if "grey" not in columns:
+            return images
+        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+        if drawn.blurs:
+            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
+            reach = blur_reach(blur_range(self.preprocess.size)[1])
+            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(reach + 1)])[:, rows]
+            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
         rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
