@@ -147,6 +147,18 @@ def recipe(name: str, model: str | None = None) -> RunConfig:
     return with_values(made, {"model.name": model, **without, **changes})
 
 
+def configured(name: str, values: Mapping[str, Any]) -> RunConfig:
+    """A recipe with nested settings over it, as flags and YAML give them; what depends on the model follows theirs.
+
+    Raises `ConfigError` with every problem at once.
+    """
+    from vitrail.config import from_mapping
+
+    chosen = values.get("model")
+    model = chosen.get("name") if isinstance(chosen, Mapping) else None
+    return from_mapping(values, recipe(name, model if isinstance(model, str) else None))
+
+
 def with_values(config: T, changes: Mapping[str, Any]) -> T:
     """A configuration with some of its settings changed, named as on the command line."""
     from dataclasses import replace
