@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as tv
 from vitrail.data.augment import Augment, reflected
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import seed_of
+from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 
 SMALL = PreprocessConfig(size=16, crop_ratio=1.0)
@@ -224,11 +225,53 @@ def test_hue_and_the_chance_of_jitter_reach_the_pixels():
         torch.testing.assert_close(each.amax(0).float(), plain.amax(0).float(), rtol=0, atol=1)
 
 
-def test_colours_are_jittered_after_the_three_looks():
-    """architectures-and-training §12 item 19: black stays black, while a jittered white would not become so."""
-    white = Image.new("RGB", (16, 16), (255, 255, 255))
-    augment = Augment(AugmentConfig(crop="evaluation", solarise=1.0, jitter=0.3), SMALL)
-    assert all(int(augment(white, (0, 0, k)).max()) == 0 for k in range(20))
+def jitter_by(image: Image.Image, params: dict) -> Image.Image:
+    """Colour jitter in torchvision's functions, with the parameters that its transform drew."""
+    functions = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
+    factors = [params[f"{name}_factor"] for name in ("brightness", "contrast", "saturation", "hue")]
+    for kind in params["fn_idx"].tolist():
+        if factors[kind] is not None:
+            image = functions[kind](image, factors[kind])
+    return image
+
+
+@pytest.mark.parametrize("three", [False, True])
+def test_strong_views_jitter_first_and_then_grey_blur_and_solarise_while_three_augment_jitters_last(three, monkeypatch):
+    """The order of SimCLR's, MoCo v2's and BYOL's code, and of DeiT III's, composed of torchvision's functions."""
+    drawn, sigmas = [], []
+    make_params, blur = v2.ColorJitter.make_params, ImageFilter.GaussianBlur
+
+    def remember_params(self, inputs):
+        drawn.append(make_params(self, inputs))
+        return drawn[-1]
+
+    def remember_sigma(sigma: float) -> ImageFilter.GaussianBlur:
+        sigmas.append(sigma)
+        return blur(sigma)
+
+    monkeypatch.setattr(v2.ColorJitter, "make_params", remember_params)
+    monkeypatch.setattr(ImageFilter, "GaussianBlur", remember_sigma)
+    chances = {"three": True} if three else {"grey": 0.5, "blur": 1.0, "solarise": 1.0}
+    settings = PreprocessConfig(size=64, crop_ratio=1.0)
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, jitter=0.4, hue=0.1, **chances), settings)
+    image, seen = picture(64, 64), set()
+    for k in range(30):
+        made = augment(image, (0, 0, k))
+        looks = [
+            lambda image: tv.rgb_to_grayscale(image, 3),
+            lambda image: image.filter(blur(sigmas[-1])),
+            lambda image: tv.solarize(image, 128),
+        ]
+        expected = {}
+        for kinds in ((0,), (1,), (2,)) if three else ((0, 1, 2), (1, 2)):
+            view = image if three else jitter_by(image, drawn[-1])
+            for kind in kinds:
+                view = looks[kind](view)
+            expected[kinds] = channels_first(jitter_by(view, drawn[-1]) if three else view)
+        matching = [kinds for kinds, pixels in expected.items() if torch.equal(pixels, made)]
+        assert len(matching) == 1
+        seen.add(matching[0])
+    assert len(seen) == len(expected)
 
 
 def looks_of(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
@@ -265,20 +308,40 @@ def test_grey_and_solarise_come_with_their_probabilities_and_with_torchvisions_p
     assert abs(count - 300) < 4 * (1000 * 0.3 * 0.7) ** 0.5
 
 
-def test_blur_is_pillows_with_a_radius_uniform_between_a_tenth_and_two(monkeypatch):
-    radii = []
+@pytest.mark.parametrize("size", [32, 224, 448])
+def test_blur_is_pillows_with_a_sigma_of_a_tenth_to_two_pixels_at_224_and_in_proportion_elsewhere(size, monkeypatch):
+    sigmas = []
     original = ImageFilter.GaussianBlur
 
-    def remembered(radius: float) -> ImageFilter.GaussianBlur:
-        radii.append(radius)
-        return original(radius)
+    def remembered(sigma: float) -> ImageFilter.GaussianBlur:
+        sigmas.append(sigma)
+        return original(sigma)
 
     monkeypatch.setattr(ImageFilter, "GaussianBlur", remembered)
-    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), SMALL)
-    for k in range(300):
-        made = augment(picture(), (0, 0, k))
-        assert torch.equal(made, channels_first(picture().filter(original(radii[-1]))))
-    assert stats.kstest(radii, "uniform", (0.1, 1.9)).pvalue > 1e-4
+    settings = PreprocessConfig(size=size, crop_ratio=1.0)
+    augment = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), settings)
+    for k in range(60):
+        made = augment(picture(size, size), (0, 0, k))
+        assert torch.equal(made, channels_first(picture(size, size).filter(original(sigmas[-1]))))
+    at_224 = np.array(sigmas) * 224 / size
+    assert stats.kstest(at_224, "uniform", (0.1, 1.9)).pvalue > 1e-4
+
+
+def gradient_energy(pixels: np.ndarray) -> float:
+    pixels = pixels.astype(float)
+    return float((np.diff(pixels, axis=-1) ** 2).sum() + (np.diff(pixels, axis=-2) ** 2).sum())
+
+
+def test_blur_keeps_most_of_the_edges_of_a_small_photograph():
+    images = open_data("embedded:fashion")["train"]
+    settings = PreprocessConfig(size=32, crop_ratio=1.0)
+    plain = Augment(AugmentConfig(crop="evaluation", flip=0.0), settings)
+    blur = Augment(AugmentConfig(crop="evaluation", flip=0.0, blur=1.0), settings)
+    kept = []
+    for k in range(60):
+        image = images.read(k)
+        kept.append(gradient_energy(blur(image, (0, 0, k)).numpy()) / gradient_energy(plain(image, (0, 0, k)).numpy()))
+    assert np.median(kept) > 0.95  # with 0.1 to 2 pixels it is below a half
 
 
 def test_three_augment_and_separate_probabilities_exclude_one_another():

@@ -10,6 +10,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vitrail.cli import VERBS, run
 from vitrail.cli.train_help import SECTIONS
@@ -22,6 +23,16 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     code = run(words)
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def help_of(capsys: pytest.CaptureFixture[str], verb: str) -> str:
+    """What --help prints; a verb whose flags tyro reads then leaves by itself."""
+    try:
+        code: object = run([verb, "--help"])
+    except SystemExit as left:
+        code = left.code
+    assert code == 0
+    return capsys.readouterr().out
 
 
 SMALL = "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0"
@@ -62,10 +73,7 @@ def test_help_names_every_verb_with_examples(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("verb", [v for v in VERBS if v != "train"])
 def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        run([verb, "--help"])
-    assert left.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = help_of(capsys, verb).splitlines()
     example = lines[lines.index("examples:") + 1]
     assert example.startswith(f"  vitrail {verb} ")
     assert "usage:" not in lines[: lines.index("examples:")]  # what it does comes first
@@ -76,9 +84,7 @@ def test_help_names_defaults_that_say_something_and_fits_the_terminal(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        run([verb, "--help"])
-    out = capsys.readouterr().out
+    out = help_of(capsys, verb)
     assert not re.search(r"\(default:\s*(\)|''|True|False)|None", out)
     said = [*out.partition("examples:")[0].splitlines(), *(line for line in out.splitlines() if line.startswith("│"))]
     assert max(map(len, said)) <= 80
@@ -175,6 +181,8 @@ def test_all_config_errors_come_at_once_before_data_is_read(capsys: pytest.Captu
         ("bench deit_small --batch many", "use a number above 0, or search"),
         ("list models zzz*", "no models match"),
         ("show deit_smal", "did you mean 'deit_small'"),
+        ("show deit_small --optim.lr 1", "settings change a recipe, and 'deit_small' is none"),
+        ("show", "show takes one name, got none"),
         ("check /nowhere/at/all", "/nowhere/at/all"),
     ],
 )
@@ -253,6 +261,46 @@ def test_show_tells_all_of_one_thing(name: str, capsys: pytest.CaptureFixture[st
     code, out, _ = ask(capsys, "show", name, "--json")
     assert code == 0
     assert name in json.dumps(json.loads(out))
+
+
+@pytest.mark.parametrize(("model", "drop_path"), [("deit3_small", 0.0), ("deit3_large", 0.4), ("deit3_huge", 0.5)])
+def test_show_gives_a_recipe_the_values_of_the_model_that_is_named(
+    model: str, drop_path: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeiT III, table 6.14."""
+    code, out, _ = ask(capsys, "show", "deit3-1k-400", "--model.name", model)
+    assert code == 0
+    assert yaml.safe_load(out)["model"]["drop_path"] == drop_path
+    code, out, _ = ask(capsys, "show", "deit3-1k-400", "--model.name", model, "--optim.lr", "1e-4", "--json")
+    found = json.loads(out)["config"]
+    assert (code, found["model"]["name"], found["model"]["drop_path"], found["optim"]["lr"]) == (
+        *(0, model, drop_path),
+        1e-4,
+    )
+
+
+def test_show_gives_what_the_model_and_the_batch_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ask(capsys, "show", "cait-400", "--model.name", "cait_m48", "--json")
+    assert json.loads(out)["resolved"] == {"model.drop_path": 0.4, "model.image_size": 224}  # CaiT, table 3.16
+    _, out, _ = ask(capsys, "show", "deit-300", "--data.batch", "256", "--json")
+    assert json.loads(out)["resolved"]["optim.lr"] == pytest.approx(5e-4 / 2)  # given at 512
+    _, out, _ = ask(capsys, "show", "deit-300", "--data.batch", "256")
+    assert "# optim.lr                     0.00025" in out
+
+
+def test_show_takes_another_kind_of_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "show", "deit-300", "--objective", "grafit", "--json")
+    shown = json.loads(out)
+    assert (code, shown["config"]["objective"]["kind"]) == (0, "grafit")
+    assert {"setting": "objective.smoothing", "source": 0.1, "recipe": None} in shown["stated"]["settings"]
+
+
+def test_show_names_every_wrong_setting_as_train_does(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--optim.epoch", "3", "--model.name", "deit3_larg", "--data.batch", "-1"]
+    code, _, shown = ask(capsys, "show", "deit3-1k-400", *wrong)
+    assert code == 2
+    assert "3 problems" in shown
+    assert (code, shown) == (2, ask(capsys, "train", "deit3-1k-400", *wrong)[2])
 
 
 @pytest.mark.parametrize("what", ["models", "heads", "mixers", "recipes", "data"])

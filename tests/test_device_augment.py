@@ -156,9 +156,10 @@ def test_every_grey_equals_pillows_over_a_grid_of_colours():
     assert apart(made, [Image.fromarray(colours[0]).convert("L").convert("RGB")]).max() == 0
 
 
-def test_blur_has_the_pixels_of_pillows_gaussian():
-    pixels = noise(60, 20, 20)
-    made, drawn = changed(pixels, 20, **PLAIN, blur=1.0)
+@pytest.mark.parametrize(("size", "count"), [(32, 60), (224, 12), (448, 6)])
+def test_blur_has_the_pixels_of_pillows_gaussian_at_every_size(size, count):
+    pixels = noise(count, size, size)
+    made, drawn = changed(pixels, size, **PLAIN, blur=1.0)
     pairs = zip(pixels, drawn["blur_sigma"].tolist(), strict=True)
     difference = apart(made, [Image.fromarray(image).filter(ImageFilter.GaussianBlur(sigma)) for image, sigma in pairs])
     assert difference.max() <= 1
@@ -225,11 +226,29 @@ def test_without_a_chance_nothing_is_jittered():
     np.testing.assert_array_equal(made, pixels)
 
 
-def test_colours_are_jittered_after_the_three_looks():
-    """architectures-and-training §12 item 19: black stays black, while a jittered white would not become so."""
-    white = np.full((20, 16, 16, 3), 255, dtype=np.uint8)
-    made, _ = changed(white, 16, crop="pad", solarise=1.0, jitter=0.3)
-    assert made.max() == 0
+@pytest.mark.parametrize("three", [False, True])
+def test_strong_views_jitter_first_and_then_grey_blur_and_solarise_while_three_augment_jitters_last(three):
+    """The order of SimCLR's, MoCo v2's and BYOL's code, and of DeiT III's, composed of torchvision's functions."""
+    pixels = noise(40, 64, 64)
+    chances = {"three": True} if three else {"grey": 0.5, "blur": 0.5, "solarise": 0.5}
+    made, drawn = changed(pixels, 64, **PLAIN, jitter=0.4, **chances)
+    blurs = draw(AugmentConfig(**PLAIN, jitter=0.4, **chances), 64, keys_of(40), 64, 64).blurs
+    blurry = set(drawn["blur_rows"][:blurs].tolist())
+    operations = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation)
+    expected = []
+    for i, array in enumerate(pixels):
+        jitter = [(operations[drawn[f"jitter_{turn}"][i]], float(drawn[f"factor_{turn}"][i])) for turn in range(3)]
+        image = Image.fromarray(array)
+        for function, factor in () if three else jitter:
+            image = function(image, factor)
+        image = tv.rgb_to_grayscale(image, 3) if drawn["grey"][i] else image
+        image = image.filter(ImageFilter.GaussianBlur(float(drawn["blur_sigma"][i]))) if i in blurry else image
+        image = tv.solarize(image, 128) if drawn["solarise"][i] else image
+        for function, factor in jitter if three else ():
+            image = function(image, factor)
+        expected.append(image)
+    # A level that is off before another operation can grow, or fall on the other side of where solarising begins.
+    assert (apart(made, expected) > 0).mean() < 2e-3
 
 
 def test_erasing_changes_the_drawn_rectangle_and_nothing_else_and_noise_is_standard_normal():
@@ -504,7 +523,8 @@ def test_choices_come_as_often_as_they_should():
     assert len(np.unique(order)) == 6
     for turn in range(3):
         assert stats.kstest(columns[f"factor_{turn}"], "uniform", (0.6, 0.8)).pvalue > 1e-4
-    assert stats.kstest(columns["blur_sigma"], "uniform", (0.1, 1.9)).pvalue > 1e-4
+    at_224 = columns["blur_sigma"] * 224 / 16
+    assert stats.kstest(at_224, "uniform", (0.1, 1.9)).pvalue > 1e-4
 
 
 def test_hues_are_jittered_as_often_and_as_far_as_they_should_be_at_any_place_of_the_order():

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from timm.data.mixup import mixup_target
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
+from torchvision.transforms import v2
 
 import vitrail
-from vitrail.config import RunConfig, validate
+from vitrail.config import AugmentConfig, RunConfig, validate
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.update import Updater
 from vitrail.learn.config import AttentionTransferConfig
+from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.config import TrunkConfig
 from vitrail.model.zoo import ZOO
@@ -97,12 +102,39 @@ def test_drop_path_of_deit3_is_that_of_table_6_14_and_grows_with_the_schedule(si
     assert rates == pytest.approx({"1k-800": small + 0.1, "21k-90": large, "21k-240": large + 0.05})
 
 
+def test_every_block_of_resmlp_drops_as_the_authors_training_script_has_it() -> None:
+    assert of_blocks("resmlp-400", "resmlp_s24")[0] == {0.1}
+
+
+SMOOTHED = ("deit-300", "cait-400", "resmlp-400", "patchconvnet-1k", "deit3-21k-90", "deit3-resolution")
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_smoothing_is_that_of_timm_which_the_authors_train_with(name: str) -> None:
+    config = recipe(name).objective
+    model = create_model("vit_micro_28", classes=[f"class {i}" for i in range(7)])
+    logits, labels = torch.randn(4, 7), torch.tensor([0, 3, 3, 6])
+    objective = Supervised(model, config)
+    torch.testing.assert_close(objective.criterion(logits, labels), LabelSmoothingCrossEntropy(0.1)(logits, labels))
+    mixed = mixup_target(labels, 7, lam=0.3, smoothing=0.1)  # smoothed already
+    plain_mix = mixup_target(labels, 7, lam=0.3)
+    torch.testing.assert_close(objective.criterion(logits, plain_mix), SoftTargetCrossEntropy()(logits, mixed))
+
+
 def test_what_depends_on_the_size_follows_the_model() -> None:
     assert recipe("patchconvnet-1k", "patchconvnet_s120").optim.weight_decay == 0.01
     assert recipe("patchconvnet-1k", "patchconvnet_b60").optim.weight_decay == 0.05
     assert recipe("patchconvnet-21k-to-1k", "patchconvnet_b120").model.drop_path == pytest.approx(0.3)
     base = recipe("sot", "sot_base")
     assert (base.data.batch, base.optim.lr, base.optim.weight_decay) == (512, 5e-4, 0.065)
+
+
+@pytest.mark.parametrize("name", FAMILIES["students"])
+def test_students_see_crops_and_flips_and_no_other_change(name: str) -> None:
+    """CompRes' own augmentation: `RandomResizedCrop` and a flip, torchvision's defaults."""
+    crops = v2.RandomResizedCrop(32)
+    expected = AugmentConfig(crop="resized", scale=tuple(crops.scale), ratio=tuple(crops.ratio), flip=0.5)
+    assert recipe(name).data.augment == expected
 
 
 def test_a_network_without_drop_path_is_given_none() -> None:

@@ -80,7 +80,7 @@ def run(words: Sequence[str]) -> int:
 def _call(verb: str, words: list[str]) -> int | None:
     module, _, name = VERBS[verb][0].partition(":")
     function = getattr(import_module(f"vitrail.cli.{module}"), name)
-    if verb == "train":  # its flags are the configuration, read as YAML is
+    if verb in ("train", "show"):  # their flags are the configuration, read as YAML is
         code: int | None = function(words)
         return code
     import tyro

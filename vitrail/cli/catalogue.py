@@ -8,7 +8,8 @@ import tyro
 
 from vitrail.cli.say import fail, print_json
 from vitrail.cli.say import show as draw
-from vitrail.schema import near
+from vitrail.cli.verb_help import description
+from vitrail.schema import near, parse_flags
 
 
 def list_(
@@ -38,20 +39,26 @@ def list_(
     return 0
 
 
-def show(name: tyro.conf.Positional[str], /, json: bool = False) -> int:
+def show(words: list[str]) -> int:
     """One model, recipe, head, mixer or adapter in full; or the adapter of a file or run.
 
-    Example: vitrail show deit_small
-    Example: vitrail show runs/birds        (what its adapter trained and stores, and on which base)
+    A recipe takes any setting of `train` and is shown as that run would have it: values that depend on the model's size
+    follow --model.name. --json prints one JSON object.
 
-    Args:
-        name: a name that `vitrail list` gives, an adapter file, or the run folder of one
-        json: print one JSON object
+    Example: vitrail show deit_small
+    Example: vitrail show deit3-1k-400 --model.name deit3_large
+    Example: vitrail show runs/birds        (what its adapter trained and stores, and on which base)
     """
     from vitrail.show import catalogue
 
-    found = catalogue.describe(name)
-    if json:
+    if "-h" in words or "--help" in words:
+        print(f"{description(show)}\n\nusage: vitrail show NAME [--json] [--section.name value ...]")
+        return 0
+    positional, values = parse_flags([word for word in words if word != "--json"])
+    if len(positional) != 1:
+        return fail(f"show takes one name, got {', '.join(positional) or 'none'}; `vitrail list` gives them")
+    found = catalogue.describe(positional[0], values)
+    if "--json" in words:
         print_json(found)
     else:
         print(catalogue.text(found))

@@ -23,14 +23,16 @@ from vitrail.data.policies import Policy, policy_of
 from vitrail.data.preprocess import Preprocess, as_tensor, resized, shorter_side
 
 SOLARISE_FROM = 128
-BLUR_SIGMA = (0.1, 2.0)
+BLUR_SIGMA = (0.1, 2.0)  # pixels of a 224-pixel image, as papers give it
+BLUR_SIZE = 224
 
 
 class Augment:
     """RGB image and key -> uint8 tensor [3, size, size].
 
-    In this order: crop; one of grey, solarise and blur (`three`), or each with its own probability; RandAugment,
-    TrivialAugment or AutoAugment; colour jitter; mirror; erase.
+    In this order: crop; one of grey, solarise and blur (`three`); RandAugment, TrivialAugment or AutoAugment; colour
+    jitter; grey, blur and solarise, each with its own probability; mirror; erase. 3-Augment jitters last, as the code
+    of DeiT III does; views for self-supervision jitter first, as the code of SimCLR, MoCo v2 and BYOL does.
 
     The key is (seed, epoch, index, view, repeat). The same key gives the same pixels in any process, in any order, and
     the caller's random state is as before. Mirroring comes after the colour and geometry operations, since those are
@@ -74,7 +76,8 @@ class Augment:
 
     def _augment(self, image: Image.Image) -> Tensor:
         flip, top, left, erase = torch.rand(4).tolist()
-        operations = [*self._drawn_looks(), *self._image_operations]
+        looks = self._drawn_looks()
+        operations = [*looks, *self._image_operations] if self.config.three else [*self._image_operations, *looks]
         if self.config.crop in ("simple", "pad"):
             pixels = self._padded_crop(image, top, left)
             image = Image.fromarray(pixels) if operations else image
@@ -88,17 +91,18 @@ class Augment:
         return self._erased(tensor) if erase < self.config.erasing else tensor
 
     def _drawn_looks(self) -> list[Callable[[Image.Image], Image.Image]]:
-        """Those of grey, solarise and blur that fall to this image."""
+        """Those of grey, blur and solarise that fall to this image, in this order."""
         config = self.config
         if not (config.three or config.grey or config.solarise or config.blur):
             return []  # without a draw: what else is random stays as it is without these settings
         which, grey, solarise, blur, radius = torch.rand(5).tolist()
-        blurred = ImageFilter.GaussianBlur(BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius)
+        low, high = blur_range(self.preprocess.size)
+        blurred = ImageFilter.GaussianBlur(low + (high - low) * radius)
         looks: list[Callable[[Image.Image], Image.Image]] = [greyed, solarised, lambda image: image.filter(blurred)]
         if config.three:
             return [looks[int(3 * which)]]
-        wanted = (grey < config.grey, solarise < config.solarise, blur < config.blur)
-        return [look for look, want in zip(looks, wanted, strict=True) if want]
+        wanted = ((0, grey < config.grey), (2, blur < config.blur), (1, solarise < config.solarise))
+        return [looks[kind] for kind, want in wanted if want]
 
     def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[np.uint8]:
         """A window at the given shares of the room that a reflected border leaves it."""
@@ -146,6 +150,18 @@ def check_possible(config: AugmentConfig, size: int) -> None:
         )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def blur_range(size: int) -> tuple[float, float]:
+    """Smallest and largest sigma of the blur, in pixels of an image of this size.
+
+    The same share of the image at every size: the pixels meant for 224 would leave little of an image of 32.
+
+    >>> blur_range(448)
+    (0.2, 4.0)
+    """
+    low, high = BLUR_SIGMA
+    return low * size / BLUR_SIZE, high * size / BLUR_SIZE
 
 
 def greyed(image: Image.Image) -> Image.Image:

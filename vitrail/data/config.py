@@ -34,13 +34,13 @@ class AugmentConfig:
     jitter_chance: Fraction = 1.0
     """Probability of jitter, hue included."""
     three: bool = False
-    """3-Augment: exactly one of grey, solarise and blur for each image (DeiT III, architectures-and-training §8.2)."""
+    """3-Augment: exactly one of grey, solarise and blur for each image (DeiT III, Touvron et al. 2022, sec. 3)."""
     grey: Fraction = 0.0
     """Probability of greyscale."""
     solarise: Fraction = 0.0
     """Probability of inverting bytes of 128 and more."""
     blur: Fraction = 0.0
-    """Probability of a Gaussian blur of radius 0.1 to 2."""
+    """Probability of a Gaussian blur, of sigma 0.1 to 2 pixels at 224 and in proportion at other sizes."""
     rand_ops: Whole = 0
     """RandAugment: operations an image (0: off)."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9

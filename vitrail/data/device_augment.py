@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.augment import BLUR_SIGMA, check_possible
+from vitrail.data.augment import blur_range, check_possible
 from vitrail.data.boxes import BOX_DRAWS, crop_boxes, erasing_boxes
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import bits, seed_of, uniform
 from vitrail.data.device_big_vision import BIG_VISION_DRAWS, big_vision_augmented, draw_big_vision
 from vitrail.data.device_pixels import (
     Boxes,
+    blur_reach,
     blur_weights,
     blurred,
     hue_turned,
@@ -106,8 +107,10 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         wanted = (one == 2) | (blur < config.blur)
         blurs = int(wanted.sum())
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
-        columns["blur_sigma"] = BLUR_SIGMA[0] + (BLUR_SIGMA[1] - BLUR_SIGMA[0]) * radius
-        columns |= dict(zip(("blur_0", "blur_1", "blur_2"), blur_weights(columns["blur_sigma"]), strict=True))
+        low, high = blur_range(size)
+        columns["blur_sigma"] = low + (high - low) * radius
+        weights = blur_weights(columns["blur_sigma"], blur_reach(high))
+        columns |= {f"blur_{distance}": weight for distance, weight in enumerate(weights)}
     policy = _policy_turns(config, key, size)
     for number, chosen in enumerate(policy):
         columns |= {f"rand_{number}_{name}": values for name, values in chosen.columns.items()}
@@ -202,23 +205,31 @@ class DeviceAugment:
         return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
 
     def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
-        columns = drawn.columns
-        if "grey" in columns:
-            images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
-            images = torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
-        if drawn.blurs:
-            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
-            weights = torch.stack([columns[f"blur_{i}"] for i in range(3)])[:, rows]
-            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        """Colours and policies, in the order of `Augment`."""
+        if self.config.three:
+            images = self._with_looks(images, drawn)
         smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
         if style == "timm" and drawn.bounds:
             smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
         for operations in drawn.turns():
             big = style == "big_vision"
             images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
-        if "jitter_0" in columns:
+        if "jitter_0" in drawn.columns:
             images = _all_jittered(images, drawn)
-        return images
+        return images if self.config.three else self._with_looks(images, drawn)
+
+    def _with_looks(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Grey, blur and solarise, where drawn."""
+        columns = drawn.columns
+        if "grey" not in columns:
+            return images
+        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+        if drawn.blurs:
+            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
+            reach = blur_reach(blur_range(self.preprocess.size)[1])
+            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(reach + 1)])[:, rows]
+            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
         rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)

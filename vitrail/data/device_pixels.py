@@ -21,7 +21,6 @@ from vitrail.data.augment import SOLARISE_FROM
 from vitrail.data.config import Interpolation
 
 BLUR_PASSES = 3
-_BLUR_REACH = 2  # pixels that one pass reaches, up to a sigma of 2.4
 _FIXED = 1 << 24  # Pillow's weights are whole parts of this
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
 
@@ -133,30 +132,46 @@ def hue_turned(images: Tensor, turn: Tensor) -> Tensor:
     return _bytes(torch.stack(made, 1))
 
 
-def blur_weights(sigma: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[3, images]: weights of a pixel, its neighbours and theirs in one of the three box filters of Pillow's blur.
+def blur_reach(sigma: float) -> int:
+    """Pixels to either side that one box filter of a blur of up to this sigma covers."""
+    return int(_whole_radius(np.array(sigma**2 / BLUR_PASSES))) + 1
+
+
+def blur_weights(sigma: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """[reach + 1, images]: weights of a pixel and of those at distance 1 to `reach` in a box filter of Pillow's blur.
 
     Pillow's Gaussian is three extended boxes (Gwosdek et al., 2011) whose variances sum to that of the Gaussian.
     """
     variance = sigma**2 / BLUR_PASSES
-    whole = np.floor((np.sqrt(12 * variance + 1) - 1) / 2)
+    whole = _whole_radius(variance)
     part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
     inner = np.floor(_FIXED / (2 * (whole + part) + 1))
     outer = np.floor((_FIXED - (2 * whole + 1) * inner) / 2)
-    assert whole.max(initial=0) < _BLUR_REACH
-    return np.stack([inner, np.where(whole >= 1, inner, outer), np.where(whole >= 1, outer, 0)]) / _FIXED
+    assert whole.max(initial=0) < reach
+    distance = np.arange(reach + 1)[:, None]
+    return np.where(distance <= whole, inner, np.where(distance == whole + 1, outer, 0)) / _FIXED
+
+
+def _whole_radius(variance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Pixels to either side that an extended box of this variance covers fully."""
+    whole: NDArray[np.float64] = np.floor((np.sqrt(12 * variance + 1) - 1) / 2)
+    return whole
 
 
 def blurred(images: Tensor, weights: Tensor) -> Tensor:
-    """Gaussian blur as Pillow's, by `blur_weights` [3, batch]: passes along rows, then columns, in bytes between."""
-    centre, near, far = (_per_image(w) for w in weights)
+    """Gaussian blur as Pillow's, by `blur_weights` [reach + 1, batch]: along rows, then columns, in bytes between."""
+    centre, *sides = (_per_image(w) for w in weights)
+    reach = len(sides)
     for axis in (-1, -2):
         length = images.shape[axis]
-        border = (_BLUR_REACH, _BLUR_REACH, 0, 0) if axis == -1 else (0, 0, _BLUR_REACH, _BLUR_REACH)
+        border = (reach, reach, 0, 0) if axis == -1 else (0, 0, reach, reach)
         for _ in range(BLUR_PASSES):
             wide = F.pad(images, border, mode="replicate")
-            shifted = [wide.narrow(axis, start, length) for start in range(2 * _BLUR_REACH + 1)]
-            images = _bytes(centre * images + near * (shifted[1] + shifted[3]) + far * (shifted[0] + shifted[4]))
+            passed = centre * images
+            for distance, weight in enumerate(sides, 1):
+                before, after = (wide.narrow(axis, reach + step, length) for step in (-distance, distance))
+                passed = passed + weight * (before + after)
+            images = _bytes(passed)
     return images
 
 

@@ -118,7 +118,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "adapters": ("nola-vit", "lora-vit", "nola-resnet", "small-nola", "small-lora"),
     "speedrun": ("speedrun-cifar10",),
     "diffusion": ("small-diffusion",),
-    "text": ("text", "text-gpt", "small-text"),
+    "text": ("text", "text-gpt", "text-spanbert", "text-roberta", "small-text"),
     "language": ("nola-gpt2", "lora-gpt2", "nola-llama2", "lora-llama2", "small-gpt2", "small-nola-gpt2"),
 }
 RECIPES: dict[str, str] = {name: f"vitrail.recipes.{family}" for family, names in FAMILIES.items() for name in names}
@@ -145,6 +145,18 @@ def recipe(name: str, model: str | None = None) -> RunConfig:
     changes: Mapping[str, Any] = getattr(module, "BY_MODEL", {}).get(name, {}).get(model, {})
     without: Mapping[str, Any] = {"model.drop_path": None} if model.startswith("cifar_resnet") else {}  # it has none
     return with_values(made, {"model.name": model, **without, **changes})
+
+
+def configured(name: str, values: Mapping[str, Any]) -> RunConfig:
+    """A recipe with nested settings over it, as flags and YAML give them; what depends on the model follows theirs.
+
+    Raises `ConfigError` with every problem at once.
+    """
+    from vitrail.config import from_mapping
+
+    chosen = values.get("model")
+    model = chosen.get("name") if isinstance(chosen, Mapping) else None
+    return from_mapping(values, recipe(name, model if isinstance(model, str) else None))
 
 
 def with_values(config: T, changes: Mapping[str, Any]) -> T:

@@ -1,4 +1,7 @@
-"""CaiT: deeper transformers, and transfer as it prescribes it (architectures-and-training §5)."""
+"""CaiT: deeper transformers, and transfer as it prescribes it (Touvron et al. 2021, arXiv 2103.17239).
+
+Smoothing is shared over all classes (`smoothing_style: all`), as in the authors' code; see `vitrail.recipes.deit`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""PatchConvNet: attention-based pooling on a convolutional trunk (architectures-and-training §7)."""
+"""PatchConvNet: attention-based pooling on a convolutional trunk (Touvron et al. 2021, arXiv 2112.13692).
+
+Smoothing is shared over all classes (`smoothing_style: all`), as in the authors' code; see `vitrail.recipes.deit`.
+"""
 
 from __future__ import annotations
 

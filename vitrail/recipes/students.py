@@ -1,4 +1,7 @@
-"""What a teacher knows, taken over by a small model: CompRes and what it is compared with (efficiency-1 §2.C)."""
+"""A teacher's embeddings taken over by a small model: CompRes (Koohpayegani et al. 2020, arXiv 2010.14713), baselines.
+
+Students see crops and flips only, as in CompRes: colours are not jittered, in the small versions neither.
+"""
 
 from __future__ import annotations
 
@@ -137,14 +140,20 @@ def crd() -> RunConfig:
     return replace(base, optim=replace(base.optim, lr=0.05, epochs=100))
 
 
+def _small_student(name: str, objective: ObjectiveConfig, rate: float = 0.05) -> RunConfig:
+    base = small_resnet(name, objective, Projected(projector="none"), rate)
+    return replace(base, data=replace(base.data, augment=AugmentConfig()))
+
+
 def small_compres() -> RunConfig:
     """A teacher's relations taken over by a small ResNet, in minutes.
 
     Command:   vitrail train small-compres --data cifar10.npz --objective.teacher RUN
     Expect:    after 30 epochs, with a bank of 16,384, from a ResNet-18 of 39.6 % of CIFAR-100 by 20 neighbours:
-               36.5 % (one seed, studies/selfsupervised.py)
+               36.5 % (one seed, studies/selfsupervised.py), made before students saw crops and flips only; to be made
+               again
     """
-    return small_resnet("small-compres", CompresConfig(bank=4096), Projected(projector="none"), rate=0.2)
+    return _small_student("small-compres", CompresConfig(bank=4096), rate=0.2)
 
 
 def small_simreg() -> RunConfig:
@@ -153,7 +162,7 @@ def small_simreg() -> RunConfig:
     Command:   vitrail train small-simreg --data cifar10.npz --objective.teacher RUN
     Expect:    not measured yet
     """
-    return small_resnet("small-simreg", SimregConfig(), Projected(projector="none"))
+    return _small_student("small-simreg", SimregConfig())
 
 
 def small_clusters() -> RunConfig:
@@ -162,7 +171,7 @@ def small_clusters() -> RunConfig:
     Command:   vitrail train small-clusters --data cifar10.npz --objective.teacher RUN
     Expect:    not measured yet
     """
-    return small_resnet("small-clusters", ClustersConfig(clusters=500), Projected(projector="none"))
+    return _small_student("small-clusters", ClustersConfig(clusters=500))
 
 
 def small_crd() -> RunConfig:
@@ -171,4 +180,4 @@ def small_crd() -> RunConfig:
     Command:   vitrail train small-crd --data cifar10.npz --objective.teacher RUN
     Expect:    not measured yet
     """
-    return small_resnet("small-crd", CrdConfig(negatives=4096), Projected(projector="none"))
+    return _small_student("small-crd", CrdConfig(negatives=4096))

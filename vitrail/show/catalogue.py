@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -15,12 +15,14 @@ from typing import Any
 
 import yaml
 
+from vitrail.config import RunConfig
 from vitrail.model.adapters.config import AdapterConfig
 from vitrail.model.adapters.header import ADAPTER, read_header, summary
+from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig
 from vitrail.model.zoo import ZOO
-from vitrail.recipes import RECIPES, about, recipe, stated
+from vitrail.recipes import RECIPES, about, configured, stated
 from vitrail.schema import near, plain
 
 WIDE = 80  # columns of a terminal in which all that is known of models fits
@@ -149,17 +151,27 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
     return made
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything about one model, recipe, head, mixer or kind of adapter, or about the adapter of a file or run.
 
-    Raises `ValueError` with near matches.
+    `settings` change a recipe, nested as flags are. Raises `ValueError` with near matches, `ConfigError` with every
+    problem of the settings.
     """
+    if settings and name not in RECIPES:
+        raise ValueError(f"settings change a recipe, and {name!r} is none{near(name, RECIPES)}; leave them out")
     if name in ZOO:
         spec = ZOO[name]
         return {"model": _model(name), "trunk": plain(spec.trunk), "head": plain(spec.head)}
     if name in RECIPES:
-        config = plain(recipe(name))
-        return {"recipe": name, "about": about(name), "stated": beside(config, stated(name)), "config": config}
+        chosen = configured(name, settings or {})
+        config = plain(chosen)
+        return {
+            "recipe": name,
+            "about": about(name),
+            "stated": beside(config, stated(name)),
+            "resolved": resolved(chosen),
+            "config": config,
+        }
     for what in ("heads", "mixers", "adapters"):
         if name in names(what):
             return {what.rstrip("s"): plain(_part(what, name))}
@@ -184,6 +196,20 @@ def _adapter_of(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} holds no adapter: it is no run that trained one, and no model folder of one")
 
 
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """Values that a run has where its settings leave them to the model or scale them, by setting."""
+    rows: dict[str, Any] = {}
+    spec = ZOO.get(config.model.name)
+    if spec is not None and isinstance(spec.trunk, TrunkConfig):
+        trunk = {**plain(spec.trunk), **config.model.trunk}
+        for setting in ("drop_path", "image_size"):
+            if getattr(config.model, setting) is None:
+                rows[f"model.{setting}"] = trunk[setting]
+    if config.optim.lr_batch is not None:
+        rows["optim.lr"] = config.optim.lr * config.data.batch / config.optim.lr_batch
+    return rows
+
+
 def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """What a recipe's source prints beside what the recipe sets; empty where the source prints nothing."""
     if not said:
@@ -192,7 +218,7 @@ def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     def value(path: str) -> Any:
         inner: Any = config
         for part in path.split("."):
-            inner = inner[part]
+            inner = inner.get(part) if isinstance(inner, dict) else None  # another kind of objective may not have it
         return inner
 
     rows = [{"setting": k, "source": v, "recipe": value(k)} for k, v in said.items() if k != "source"]
@@ -207,6 +233,9 @@ def text(found: dict[str, Any]) -> str:
             lines += ["", f"{'setting':<28} {'source':<14} recipe    ({found['stated']['source']})"]
             for row in found["stated"]["settings"]:
                 lines.append(f"{row['setting']:<28} {row['source']!s:<14} {row['recipe']}")
+        if found["resolved"]:
+            lines += ["", f"{'setting':<28} in the run (from the model, or scaled by the batch)"]
+            lines += [f"{setting:<28} {value:.6g}" for setting, value in found["resolved"].items()]
         words = "\n".join(f"# {line}".rstrip() for line in lines)
         return f"{words}\n" + str(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True))
     return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
