@@ -25,6 +25,8 @@ from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
+    DinoConfig,
+    GrafitConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
@@ -198,6 +200,10 @@ UNLABELLED: dict[str, Any] = {
     "cmsf supervised": CmsfConfig(bank=200, predictor_hidden=64, k=3, constraint="supervised"),
     "supcon": SupconConfig(),
     "protonw": ProtonwConfig(bank=200, predictor_hidden=64),
+    "moco symmetric": MocoConfig(bank=200, symmetric=True),
+    "cmsf semi": CmsfConfig(bank=200, predictor_hidden=64, k=3, constraint="semi", labelled=0.5),
+    "dino": DinoConfig(prototypes=64, local_views=0, freeze_last=0.3),
+    "grafit": GrafitConfig(views=2, predictor_hidden=64),
 }
 
 

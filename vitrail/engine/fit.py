@@ -318,7 +318,7 @@ class Fit:
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}
-                self.work.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in values.items()}
+                self.work.optimizer.state[parameter] = {k: _laid_out(v, parameter) for k, v in values.items()}
         random = state.part(f"rng/{self.group.rank}")
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
@@ -328,3 +328,10 @@ class Fit:
         self.work.updater.skipped.copy_(state.tensors["skipped"])
         self.work.updater.last_skipped.copy_(state.tensors["last_skipped"])
         self.work.step = self.saved = state.step
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """Optimiser state on the device of its parameter and, of the same shape, with its strides: fused steps need that."""
+    if value.shape != like.shape:
+        return value.to(like.device)
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)

@@ -47,6 +47,8 @@ class TrainStep:
         group: Group | None = None,
     ) -> None:
         self.objective = objective.to(device)
+        if device.type == "cuda" and is_convolutional(objective.model):
+            self.objective.to(memory_format=torch.channels_last)  # tensor cores want it
         self.train()
         self.schedule, self.device, self.autocast = schedule, device, autocast
         self.accumulate, self.group = accumulate, group or Group()
@@ -167,6 +169,12 @@ def decides_on_the_host(objective: Objective) -> str:
     """Why a step of this objective cannot be replayed, in words; empty where it can."""
     reasons = ((type(part).__name__, getattr(part, "host_decision", "")) for part in objective.modules())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+
+
+def is_convolutional(model: nn.Module) -> bool:
+    """Whether most layers of a network are convolutions over images."""
+    convolutions = sum(isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) for m in model.modules())
+    return convolutions > sum(isinstance(m, nn.Linear) for m in model.modules())
 
 
 class Still:

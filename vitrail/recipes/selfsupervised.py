@@ -24,7 +24,8 @@ from vitrail.learn.config import (
 from vitrail.model.heads.config import Projected
 
 STRONG = AugmentConfig(scale=(0.2, 1.0), jitter=0.4, hue=0.1, jitter_chance=0.8, grey=0.2, blur=0.5)
-SMALL = replace(STRONG, blur=0.0)  # a blur of radius 2 leaves nothing of 32 pixels
+# Crops from 0.08 and no blur, as the CIFAR recipes of solo-learn and lightly have it.
+SMALL = replace(STRONG, scale=(0.08, 1.0), blur=0.0)
 LARGE_VIEWS = replace(STRONG, scale=(0.4, 1.0), blur=0.55, solarise=0.1)
 # Rates are those of batches of 256, and follow the batch.
 SGD_256 = OptimConfig(name="sgd", lr_batch=256, nesterov=False, warmup=0, weight_decay=1e-4, floor=0.0)

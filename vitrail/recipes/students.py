@@ -90,7 +90,7 @@ def compres_2q() -> RunConfig:
     Command:   vitrail train compres-2q --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 61.7 % linear, 53.4 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
-    return _student("compres-2q", CompresConfig(queues=2))
+    return _student("compres-2q", CompresConfig(queues=2, momentum=0.999))
 
 
 def reg() -> RunConfig:
