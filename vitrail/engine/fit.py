@@ -331,7 +331,7 @@ class Fit:
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """Optimiser state on the device of its parameter and, of the same shape, with its strides: fused steps need that."""
+    """Optimiser state on its parameter's device and, of the same shape, with its strides, as fused steps need it."""
     if value.shape != like.shape:
         return value.to(like.device)
     return torch.empty_like(like, dtype=value.dtype).copy_(value)

@@ -1,9 +1,9 @@
 """MoCo: tell the other view of an image from a bank of other images (He et al., arXiv 1911.05722; 2003.04297 for v2).
 
 Keys must not be normalised next to their own queries, or BatchNorm tells which belong together. On one device queries
-and keys are two batches, each with its own statistics over many images, as in the authors' code on one GPU. In a process
-group the keys are shuffled across processes first (the paper's shuffling BatchNorm, section 3.3), so that their
-statistics are those of other images than their queries'.
+and keys are two batches, each with its own statistics over many images. In a process group the keys are shuffled across
+processes first (the paper's shuffling BatchNorm, section 3.3), so that their statistics are those of other images than
+their queries'.
 """
 
 from __future__ import annotations
