@@ -16,6 +16,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import vitrail
+from vitrail.api.studies import read_study
 from vitrail.config import AugmentConfig, RunConfig, validate
 from vitrail.engine.schedule import make_schedule
 from vitrail.engine.update import Updater
@@ -27,8 +28,8 @@ from vitrail.model.zoo import ZOO
 from vitrail.recipes import FAMILIES, RECIPES, about, recipe, stated, with_values
 from vitrail.schema import plain
 
-TEXTS = (*FAMILIES["text"], *FAMILIES["language"])
-"""Recipes of texts: test_texts.py and test_language_model.py."""
+TEXTS = (*FAMILIES["text"], *FAMILIES["sequences"], *FAMILIES["language"])
+"""Recipes of texts: test_texts.py, test_seq2seq.py and test_language_model.py."""
 SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
 
 
@@ -135,6 +136,15 @@ def test_students_see_crops_and_flips_and_no_other_change(name: str) -> None:
     crops = v2.RandomResizedCrop(32)
     expected = AugmentConfig(crop="resized", scale=tuple(crops.scale), ratio=tuple(crops.ratio), flip=0.5)
     assert recipe(name).data.augment == expected
+
+
+def test_augmentations_that_are_compared_differ_in_what_they_are_named_after_alone() -> None:
+    study = read_study(Path(__file__).parent.parent / "studies" / "augmentations.yaml")
+    chosen = {name: plain(config.data.augment) for name, config in study.configs.items()}
+    named = {"three", "rand_ops", "rand_magnitude", "trivial"}
+    rest = [{key: value for key, value in augment.items() if key not in named} for augment in chosen.values()]
+    assert len(chosen) == 4
+    assert all(augment == rest[0] for augment in rest)
 
 
 def test_a_network_without_drop_path_is_given_none() -> None:

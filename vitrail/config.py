@@ -22,7 +22,7 @@ from vitrail.learn.config import (
     SupervisedConfig,
     named_weights,
 )
-from vitrail.model.config import ModelConfig, TrunkConfig
+from vitrail.model.config import OWN_TEXT, ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
 __all__ = [
@@ -159,7 +159,7 @@ def validate(config: RunConfig) -> list[str]:
     weights, text = config.model.weights, name.startswith("text:")
     if text and weights == "timm":
         problems.append("model.weights: timm has no text models; use hub, a folder or none")
-    elif weights in ("hub", "hub:fetch") and (not text or name in ("text:bert", "text:gpt")):
+    elif weights in ("hub", "hub:fetch") and (not text or name in OWN_TEXT):
         problems.append(f"model.weights: {weights} is for text:FOLDER or a transformers name, not for {name}")
     elif weights not in ("none", "timm", "hub", "hub:fetch") and not Path(weights).exists():
         problems.append(f"model.weights: {weights!r} is neither none, timm nor an existing run folder or file")

@@ -8,12 +8,12 @@ from vitrail.config import RunConfig
 from vitrail.data.source import DataSet
 from vitrail.learn.config import AttackConfig
 from vitrail.measure.evaluate import Predictions
+from vitrail.model.config import OWN_TEXT
 from vitrail.model.heads.config import Distilled
 from vitrail.model.zoo import ZOO
 
 FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
 FEW_STEPS, SMALL_BATCH = 3, 16  # an epoch of fewer steps is said, and this batch advised
-OWN_TEXT = ("text:bert", "text:gpt")  # shapes without published weights
 HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
     "adam": (0.01, 1e-3),
     "adamw": (0.01, 1e-3),

@@ -166,6 +166,7 @@ class DeviceAugment:
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
         self.config, self.preprocess = config, preprocess
+        self._blur_reach = blur_reach(blur_range(preprocess.size)[1])
         self._colours: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
@@ -226,8 +227,7 @@ class DeviceAugment:
         images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
         if drawn.blurs:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
-            reach = blur_reach(blur_range(self.preprocess.size)[1])
-            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(reach + 1)])[:, rows]
+            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(self._blur_reach + 1)])[:, rows]
             images = images.index_copy(0, rows, blurred(images[rows], weights))
         return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
 

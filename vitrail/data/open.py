@@ -167,10 +167,17 @@ def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> Da
 
         _refuse_unknown(options, meals.OPTIONS, uri)
         return meals.open_meals(uri, options)
+    if name == "numbers":
+        from vitrail.data import numbers
+
+        _refuse_unknown(options, numbers.OPTIONS, uri)
+        return numbers.open_numbers(uri, options)
     from vitrail.data.shapes import OPTIONS, open_shapes
 
     if name != "shapes":
-        raise ValueError(f"{uri}: no synthetic data set {name!r}; there are synthetic:shapes, :grammar and :meals")
+        raise ValueError(
+            f"{uri}: no synthetic data set {name!r}; there are synthetic:shapes, :grammar, :meals and :numbers"
+        )
     _refuse_unknown(options, OPTIONS, uri)
     return open_shapes(uri, options)
 

@@ -1,4 +1,4 @@
-"""How well a language model knows completions (perplexity), and how near what it writes comes to them (BLEU)."""
+"""Perplexity of completions under a language model; BLEU and sequence accuracy of what it writes after prompts."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ class Written:
     completion: str
     references: tuple[str, ...]
 
+    @property
+    def exact(self) -> bool:
+        """Whether it is a right answer, word for word."""
+        return self.completion.split() in [answer.split() for answer in self.references]
+
 
 @dataclass(frozen=True, eq=False)
 class LanguageFigures(Figures):
@@ -53,9 +58,15 @@ class LanguageFigures(Figures):
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))  # more is no float
 
+    @property
+    def sequence_accuracy(self) -> float | None:
+        """Share of prompts after which a right answer was written, word for word (none: not one was completed)."""
+        return sum(one.exact for one in self.written) / len(self.written) if self.written else None
+
     def scalars(self) -> dict[str, float]:
         found = {"perplexity": self.perplexity, "loss": self.loss}
-        return found if self.bleu is None else {**found, "bleu": self.bleu}
+        more = {"bleu": self.bleu, "sequence_accuracy": self.sequence_accuracy}
+        return found | {name: value for name, value in more.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         counted = {"kind": type(self).__name__, "count": self.count, "tokens": self.tokens}
@@ -157,11 +168,15 @@ def judge_bleu(
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
 ) -> Findings:
-    """The evaluator "bleu": corpus BLEU, in 0..1, of what the model writes after the prompts of a split."""
+    """The evaluator "bleu": corpus BLEU, in 0..1, of what the model writes after the prompts of a split, and the share
+    that is right word for word."""
     written = write_completions(_writer(model), cast("Any", data.loaders[data.split]).split, autocast=autocast)
     if not written:
         raise ValueError("evaluators: bleu needs completions, but model.head.judged is 0; raise it or leave bleu out")
-    numbers = {"bleu": corpus_bleu([w.completion for w in written], [w.references for w in written])}
+    numbers = {
+        "bleu": corpus_bleu([w.completion for w in written], [w.references for w in written]),
+        "sequence_accuracy": sum(w.exact for w in written) / len(written),
+    }
     return {"numbers": numbers, "tables": {}, "pictures": {}}
 
 

@@ -1,17 +1,19 @@
-"""What a language model says of completions, and completions that it writes (by transformers' own search)."""
+"""Logits of completions under a language model, and completions that it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.data.completion_tokens import cut_start, encode_prompts
-from vitrail.data.tokenise import TOKENIZER
+from vitrail.data.tokenise import TOKENIZER, Tokeniser
+from vitrail.model.beam_search import translate
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.next_token import NextTokenHead
+from vitrail.model.seq2seq import SequenceResMlp
 from vitrail.model.text_trunk import TextTrunk, transformers
 
 
@@ -34,40 +36,63 @@ def complete(model: Classifier, prompts: Sequence[str], *, batch: int = 16) -> l
     trunk, head = model.trunk, model.head
     if not isinstance(trunk, TextTrunk) or not isinstance(head, NextTokenHead):
         raise ValueError("this model classifies; only a language model (--model.head next_token) writes completions")
-    tokeniser, how = trunk.tokeniser(model.files[TOKENIZER]), head.config
-    room = min(how.longest, max(1, trunk.config.length // 2))
+    tokeniser = trunk.tokeniser(model.files[TOKENIZER])
+    room = min(head.config.longest, max(1, trunk.config.length // 2))
     ready = [cut_start(tokeniser, ids, trunk.config.length - room) for ids in encode_prompts(tokeniser, prompts)]
     # Prompts of like length side by side: little padding.
     order = sorted(range(len(ready)), key=lambda i: len(ready[i]))
-    writer, was_training = _writer(trunk, head), model.training
-    place = next(model.parameters()).device
+    write = _translator(trunk, head) if isinstance(trunk.backbone, SequenceResMlp) else _generator(trunk, head)
+    was_training = model.training
     written = [""] * len(ready)
     model.eval()
     try:
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
-            longest = max(len(ready[i]) for i in rows)
-            ids = torch.tensor([[tokeniser.pad] * (longest - len(ready[i])) + ready[i] for i in rows], device=place)
-            real = torch.tensor([[0] * (longest - len(ready[i])) + [1] * len(ready[i]) for i in rows], device=place)
             with torch.inference_mode():
-                made = writer.generate(
-                    input_ids=ids,
-                    attention_mask=real,
-                    max_new_tokens=room,
-                    do_sample=False,
-                    num_beams=how.beams,
-                    logits_processor=_no_repeats(how.no_repeat, longest),
-                    **({"length_penalty": how.length_penalty} if how.beams > 1 else {}),
-                    eos_token_id=tokeniser.end,
-                    pad_token_id=tokeniser.pad if tokeniser.end is None else tokeniser.end,  # behind those that ended
-                    use_cache=True,
-                )
-            for i, found in zip(rows, made[:, longest:].tolist(), strict=True):
+                made = write([ready[i] for i in rows], room, tokeniser)
+            for i, found in zip(rows, made.tolist(), strict=True):
                 stop = found.index(tokeniser.end) if tokeniser.end in found else len(found)
                 written[i] = str(tokeniser.tokenizer.decode(found[:stop])).strip()
     finally:
         model.train(was_training)
     return written
+
+
+Write = Callable[[list[list[int]], int, Tokeniser], Tensor]
+"""Tokens of prompts, and how many tokens may be written -> those that are, [prompts, tokens]."""
+
+
+def _translator(trunk: TextTrunk, head: NextTokenHead) -> Write:
+    backbone, how = cast("SequenceResMlp", trunk.backbone), head.config
+
+    def write(prompts: list[list[int]], room: int, tokeniser: Tokeniser) -> Tensor:
+        longest = max(map(len, prompts))
+        source = torch.tensor([[*ids, *[tokeniser.pad] * (longest - len(ids))] for ids in prompts])
+        return translate(backbone, head.project, source.to(head.table.device), room, how.beams, how.length_penalty)
+
+    return write
+
+
+def _generator(trunk: TextTrunk, head: NextTokenHead) -> Write:
+    writer, how = _writer(trunk, head), head.config
+
+    def write(prompts: list[list[int]], room: int, tokeniser: Tokeniser) -> Tensor:
+        longest, place = max(map(len, prompts)), head.table.device
+        made: Tensor = writer.generate(
+            input_ids=torch.tensor([[*[tokeniser.pad] * (longest - len(p)), *p] for p in prompts], device=place),
+            attention_mask=torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=place),
+            max_new_tokens=room,
+            do_sample=False,
+            num_beams=how.beams,
+            logits_processor=_no_repeats(how.no_repeat, longest),
+            **({"length_penalty": how.length_penalty} if how.beams > 1 else {}),
+            eos_token_id=tokeniser.end,
+            pad_token_id=tokeniser.pad if tokeniser.end is None else tokeniser.end,  # behind those that ended
+            use_cache=True,
+        )
+        return made[:, longest:]
+
+    return write
 
 
 def _no_repeats(count: int, prompt: int) -> Any:

@@ -201,7 +201,8 @@ class TextBackbone:
 
     kind: Literal["text"] = "text"
     name: str = "bert"
-    """`bert` or `gpt`: a small one whose vocabulary is the words of the training texts; else a folder or hub name."""
+    """`bert`, `gpt`, `resmlp` or `resmlp-attention`: a small one whose vocabulary is the words of the training texts;
+    else a folder or hub name."""
     length: Count = 128
     """Most tokens of a text; what is longer is cut."""
     class_token: Literal["first", "last"] | None = None
@@ -214,6 +215,8 @@ class TextBackbone:
     """transformers' configuration, so that nothing else is needed to build it again (empty: read from `name`)."""
 
 
+OWN_TEXT = ("text:bert", "text:gpt", "text:resmlp", "text:resmlp-attention")
+"""Small text models, without published weights; the last two are an encoder and a decoder."""
 AnyTrunkConfig = TrunkConfig | CifarResNet | TimmBackbone | Guided | DenoiserConfig
 """Of images: what the zoo names."""
 

@@ -1,44 +1,57 @@
-"""ResMLP for sequences: an encoder and a decoder whose self-attention is a linear map over positions.
+"""ResMLP for sequences (Touvron et al. 2021, arXiv 2105.03404, machine translation): an encoder and a decoder.
 
-architectures-and-training §6.5. The decoder keeps cross-attention, and its maps over positions are lower-triangular, so
-that a word depends on earlier ones only. A sequence shorter than the longest takes the leading part of every map.
-Positions that are padding are set to zero again before each map: shifts and biases have made them something else, and
-only so does padding change nothing (§10.2 item 14); the thesis pads without that, which `rezero=False` does, too.
+Self-attention is a linear map over positions, lower-triangular in the decoder, so that a token depends on earlier ones
+only; cross-attention stays. A sequence shorter than the longest takes the leading part of every map. Positions that are
+padding are set to zero again before each map: shifts and biases have made them something else, and only so does padding
+change nothing. The paper pads without that, which `rezero=False` does, too. `mixer="attention"` is the same model with
+self-attention and, since attention does not know them, learned positions.
 
-source [batch, source length], target [batch, target length], padding where a token equals `padding`.
+source [batch, source length], target [batch, target length]: a target begins with the end mark of its source
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.block import Mlp
 from vitrail.model.norms import Affine
 from vitrail.model.residual import LayerScale
 
+MODEL_TYPE = "vitrail-seq2seq"
+"""What stands for `model_type` in the description of an architecture; transformers does not know it."""
+
 
 @dataclass(frozen=True)
 class SequenceConfig:
-    """The thesis' base model for a vocabulary of `words`."""
+    """The paper's base model for a vocabulary; names as in configurations of transformers, where these have them."""
 
-    words: int
-    width: int = 512
-    hidden: int = 2048
-    layers: int = 6
-    heads: int = 8
-    """Of cross-attention."""
-    longest: int = 256
+    vocab_size: int
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_layers: int = 6
+    """Of the encoder, and of the decoder."""
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 256
     """Most tokens of a source or target."""
+    mixer: Literal["linear", "attention"] = "linear"
+    """What relates positions within a sequence."""
     layerscale: float = 0.2
     drop: float = 0.15
-    padding: int = 0
-    begin: int = 1
-    end: int = 2
+    pad_token_id: int = 0
+    eos_token_id: int = 2
     rezero: bool = True
+    tie_word_embeddings: bool = False
+    model_type: str = MODEL_TYPE
+
+    needs_segments = True  # which tell source from target
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return 2 * self.num_layers
 
 
 class PositionMixer(nn.Module):
@@ -55,12 +68,26 @@ class PositionMixer(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
         length = x.shape[1]
-        if length > len(self.bias):
-            raise ValueError(f"a sequence of {length} tokens is longer than the {len(self.bias)} of this model")
         weight = self.weight[:length, :length]
         return (weight.tril() if self.causal else weight) @ x + self.bias[:length, None]
+
+
+class PositionAttention(nn.MultiheadAttention):
+    """Softmax attention among the real tokens; with `causal`, among earlier ones."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__(width, heads, batch_first=True)
+        self.causal = causal
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = ~real[:, None, :]
+        if self.causal:
+            length = x.shape[1]
+            hidden = hidden | torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        hidden = hidden.expand(len(x), x.shape[1], -1).repeat_interleave(self.num_heads, 0)
+        return super().forward(x, x, x, attn_mask=hidden, need_weights=False)[0]
 
 
 class SequenceBlock(nn.Module):
@@ -68,100 +95,110 @@ class SequenceBlock(nn.Module):
 
     def __init__(self, config: SequenceConfig, decoder: bool) -> None:
         super().__init__()
-        width = config.width
+        width = config.hidden_size
         self.rezero = config.rezero
         self.norm1, self.norm2 = Affine(width), Affine(width)
-        self.mix = PositionMixer(config.longest, causal=decoder)
-        self.mlp = Mlp(width, config.hidden, "gelu")
+        self.mix: PositionMixer | PositionAttention = (
+            PositionMixer(config.max_position_embeddings, decoder)
+            if config.mixer == "linear"
+            else PositionAttention(width, config.num_attention_heads, decoder)
+        )
+        self.mlp = Mlp(width, config.intermediate_size, "gelu")
         self.ls1, self.ls2 = LayerScale(width, config.layerscale), LayerScale(width, config.layerscale)
         self.drop = nn.Dropout(config.drop)
         self.cross: nn.MultiheadAttention | None = None
         if decoder:
             self.norm_cross, self.ls_cross = Affine(width), LayerScale(width, config.layerscale)
-            self.cross = nn.MultiheadAttention(width, config.heads, batch_first=True)
+            self.cross = nn.MultiheadAttention(width, config.num_attention_heads, batch_first=True)
 
     def forward(self, x: Tensor, real: Tensor, memory: Tensor | None = None, there: Tensor | None = None) -> Tensor:
         inner = self.norm1(x)
         if self.rezero:
             inner = inner * real[..., None]
-        x = x + self.drop(self.ls1(self.mix(inner)))
+        x = x + self.drop(self.ls1(self.mix(inner, real)))
         if self.cross is not None and memory is not None and there is not None:
-            found, _ = self.cross(self.norm_cross(x), memory, memory, key_padding_mask=~there, need_weights=False)
-            x = x + self.drop(self.ls_cross(found))
+            read, _ = self.cross(self.norm_cross(x), memory, memory, key_padding_mask=~there, need_weights=False)
+            x = x + self.drop(self.ls_cross(read))
         return x + self.drop(self.ls2(self.mlp(self.norm2(x))))
 
 
+class States(NamedTuple):
+    """As transformers' models give them."""
+
+    last_hidden_state: Tensor  # [batch, length, width]
+
+
 class SequenceResMlp(nn.Module):
-    """`model(source, target)` gives logits [batch, target length, words] for the word after each of the target."""
+    """Hidden states of targets, from which a head makes the next token; blocks of the encoder come first.
+
+    It is called as a decoder of transformers is, with source and target in one row (`forward`), so that the same data,
+    loss and evaluation serve both.
+    """
 
     def __init__(self, config: SequenceConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.words, config.width, padding_idx=config.padding)
-        self.encoder = nn.ModuleList(SequenceBlock(config, decoder=False) for _ in range(config.layers))
-        self.decoder = nn.ModuleList(SequenceBlock(config, decoder=True) for _ in range(config.layers))
-        self.norm_source, self.norm_target = Affine(config.width), Affine(config.width)
-        self.head = nn.Linear(config.width, config.words)
-        nn.init.normal_(self.embed.weight, std=config.width**-0.5)
+        width, layers = config.hidden_size, config.num_layers
+        self.embed = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.positions = nn.ParameterDict()
+        if config.mixer == "attention":
+            for side in ("source", "target"):
+                self.positions[side] = nn.Parameter(torch.empty(config.max_position_embeddings, width))
+        self.blocks = nn.ModuleList(SequenceBlock(config, decoder=i >= layers) for i in range(2 * layers))
+        self.norm = nn.ModuleDict({"source": Affine(width), "target": Affine(width)})
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.embed.weight, std=self.config.hidden_size**-0.5)
+        for positions in self.positions.values():
+            nn.init.normal_(positions, std=0.5)
         with torch.no_grad():
-            self.embed.weight[config.padding].zero_()
+            self.embed.weight[self.config.pad_token_id].zero_()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The source as vectors, and which of them are words."""
-        real = source != self.config.padding
-        x = self.embed(source)
-        for block in self.encoder:
+        """The source as vectors [batch, source length, width], and which of them are no padding."""
+        real = source != self.config.pad_token_id
+        x = self._embedded(source, "source")
+        for block in self.blocks[: self.config.num_layers]:
             x = block(x, real)
-        return self.norm_source(x), real
+        return self.norm["source"](x), real
 
     def decode(self, target: Tensor, memory: Tensor, there: Tensor) -> Tensor:
-        real = target != self.config.padding
-        x = self.embed(target)
-        for block in self.decoder:
+        """States [batch, target length, width] that see the source and the target up to their own position."""
+        real = target != self.config.pad_token_id
+        x = self._embedded(target, "target")
+        for block in self.blocks[self.config.num_layers :]:
             x = block(x, real, memory, there)
-        return self.head(self.norm_target(x))
+        states: Tensor = self.norm["target"](x)
+        return states
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.decode(target, *self.encode(source))
+    def forward(
+        self, *, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, return_dict: bool = True
+    ) -> States:
+        """States at the positions of rows [batch, length] of a source (segment 0), a target (1) and padding.
 
-    def loss(self, source: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
-        """Cross entropy of every word of `target` (begin ... end) given those before it."""
-        logits = self(source, target[:, :-1])
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            target[:, 1:].flatten(),
-            ignore_index=self.config.padding,
-            label_smoothing=smoothing,
-        )
-
-    @torch.no_grad()
-    def translate(self, source: Tensor, most: int, beams: int = 4) -> Tensor:
-        """The likeliest target found by beam search, at most `most` words: [batch, length], padded.
-
-        Beams are compared by the sum of log probabilities over the length.
+        Position t of the target sees all of the source and the target up to t; the last token of the source, its end
+        mark, is what the target begins with. States at earlier positions of the source mean nothing.
         """
-        config = self.config
-        batch = len(source)
-        memory, there = (t.repeat_interleave(beams, 0) for t in self.encode(source))
-        words = torch.full((batch * beams, 1), config.begin, dtype=torch.int64, device=source.device)
-        scores = torch.full((batch, beams), float("-inf"), device=source.device)
-        scores[:, 0] = 0  # all beams are the same at first
-        done = torch.zeros(batch * beams, dtype=torch.bool, device=source.device)
-        for _ in range(most):
-            logits = self.decode(words, memory, there)[:, -1].float().log_softmax(-1)
-            logits[:, config.padding] = float("-inf")
-            still = torch.full_like(logits, float("-inf"))
-            still[:, config.padding] = 0.0
-            logits = torch.where(done[:, None], still, logits)
-            total = scores.view(-1, 1) + logits
-            best = total.view(batch, -1).topk(beams, dim=1)
-            scores = best.values
-            origin = best.indices // config.words + torch.arange(batch, device=source.device)[:, None] * beams
-            word = best.indices % config.words
-            words = torch.cat([words[origin.flatten()], word.flatten()[:, None]], 1)
-            done = done[origin.flatten()] | (word.flatten() == config.end)
-            if bool(done.all()):
-                break
-        lengths = (words != config.padding).sum(1).view(batch, beams)
-        winner = (scores / lengths).argmax(1) + torch.arange(batch, device=source.device) * beams
-        return words[winner]
+        length = input_ids.shape[1]
+        given = (token_type_ids == 0) & (attention_mask > 0)
+        start = given.sum(1, keepdim=True) - 1  # where targets begin
+        padding = self.config.pad_token_id
+        source = input_ids.masked_fill(~given, padding)[:, : int(start.max()) + 1]
+        place = torch.arange(length - int(start.min()), device=input_ids.device)
+        target = input_ids.gather(1, (start + place).clamp(max=length - 1)).masked_fill(
+            start + place >= length, padding
+        )
+        states = self.decode(target, *self.encode(source))
+        back = (torch.arange(length, device=input_ids.device) - start).clamp(0, len(place) - 1)
+        return States(states.take_along_dim(back[..., None], 1))
+
+    def _embedded(self, ids: Tensor, side: str) -> Tensor:
+        length, longest = ids.shape[1], self.config.max_position_embeddings
+        if length > longest:
+            raise ValueError(f"a sequence of {length} tokens is longer than the {longest} of this model")
+        x: Tensor = self.embed(ids) * self.config.hidden_size**0.5  # of variance 1: nothing here would normalise it
+        return x if side not in self.positions else x + self.positions[side][:length]

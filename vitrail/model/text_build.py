@@ -1,4 +1,4 @@
-"""Classifiers of texts: `text:bert` and `text:gpt` (small, words of the training texts) and `text:FOLDER`.
+"""Models of texts: `text:bert`, `text:gpt`, `text:resmlp` (small, words of the training texts) and `text:FOLDER`.
 
 A folder, or a name of the hub, is one that transformers reads: config.json, a tokenizer and, for `weights="hub"`, the
 weights. It is read once; a saved model holds its architecture and its tokenizer itself.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,14 +19,18 @@ from vitrail.data.texts import Text
 from vitrail.data.tokenise import END, PAD, TOKENIZER, word_tokenizer
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone
-from vitrail.model.heads.config import ClassToken, HeadConfig
+from vitrail.model.heads.config import ClassToken, HeadConfig, NextToken
 from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.seq2seq import MODEL_TYPE, SequenceConfig
 from vitrail.model.text_trunk import TextTrunk, transformers
 from vitrail.schema import build, near, plain
 
-OWN_WORDS: dict[str, Literal["first", "last"]] = {"bert": "first", "gpt": "last"}
+SEQUENCES: dict[str, Literal["linear", "attention"]] = {"resmlp": "linear", "resmlp-attention": "attention"}
+"""An encoder and a decoder of our own (`vitrail.model.seq2seq`), and what relates their positions."""
+OWN_WORDS: dict[str, Literal["first", "last"]] = {"bert": "first", "gpt": "last", **dict.fromkeys(SEQUENCES, "last")}
 """Small architectures that need a vocabulary, and where their class token stands."""
 SIZES = {"width": 128, "depth": 4, "heads": 4}
+SEQUENCE_SIZES = {"drop": 0.15, "layerscale": 0.2}  # besides, of `SEQUENCES`
 HUB = ("hub", "hub:fetch")
 
 
@@ -46,10 +50,10 @@ def create_text_model(
     tokenizer: str | None = None,
     **overrides: Any,
 ) -> Classifier:
-    """A classifier of texts; `overrides` are of `TextBackbone`, and width, depth and heads of `text:bert`, `text:gpt`.
+    """A model of texts; `overrides` are of `TextBackbone`, and width, depth and heads of names in `OWN_WORDS`.
 
-    `tokenizer` is the JSON of one, in place of the folder's own; `text:bert` and `text:gpt` need it unless `weights` is
-    a run, whose own is taken. Raises `ValueError` where something is missing or does not fit.
+    `tokenizer` is the JSON of one, in place of the folder's own; names in `OWN_WORDS` need it unless `weights` is a
+    run, whose own is taken. Raises `ValueError` where something is missing or does not fit.
     """
     from vitrail.model.build import Parts, _assemble, head_config
 
@@ -66,7 +70,9 @@ def create_text_model(
     else:
         architecture = _described(place, fetch)
         stored = stored or _tokenizer(place, fetch)
-    chosen = {key: value for key, value in overrides.items() if key not in SIZES}
+    if place in SEQUENCES and isinstance(head, NextToken) and head.no_repeat:
+        raise ValueError(f"model.head.no_repeat: {name} has no such rule; leave it at 0")
+    chosen = {key: value for key, value in overrides.items() if key not in (*SIZES, *SEQUENCE_SIZES)}
     config = build(TextBackbone, {**plain(chosen), "name": place, "architecture": architecture})
     config = replace(config, class_token=config.class_token or _class_token(architecture))
     _refuse_too_long(name, config)
@@ -159,19 +165,37 @@ def own_words(name: str, texts: Iterable[Text]) -> dict[str, str]:
 def _refuse_unknown(name: str, overrides: Mapping[str, Any]) -> None:
     known = {f.name for f in fields(TextBackbone)} - {"kind", "name", "architecture"}
     known |= set(SIZES) if name.removeprefix("text:") in OWN_WORDS else set()
+    known |= set(SEQUENCE_SIZES) if name.removeprefix("text:") in SEQUENCES else set()
     for key in overrides:
         if key not in known:
             raise ValueError(f"{name} has no part {key!r} (it has {', '.join(sorted(known))}){near(key, known)}")
 
 
 def _small(place: str, stored: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    package = transformers()
     sizes = SIZES | {key: overrides[key] for key in SIZES if key in overrides}
     width, depth, heads = (int(sizes[key]) for key in ("width", "depth", "heads"))
     if width % heads:
         raise ValueError(f"model.trunk.heads: width {width} cannot be cut into {heads} heads")
     numbers = _numbers(stored)
     length = int(overrides.get("length", TextBackbone.length))
+    if place in SEQUENCES:
+        drop, layerscale = (float(overrides.get(key, value)) for key, value in SEQUENCE_SIZES.items())
+        return asdict(
+            SequenceConfig(
+                vocab_size=len(numbers),
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_layers=depth,
+                num_attention_heads=heads,
+                max_position_embeddings=length,
+                mixer=SEQUENCES[place],
+                pad_token_id=numbers[PAD],
+                eos_token_id=numbers[END],
+                drop=drop,
+                layerscale=layerscale,
+            )
+        )
+    package = transformers()
     if place == "bert":
         made = package.BertConfig(
             vocab_size=len(numbers),
@@ -245,6 +269,8 @@ def _tokenizer(place: str, fetch: bool) -> str:
 
 def _class_token(architecture: Mapping[str, Any]) -> Literal["first", "last"]:
     """Those that guess masked words read both ways and have a class token in front; the others end with it."""
+    if architecture["model_type"] == MODEL_TYPE:
+        return "last"
     package = transformers()
     values = dict(architecture)
     described = package.AutoConfig.for_model(str(values.pop("model_type")), **values)

@@ -1,4 +1,4 @@
-"""Texts to tokens: any transformers encoder or decoder as a trunk.
+"""Texts to tokens: any transformers encoder or decoder as a trunk, or our own that is both.
 
 texts [batch, 3, length] as `vitrail.data.tokenise` makes them; tokens [batch, 1 + words, width], the class token first
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.data.tokenise import CLASS, PADDING, WORD, Tokeniser, need_text_extra
 from vitrail.model.config import TextBackbone
+from vitrail.model.seq2seq import MODEL_TYPE, SequenceConfig, SequenceResMlp
 from vitrail.model.tokens import Tokens
 
 LAYER = re.compile(r"(?:^|\.)(?:layer|layers|h|block|blocks)\.(\d+)\.")  # how transformers number their blocks
@@ -38,7 +39,8 @@ class TextTrunk(nn.Module):
         self.width = int(described.hidden_size)
         self.depth = int(described.num_hidden_layers)
         # GPT's family has no segments, and RoBERTa's has one embedding for both sentences.
-        self.segments = config.class_token != "last" and int(getattr(described, "type_vocab_size", 0) or 0) > 1
+        two_sentences = int(getattr(described, "type_vocab_size", 0) or 0) > 1
+        self.segments = (config.class_token != "last" and two_sentences) or getattr(described, "needs_segments", False)
         self.layers = self.depth
 
     def tokeniser(self, stored: str) -> Tokeniser:
@@ -130,6 +132,10 @@ def transformers() -> Any:
 
 def build_encoder(config: TextBackbone) -> nn.Module:
     """The architecture of `config`, with new weights."""
+    if config.architecture["model_type"] == MODEL_TYPE:
+        if config.pooler:
+            raise ValueError(f"text:{config.name} has no pooler; leave model.trunk.pooler out")
+        return SequenceResMlp(SequenceConfig(**config.architecture))
     package = transformers()
     values = dict(config.architecture)
     described = package.AutoConfig.for_model(str(values.pop("model_type")), **values)

@@ -42,6 +42,7 @@ DATA_FORMS = {
     "e2e/, text:FILE.tsv": "prompts and completions: columns mr and ref, or ?prompt=NAME&completion=NAME; E2E's files",
     "FILE.json, FILE.jsonl": "prompts and completions: instruction, input and output, as Alpaca has them",
     "synthetic:meals": "prompts and completions: places to eat, and what is said of them; ?n=2000&seed=0&style=full",
+    "synthetic:numbers": "prompts and completions: numbers in words, and in digits; ?n=2000&seed=0&digits=6",
 }
 
 

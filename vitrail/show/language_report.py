@@ -28,6 +28,9 @@ def report_language(told: Told, texts: Encoded) -> None:
     if figures.bleu is not None:
         said += f"; what the model writes after {len(figures.written):,} prompts has a BLEU of {percent(figures.bleu)}"
         tiles.append((f"{told.split} BLEU", percent(figures.bleu), f"{len(figures.written):,} prompts"))
+    if figures.sequence_accuracy is not None:
+        said += f", and {percent(figures.sequence_accuracy)} of it is right word for word"
+        tiles.append((f"{told.split} sequence accuracy", percent(figures.sequence_accuracy), "right word for word"))
     tiles.append(("loss", number(figures.loss), "nats a token"))
     described = f"{trunk.config.name}, {trunk.depth} blocks of width {trunk.width}"
     rows = [*adapter_rows(told.adapter), ("Decoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]

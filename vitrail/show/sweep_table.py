@@ -14,7 +14,7 @@ from vitrail.show.quantities import number, percent, shorten
 
 NAMES = {
     **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
-    **{"bleu": "BLEU", "perplexity": "perplexity"},  # of language models
+    **{"bleu": "BLEU", "sequence_accuracy": "seq. acc.", "perplexity": "perplexity"},  # of language models
     "loss": "loss",
 }
 NO_SHARE = ("perplexity", "loss")  # numbers of which less is better

@@ -38,6 +38,8 @@ def headline(figures: Figures, title: str = "") -> Table:
         table.add_row("perplexity", f"{number(figures.perplexity, 4)}  (over {figures.tokens:,} tokens)")
         if figures.bleu is not None:
             table.add_row("BLEU", f"{percent(figures.bleu)}  (of {len(figures.written):,} prompts)")
+        if figures.sequence_accuracy is not None:
+            table.add_row("sequence accuracy", f"{percent(figures.sequence_accuracy)}  (right word for word)")
     else:
         table.add_row("mean average precision", percent(scalars["map"]))
         table.add_row("micro F1", percent(scalars["micro_f1"]))
