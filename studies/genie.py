@@ -227,8 +227,7 @@ def main() -> None:
     if options.smoke:
         episodes, seeds = 2, 1
     settings = {"r_schedule": R_SCHEDULE, "schedule": options.schedule, "guidance": options.guidance}
-    others = [row for row in read_rows(options.out) if row["table"] == "about" and settings.items() - row.items()]
-    if others:
+    if any(row["table"] == "about" and settings.items() - row.items() for row in read_rows(options.out)):
         parser.error(f"{options.out} holds rows of other settings of noise or guidance; name another folder with --out")
     found = Found(options.out, options.minutes, options.of)
     runs = Runs(uri, limit=200, most=120) if options.smoke else Runs(uri)
