@@ -329,12 +329,12 @@ def main() -> None:
     if options.data is None and not options.smoke:
         parser.error("say which images to learn from: a .npz file, or another form of data")
     data, few = options.data or "embedded:fashion", options.smoke
-    sizes = {row.get("pixels", 32) for row in read_rows(options.out) if row["table"] == "about"}
-    if sizes - {options.pixels}:
-        parser.error(f"{options.out} holds rows of {sizes.pop()} pixels; name another folder with --out")
+    settings = {"pixels": options.pixels, "attack_steps": ATTACK["optim.steps"]}
+    if any(row["table"] == "about" and settings.items() - row.items() for row in read_rows(options.out)):
+        parser.error(f"{options.out} holds rows of other images or attacks; name another folder with --out")
     found = Found(options.out, options.minutes, options.of)
     runs = DeviceRuns(data, limit=200 if few else None, most=60 if few else None, batch=20 if few else 1000)
-    found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few, "pixels": options.pixels})
+    found.row("about", data, f"{hardware(runs.fast)}", 0, lambda: {"smoke": few, **settings})
     if runs.fast:
         torch._dynamo.config.recompile_limit = 64  # all objectives are one piece of code to it
     with to_the_end(found, options.minutes):

@@ -86,7 +86,10 @@ class Models(KeptModels):
     def __call__(self, name: str, seed: int) -> Classifier:
         if (name, seed) == ("avit", 0):  # was trained when the weight was chosen
             name = f"avit-{self.ponder():.4g}"
-        return super().__call__(name, seed)
+        model = super().__call__(name, seed)
+        if model.preprocess.size != self.pixels and not self.smoke:
+            raise ValueError(f"{self.place(name, seed)} is a model of {model.preprocess.size} pixels")
+        return model
 
     def training(self, name: str, seed: int) -> Callable[[], Classifier]:
         start = self._start(name, seed)

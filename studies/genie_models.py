@@ -41,11 +41,13 @@ from vitrail.learn.teacher import load_teacher
 from vitrail.measure.evaluate import evaluation_mode
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import NoiseScheduleName
 from vitrail.model.heads.config import Projected
 from vitrail.recipes import recipe, with_values
 
 SIDE = 32
-STEPS, GUIDANCE = 20, 2.0  # of a whole run of the sampler; every r of the study is a whole number of steps
+STEPS = 50  # of a whole run of the sampler
+R_SCHEDULE: NoiseScheduleName = "scaled_linear"  # r means as much noise as in the paper, whatever the model's schedule
 ROWS = 1024  # images of a batch of the sampler; the network sees twice as many rows
 EPOCHS = {"diffusion": 30.0, "oracle": 20.0, "backbone": 8.0}
 CROPS = AugmentConfig(crop="pad", padding=4)
@@ -212,15 +214,27 @@ class Models(KeptModels):
     """Those of this study."""
 
     def __init__(
-        self, runs: Runs, folder: Path, found: Found, *, factor: float, weights: Path | None, smoke: bool
+        self,
+        runs: Runs,
+        folder: Path,
+        found: Found,
+        *,
+        factor: float,
+        weights: Path | None,
+        smoke: bool,
+        schedule: NoiseScheduleName = "cosine",
+        guidance: float = 2.0,
     ) -> None:
         super().__init__(folder, found, runs.device)
         self.runs, self.factor, self.weights, self.smoke = runs, factor, weights, smoke
+        self.schedule, self.guidance = schedule, guidance
 
     def config(self, name: str) -> RunConfig:
         base = {"diffusion": recipe("small-diffusion"), "oracle": LABELS}.get(name)
         config = with_values(recipe("small-moco"), RESNET) if base is None else base
         config = with_values(config, {"optim.epochs": self.factor * EPOCHS[name]})
+        if name == "diffusion":
+            config = with_values(config, {"objective.schedule": self.schedule})
         return with_values(config, {**SMOKE, **SMOKE_MODELS[name]}) if self.smoke else config
 
     def training(self, name: str, seed: int) -> Callable[[], Classifier]:
@@ -241,13 +255,16 @@ class Models(KeptModels):
     def diffuser(self) -> OwnDiffuser:
         """The sampler. All its batches have one shape on CUDA, where the network is compiled."""
         model = self("diffusion", 0)
+        if model.trunk.schedule.name != self.schedule:  # type: ignore[union-attr]
+            raise ValueError(f"{self.place('diffusion', 0)} was not trained with the schedule {self.schedule}")
         if self.runs.fast:
             model.to(memory_format=torch.channels_last)
             model.trunk.compile(dynamic=False)
         made = OwnDiffuser(
             model,
             steps=SMOKE_STEPS if self.smoke else STEPS,
-            guidance=GUIDANCE,
+            guidance=self.guidance,
+            r_schedule=R_SCHEDULE,
             batch=ROWS,
             exact=self.runs.fast,
             autocast=self.runs.autocast,

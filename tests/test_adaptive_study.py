@@ -151,13 +151,14 @@ def test_other_sizes_of_images_change_tokens_crops_and_patches_alike(
     assert len({id(images) for images in runs.images.values()}) == (pixels != 32)
 
 
-def test_rows_of_one_size_of_images_are_not_mixed_with_those_of_another(tmp_path: Path) -> None:
-    row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True}  # before sizes were written
+@pytest.mark.parametrize("known", [{}, {"pixels": 32, "attack_steps": 1000}])
+def test_rows_of_other_images_or_attacks_are_not_mixed(tmp_path: Path, known: dict[str, int]) -> None:
+    row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True, **known}
     (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
     words = [sys.executable, str(STUDIES / "adaptive.py"), "--smoke", "--out", str(tmp_path), "--pixels", "128"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "holds rows of 32 pixels" in done.stderr
+    assert "holds rows of other images or attacks" in done.stderr
 
 
 def test_a_table_says_mean_and_deviation_and_what_failed(of_study: None, tmp_path: Path) -> None:

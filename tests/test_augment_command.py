@@ -16,6 +16,7 @@ from vitrail.data.open import open_data
 from vitrail.generate import follow as following
 from vitrail.generate.plan import Plan, make_plan
 from vitrail.model.build import create_model
+from vitrail.model.noise import equal_noise
 
 CLASSES = ("ant", "bee", "cat", "dog")
 LABELS = np.array([0] * 6 + [1] * 4 + [2] * 3 + [3] * 1)
@@ -155,6 +156,24 @@ def test_the_most_adaptive_r_is_noted_for_every_image(photos: Path, denoiser: Pa
     made = augment(photos, tmp_path / "out", method="genie_ada", model=denoiser, judge=judge, **options)
     rows = [json.loads(line) for line in (made.folder / "manifest.jsonl").read_text().splitlines()]
     assert {round(row["r"], 3) for row in rows} <= {0.6, 0.9}
+
+
+def test_r_may_be_stated_on_stable_diffusions_schedule(photos: Path, denoiser: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": denoiser, "each": 1, "device": "cpu", "quiet": True}
+    made = augment(photos, tmp_path / "stated", r=0.8, r_schedule="scaled_linear", **options)
+    time = equal_noise(0.8, "scaled_linear", "cosine")
+    own = augment(photos, tmp_path / "own", r=time, **options)
+    rows = [[json.loads(line) for line in (m.folder / "manifest.jsonl").read_text().splitlines()] for m in (made, own)]
+    assert all((row["r"], row["r_schedule"]) == (0.8, "scaled_linear") for row in rows[0])
+    assert all(row["r"] == time and "r_schedule" not in row for row in rows[1])  # as before
+    assert [row["evaluations"] for row in rows[0]] == [row["evaluations"] for row in rows[1]]
+    for number in range(made.made):
+        pixels = [np.asarray(Image.open(following.place_of(m.folder, number))) for m in (made, own)]
+        assert np.array_equal(*pixels)
+    with pytest.raises(ValueError, match="another plan"):
+        augment(photos, tmp_path / "stated", r=0.8, **options)
+    with pytest.raises(ValueError, match="adds no noise"):
+        augment(photos, tmp_path / "weak", method="weak", each=1, r_schedule="scaled_linear", quiet=True)
 
 
 def test_an_image_made_of_its_own_class_names_that_class(photos: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import DenoiserConfig
 from vitrail.model.denoiser import Denoiser, SelfAttention, waves
-from vitrail.model.noise import NoiseSchedule
+from vitrail.model.noise import NoiseSchedule, equal_noise
 
 SMALL = {"width": 16, "multipliers": (1, 2), "depth": 1, "heads": 2, "image_size": 16, "draws": 2, "drop": 0.0}
 
@@ -202,6 +204,33 @@ def test_noised_images_have_the_mean_and_deviation_of_the_table(r: float) -> Non
     seen = NoiseSchedule("scaled_linear").noised(torch.ones_like(noise), noise, torch.full((len(noise),), r))
     assert float(seen.mean()) == pytest.approx(signal, abs=0.02 * share + 0.0005)
     assert float(seen.std()) == pytest.approx(share, abs=0.015 * share + 0.0005)
+
+
+PAPER = {0.5: 0.647, 0.6: 0.737, 0.7: 0.814, 0.8: 0.876, 0.9: 0.924}  # r of Stable Diffusion -> r of the cosine
+
+
+@pytest.mark.parametrize("r", PAPER)
+def test_equal_noise_is_the_time_with_the_same_signal_to_noise_ratio(r: float) -> None:
+    product = 1.0  # of Stable Diffusion's first 1000 r + 1 steps
+    for i in range(round(1000 * r) + 1):
+        product *= 1 - (0.00085**0.5 + (0.012**0.5 - 0.00085**0.5) * i / 999) ** 2
+    ratio = product / (1 - product)
+    found = equal_noise(r, "scaled_linear", "cosine")
+    assert found == pytest.approx(math.atan(ratio**-0.5) / (math.pi / 2 * 0.999), abs=1e-9)  # in closed form
+    # The table counts one step less and lets the cosine's angle go to a whole quarter of a circle.
+    assert found == pytest.approx(PAPER[r], abs=2e-3)
+    assert equal_noise(found, "cosine", "scaled_linear") == pytest.approx(r, abs=1e-9)
+
+
+def test_equal_noise_keeps_r_of_one_schedule_and_its_order() -> None:
+    for name in ("cosine", "scaled_linear"):
+        assert equal_noise(0.37, name, name) == 0.37
+    times = [equal_noise(i / 20, "scaled_linear", "cosine") for i in range(21)]
+    assert times == sorted(times)
+    assert (times[0] < 0.02, times[-1] < 1) == (True, True)  # Stable Diffusion's last step leaves some signal
+    assert equal_noise(1.0, "cosine", "scaled_linear") == 1.0  # there is no such noise
+    with pytest.raises(ValueError, match=r"1\.2 must lie between 0 and 1"):
+        equal_noise(1.2, "scaled_linear", "cosine")
 
 
 # As a classifier

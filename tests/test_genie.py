@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,27 @@ def test_the_way_begins_with_the_image_at_time_r(own: OwnDiffuser) -> None:
     angle = torch.tensor(0.6 * torch.pi / 2 * 0.999)
     expected = angle.cos() * (images / 127.5 - 1) + angle.sin() * normal_noise(seeds, 3, 8, 8)
     torch.testing.assert_close(own.start(images, 0.6, seeds), expected)
+
+
+def test_r_on_stable_diffusions_schedule_is_equal_noise_on_the_models_own(own: OwnDiffuser) -> None:
+    stated = OwnDiffuser(own.model, steps=50, r_schedule="scaled_linear")
+    asked = (torch.tensor([0, 1]), torch.arange(2))
+    for r in (0.3, 0.8):
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
+        kept = float((1 - betas)[: round(1000 * r) + 1].prod())
+        time = math.acos(kept**0.5) / (math.pi / 2 * 0.999)  # the cosine at which as much of the signal is kept
+        found = stated(pictures(2), asked[0], r, asked[1])
+        assert torch.equal(found, own(pictures(2), asked[0], time, asked[1]))
+        assert not torch.equal(found, own(pictures(2), asked[0], r, asked[1]))
+        assert stated.evaluations(r) == 2 * math.floor(50 * time)
+    assert torch.equal(stated(pictures(2), asked[0], 1.0, asked[1]), own.txt2img(*asked))
+    assert stated.evaluations(1.0) == 100
+
+
+def test_r_on_the_models_own_schedule_is_not_changed() -> None:
+    model = create_model("denoiser_32", classes=["cat", "dog"], schedule="scaled_linear", **SMALL)
+    plain, stated = OwnDiffuser(model), OwnDiffuser(model, r_schedule="scaled_linear")
+    assert [stated.time(r) for r in LEVELS] == list(LEVELS) == [plain.time(r) for r in LEVELS]
 
 
 # Seeds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +16,11 @@ import study_calls
 import torch
 from PIL import Image
 from study_calls import STUDIES, found_in, rows
+
+from vitrail.api.training import build_model
+from vitrail.generate.genie import CANDIDATES
+from vitrail.learn.diffusion import choose_process
+from vitrail.model.noise import NoiseSchedule
 
 OF_STUDY = (
     "genie_fewshot",
@@ -88,7 +95,7 @@ def test_all_ways_add_equally_many_images_but_the_two_that_say_so(folder: Path) 
             row["what"]: row["extra"] for row in rows(folder) if row["subject"] == f"{shot}-shot" and "extra" in row
         }
         assert found.pop("labelled images alone") == 0
-        assert found.pop("txt2img, equal compute") == 3 * 4 * shot  # four steps: 24 evaluations of Ada, 8 of an image
+        assert found.pop("txt2img, equal compute") == 3 * 4 * shot  # four steps: 26 evaluations of Ada, 8 of an image
         assert set(found.values()) == {4 * shot}
 
 
@@ -151,6 +158,35 @@ def few(of_study: None, tmp_path: Path) -> Any:
     return FewShots(models, episodes=3)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "scaled_linear"])
+def test_r_is_as_much_noise_as_on_stable_diffusions_schedule_whatever_the_model_has(few: Any, schedule: str) -> None:
+    models = few.models
+    models.schedule = schedule
+    config = models.config("diffusion")
+    assert config.objective.schedule == schedule
+    model = build_model(config.model, config, models.runs.data)
+    choose_process(model, config.objective)
+    models._kept["diffusion", 0] = model
+    times = torch.tensor([models.diffuser.time(r) for r in CANDIDATES], dtype=torch.float64)
+    expected = NoiseSchedule("scaled_linear").signal_to_noise(torch.tensor(CANDIDATES, dtype=torch.float64))
+    torch.testing.assert_close(NoiseSchedule(schedule).signal_to_noise(times), expected, rtol=1e-9, atol=0)
+    if schedule == "cosine":
+        assert times.tolist() == pytest.approx([0.647, 0.737, 0.814, 0.876, 0.924], abs=2e-3)
+        del models.__dict__["diffuser"]
+        models.schedule = "scaled_linear"
+        with pytest.raises(ValueError, match="was not trained with the schedule scaled_linear"):
+            _ = models.diffuser
+
+
+def test_rows_of_other_noise_are_not_mixed_with_these(tmp_path: Path) -> None:
+    row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True}  # when r was the model's time
+    (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
+    words = [sys.executable, str(STUDIES / "genie.py"), "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "holds rows of other settings" in done.stderr
+
+
 def test_images_are_made_from_other_classes_of_the_episode_and_of_labelled_images(few: Any) -> None:
     request, labels, shot = few.request(), few.runs["test"].labels, max(few.shots)
     assert (labels[request.source] != request.target).all()
@@ -173,7 +209,7 @@ def test_mixed_images_are_mostly_of_the_class_they_are_labelled_with(few: Any) -
 
 
 def test_the_adaptive_choice_is_that_of_the_package(few: Any) -> None:
-    from vitrail.generate.genie import CANDIDATES, genie_ada, prototypes_of
+    from vitrail.generate.genie import genie_ada, prototypes_of
 
     class Blend:
         """Moves an image towards another by r, all at once between two candidates that depend on it."""

@@ -551,3 +551,19 @@ def test_the_kernel_equals_its_twin_on_an_accelerator(most: int, dim: int, dtype
     first[offsets[:-1][lengths.cuda() > 0]] = True
     assert torch.equal(keep, ragged_inverse_sample(scores, offsets, points) | first)
     assert (keep != same).float().mean() < 1e-3  # scores that differ in the last bit move a point across an edge rarely
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+def test_uniform_draws_on_an_accelerator_wait_for_nothing_and_are_alike_in_both_layouts() -> None:
+    offsets, points = torch.tensor(OFFSETS).cuda(), torch.tensor([3, 1, 1, 5, 9]).cuda()
+    mask = torch.arange(20, device="cuda") < (offsets.diff() - 1)[:, None]
+    draws = [torch.Generator("cuda").manual_seed(3) for _ in range(2)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        keep = ragged_uniform_sample(offsets, ROWS, points, 1, most=21, generator=draws[0])
+        padded = uniform_sample(mask, points, mask, draws[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for image, (a, b) in enumerate(pairwise(OFFSETS)):
+        assert keep[a + 1 : b].tolist() == padded[image, : max(0, b - a - 1)].tolist()

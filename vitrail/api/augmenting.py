@@ -42,6 +42,7 @@ from vitrail.generate.prompts import prompts_for
 from vitrail.measure.classification import SingleLabelFigures
 from vitrail.measure.evaluate import evaluation_mode
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import NoiseScheduleName
 from vitrail.model.store import model_folder
 from vitrail.schema import build, near
 from vitrail.show.contact import Pair, contact_sheet
@@ -86,6 +87,7 @@ def augment(
     top: int = 4,
     r: float = USUAL_R,
     candidates: Sequence[float] = CANDIDATES,
+    r_schedule: NoiseScheduleName | None = None,
     names: Mapping[str, str] | None = None,
     superclass: str | None = None,
     real: bool = True,
@@ -99,7 +101,9 @@ def augment(
     `method` is one of weak, strong, mixup, cutmix, img2img_low, img2img_high, txt2img, genie, genie_ada. `model` makes
     the images: a run of small-diffusion, or `pipeline:FOLDER` for one of diffusers. How many, for whom and from what:
     see `vitrail.generate.plan.make_plan`; `judge`, a trained classifier, says what is confused (on val, never on test)
-    and embeds for genie_ada. Interrupted, the same call goes on and leaves the same files. Val and test images are
+    and embeds for genie_ada. `r_schedule="scaled_linear"`: r and candidates are stated on Stable Diffusion's schedule,
+    as in papers, and become times with equal noise of the model's own (none: they are such times). Interrupted, the
+    same call goes on and leaves the same files. Val and test images are
     copied as they are (`real=False`: nothing real is). Raises one sentence for what cannot be done, before work starts.
     """
     folder = Path(out)
@@ -113,7 +117,7 @@ def augment(
     place = choose_device(device)
     train_split = opened["train"]
     classifier = _judge(judge, opened)
-    diffuser, prompts = _diffuser(method, str(model), opened.classes, names, superclass, place, batch)
+    diffuser, prompts = _diffuser(method, str(model), opened.classes, names, superclass, place, batch, r_schedule)
     if diffuser is not None and diffuser.classes != opened.classes:
         raise ValueError(
             f"{model} makes images of {', '.join(diffuser.classes[:4])}, ...; the data's classes are "
@@ -133,7 +137,7 @@ def augment(
         seed=seed,
     )
     said = str(model) or "none"
-    order = Order(plan, method, said, opened.uri, tuple(opened.classes), prompts, r, seed)
+    order = Order(plan, method, said, opened.uri, tuple(opened.classes), prompts, r, seed, r_schedule)
     read = _reader(train_split, getattr(diffuser, "size", None))
     begin(folder, order)
     tools = Tools(diffuser, r=r, candidates=tuple(candidates))
@@ -234,11 +238,16 @@ def _diffuser(
     superclass: str | None,
     device: torch.device,
     batch: int,
+    r_schedule: NoiseScheduleName | None,
 ) -> tuple[Diffuser | None, tuple[str, ...]]:
     if method not in NEEDS_DIFFUSION:
+        if r_schedule is not None:
+            raise ValueError(f"the method {method} adds no noise; leave --r_schedule out")
         return None, ()
     if not model.startswith(PIPELINE):
-        return OwnDiffuser(model, batch=batch, exact=True, device=device), ()
+        return OwnDiffuser(model, batch=batch, exact=True, r_schedule=r_schedule, device=device), ()
+    if r_schedule is not None:
+        raise ValueError("r of a pipeline is a time of its own schedule; leave --r_schedule out")
     from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline
 
     prompts = prompts_for(classes, superclass=superclass, names=names)

@@ -24,6 +24,7 @@ def augment(
     judge: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None,
     top: int = 4,
     r: float = 0.8,
+    r_schedule: Literal["cosine", "scaled_linear"] | None = None,
     superclass: str | None = None,
     loop: bool = False,
     worst: int = 3,
@@ -58,6 +59,8 @@ def augment(
         judge: a trained classifier: says what is confused, on val, and embeds for genie_ada
         top: how many confused classes
         r: how much noise of genie, 0 to 1
+        r_schedule: the noise schedule on which r is stated; scaled_linear is Stable Diffusion's, as in papers (default:
+            that of the model)
         superclass: for prompts: a photo of a CLASS, a type of SUPERCLASS
         loop: find the worst classes of a run, make images for them, train it again, compare
         worst: how many classes of --loop
@@ -70,7 +73,15 @@ def augment(
     from vitrail.api import augmenting
 
     options: dict[str, Any] = {"method": method, "model": model, "each": each, "up_to": up_to, "below": below}
-    options |= {"top": top, "r": r, "superclass": superclass, "seed": seed, "batch": batch, "device": device}
+    options |= {
+        "top": top,
+        "r": r,
+        "r_schedule": r_schedule,
+        "superclass": superclass,
+        "seed": seed,
+        "batch": batch,
+        "device": device,
+    }
     if policy is not None:
         options["policy"] = policy
     if judge is not None:

@@ -2,7 +2,8 @@
 
     X_r = STDiff(X_S, T, r): noise the image part of the way, then take the noise away under another class
 
-`r` is a time in training: of the steps of a whole run, only those with a time of at most r are made.
+`r` is a time in training: of the steps of a whole run, only those with a time of at most r are made. How much noise
+that is depends on the schedule; `vitrail.model.noise.equal_noise` converts between schedules.
 """
 
 from __future__ import annotations

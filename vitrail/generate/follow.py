@@ -39,9 +39,11 @@ class Order:
     prompts: tuple[str, ...]  # empty where the model takes classes by number
     r: float
     seed: int
+    r_schedule: str | None = None  # on which r is stated (none: that of the model)
 
     def to_json(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in ("method", "model", "data", "r", "seed")}
+        facts |= {"r_schedule": self.r_schedule} if self.r_schedule else {}  # older plans have none
         return {**facts, "classes": list(self.classes), "prompts": list(self.prompts), "plan": self.plan.to_json()}
 
 
@@ -147,6 +149,7 @@ def _facts(order: Order, number: int, made: Made, row: int, labels: NDArray[np.i
         "source_class": None if source is None else order.classes[int(labels[source])],
         **({"with": int(plan.own[number])} if order.method in ("mixup", "cutmix") else {}),
         "r": r,
+        **({"r_schedule": order.r_schedule} if order.r_schedule and r is not None else {}),
         "seed": int(plan.seeds[number]),
         "prompt": order.prompts[target] if order.prompts else None,
         "model": order.model,

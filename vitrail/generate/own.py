@@ -12,7 +12,9 @@ from vitrail.data.device_pixels import normal_noise
 from vitrail.generate.diffuser import PURE_NOISE, as_given, as_signed, check_request, steps_run
 from vitrail.generate.solvers import Solver, solve, times_from
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import NoiseScheduleName
 from vitrail.model.denoiser import Denoiser
+from vitrail.model.noise import equal_noise
 from vitrail.model.replay import Replay
 
 
@@ -21,6 +23,9 @@ class OwnDiffuser:
 
     `guidance` g moves every guess from that without a class through that with the class: none + g (class - none); 1
     leaves out the former, and half of the cost. Both are rows of one call. `clip` keeps guessed images in -1..1.
+
+    `r_schedule` is the schedule on which r is stated (none: that of the model). With `scaled_linear`, Stable
+    Diffusion's, r means as much noise as in papers, whatever schedule the model was trained with.
 
     Noise is a function of an image's seed alone, to the bit. What the network makes of it differs in the last digits
     between batches of different sizes, where libraries choose other kernels; `exact` always computes `batch` rows, so
@@ -38,6 +43,7 @@ class OwnDiffuser:
         batch: int = 256,
         clip: bool = True,
         exact: bool = False,
+        r_schedule: NoiseScheduleName | None = None,
         device: str | torch.device | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -54,6 +60,7 @@ class OwnDiffuser:
         self.classes = model.classes
         self.steps, self.solver, self.guidance = steps, solver, guidance
         self.batch, self.clip, self.exact, self.autocast = batch, clip, exact, autocast
+        self.r_schedule = r_schedule
         self._graphs: dict[torch.Size, Replay] = {}
 
     @property
@@ -70,10 +77,16 @@ class OwnDiffuser:
         """Side of the images that it makes."""
         return self.model.preprocess.size
 
+    def time(self, r: float) -> float:
+        """The model's own time for an r as it is stated; noise alone stays noise alone."""
+        own = self.network.schedule.name
+        return r if r > PURE_NOISE else equal_noise(r, self.r_schedule or own, own)
+
     def evaluations(self, r: float) -> int:
-        return steps_run(r, self.steps) * (1 if self.guidance == 1 else 2)
+        return steps_run(self.time(r), self.steps) * (1 if self.guidance == 1 else 2)
 
     def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        r = self.time(r)
         target, seeds = check_request(self.classes, target, seeds, images)
         if tuple(images.shape[2:]) != (self.size, self.size):
             raise ValueError(

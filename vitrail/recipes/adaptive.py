@@ -370,9 +370,11 @@ def small_adavit() -> RunConfig:
     return _small("small-adavit", Adavit())
 
 
-def _small_attack(name: str, adaptive: AdaptiveConfig, lr: float = 0.2, **options: object) -> RunConfig:
+def _small_attack(
+    name: str, adaptive: AdaptiveConfig, lr: float = 0.2, layer_weights: tuple[float, ...] = ()
+) -> RunConfig:
     model = ModelConfig(name="vit_tiny_32", trunk={"adaptive": adaptive})
-    made = _attack(name, model, batch=250, lr=lr, size=8, **options)
+    made = _attack(name, model, batch=250, lr=lr, size=8, layer_weights=layer_weights)
     return replace(made, optim=replace(made.optim, steps=500))
 
 
@@ -384,8 +386,7 @@ def small_attack_ats() -> RunConfig:
     Expect:    not measured yet; with a rate of 0.2, equal weights and 300 steps: success 5 % (std 4, three seeds,
                studies/adaptive.py), 60.0 -> 54.8 % of CIFAR-100
     """
-    weights = (*TINY_WEIGHTS, *(TINY_WEIGHTS[-1],) * 2)
-    return _small_attack("small-attack-ats", Ats(), 0.4, layer_weights=weights)
+    return _small_attack("small-attack-ats", Ats(), 0.4, (*TINY_WEIGHTS, *(TINY_WEIGHTS[-1],) * 2))
 
 
 def small_attack_avit() -> RunConfig:
