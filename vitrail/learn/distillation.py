@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -81,6 +82,12 @@ class Distillation(Supervised):
             assert index is not None
             self.answers = Answers(index, len(teacher.classes))
             self.capturable = False  # a replayed graph would ask the teacher for ever
+
+    def binary_classifiers(self) -> Collection[int]:
+        """A distillation token learns the teacher's decision by cross entropy, unless several labels may hold."""
+        if isinstance(self.model.head, DistilledHead) and not self.model.multilabel:
+            return (0,)
+        return super().binary_classifiers()
 
     def teach(self, batch: Batch) -> Tensor:
         """The teacher's logits [batch, classes], in float32 and without gradient."""

@@ -101,6 +101,11 @@ class GramianHead(Head):
         stack = self.fc(self.embed(tokens)).unflatten(-1, (self.heads, self.classes))
         return stack if self.auxiliary is None else torch.cat([stack, self.auxiliary(tokens)], dim=1)
 
+    def biases(self) -> list[list[Tensor]]:
+        assert self.fc.bias is not None
+        heads = [[part] for part in self.fc.bias.unflatten(0, (self.heads, -1))]
+        return heads if self.auxiliary is None else [*heads, *self.auxiliary.biases()]
+
     def fuse(self, stack: Tensor) -> Tensor:
         """Mean of the heads' logits; the auxiliary classifier has no part in it.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.model.tokens import Tokens
@@ -43,6 +45,29 @@ class Head(nn.Module):
     def losses(self, stack: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Losses of the head itself (decorrelation and the like), by name."""
         return {}
+
+    def biases(self) -> list[list[Tensor]]:
+        """For each classifier of the stack, the biases that its logits are made of, `[classes]` or one for all.
+
+        They share memory with the parameters. A classifier that only joins others has none of its own.
+        """
+        return []
+
+    def start_biases(self, logits: Tensor, classifiers: Collection[int] | None = None) -> None:
+        """Start classifiers (none: all) at `logits`, `[classes]`, before they read anything from the tokens.
+
+        Biases that are frozen stay, and so does a classifier with any bias other than zero: it was trained before.
+        """
+        for k, parts in enumerate(self.biases()):
+            if not parts or (classifiers is not None and k not in classifiers) or not self._fresh(parts):
+                continue
+            with torch.no_grad():
+                for part in parts:
+                    share = logits.to(part) / len(parts)
+                    part.copy_(share if len(part) == len(share) else share.mean())
+
+    def _fresh(self, parts: list[Tensor]) -> bool:
+        return all(part.requires_grad and not part.is_meta and not part.any() for part in parts)
 
     def maps(self, tokens: Tokens) -> Tensor | None:
         """Where the head looks: `[batch, maps, patches]`, rows that sum to 1; none where it has no maps."""
@@ -86,6 +111,9 @@ class LinearHead(Head):
     def first(self) -> nn.Linear:
         """The layer that reads the vector."""
         return self.wide if isinstance(self.wide, nn.Linear) else self.fc
+
+    def biases(self) -> list[list[Tensor]]:
+        return [[part] for part in self.fc.bias.unflatten(0, (self.classifiers, -1))]
 
     def forward(self, tokens: Tokens) -> Tensor:
         return self.fc(self.drop(self.act(self.wide(self.embed(tokens))))).unflatten(-1, (self.classifiers, -1))
