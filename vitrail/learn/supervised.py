@@ -150,6 +150,10 @@ class Supervised(Objective):
             counts = class_counts(labels, len(model.classes))
             shift = config.logit_adjustment * prior_shift(counts, self.binary)
         self.register_buffer("shift", shift, persistent=False)
+        # So that what the head adds (decorrelation) has the same weight relative to every loss.
+        model.head.loss_scale = 1 / len(model.classes) if self.binary and not config.bce_sum else 1.0
+        if config.classifier_loss == "mean":
+            model.head.loss_scale /= model.head.classifiers
         if self.binary and (labels is not None or not model.multilabel):
             # From zero, every class begins at one half, and the first steps only push all but one of them down.
             start = prior_logits(labels, len(model.classes))

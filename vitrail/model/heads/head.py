@@ -17,13 +17,15 @@ class Head(nn.Module):
     `prefix`: how many learned tokens the trunk must put in front of the patches. `own_norm`: the head normalises after
     layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds. `takes_packed`:
     packed tokens are welcome; otherwise they come padded and masked. `begins_anew`: it is of the task, and not of what
-    the trunk was trained on before.
+    the trunk was trained on before. `loss_scale`: factor of the loss of each classifier, set by the objective that
+    trains the head; 1 for cross entropy and for a binary one that sums over classes, 1 / classes for its mean.
     """
 
     prefix: int = 0
     own_norm: bool = False
     takes_packed: bool = False
     begins_anew: bool = True
+    loss_scale: float = 1.0
     classifiers: int = 1
     features: int
 
