@@ -138,7 +138,7 @@ def best_possible(task: str, seed: int, count: int) -> float:
 
 CROSS = SecondOrder(heads=2, rows=8, columns=8, fusion="words_only")
 # The published weight of -0.8 is for 1000 classes and a divergence averaged over classes (heads §7 item 17).
-GRAMIAN = Gramian(gram_width=WIDTH, decorrelation=-0.8 * CLASSES / 1000)
+GRAMIAN = Gramian(gram_width=WIDTH, decorrelation=-0.8 * CLASSES / 1000, reduction="mean")
 
 HEADS: dict[str, HeadConfig] = {
     "class_token": ClassToken(),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem, Patchify, SotStem, TrunkConfig
 from vitrail.model.cost import Cost, cost
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Mean, SecondOrder
@@ -404,6 +405,7 @@ MAC_MISMATCHES = {
     "ga_convnext_small": "10.5 printed; the released layout has 9.6",
     "ga_convnext_base": "19.0 printed; the released layout has 16.9",
     "cifar_resnet29_bottleneck": "printed with one digit",
+    "ga_cifar_resnet110": "0.22 printed; a ResNet-110 of plain blocks has 0.253 without any head",
     "deit_small_sima": "4.6 printed, as for softmax; the cheaper order of products leaves 4.36",
 }
 
@@ -415,6 +417,21 @@ def test_stated_macs_agree_or_are_listed(name: str) -> None:
     agrees = found == pytest.approx(stated.macs, rel=0.04 if stated.macs < 2.6 else 0.02)
     assert agrees is (name not in MAC_MISMATCHES)
     assert found == pytest.approx(stated.macs, rel=0.2)
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(29, 0.36), (65, 0.76), (110, 1.26)])
+def test_one_kept_gramian_head_leaves_the_parameters_of_table_c(depth: int, millions: float) -> None:
+    model = create_model(f"ga_cifar_resnet{depth}_bottleneck")
+    for k in (0, 4):
+        kept = Classifier(
+            model.trunk,
+            model.head.keep([k]),
+            spec=model.spec,
+            classes=model.classes,
+            preprocess=model.preprocess,
+            multilabel=False,
+        )
+        assert cost(kept).parameters / 1e6 == pytest.approx(millions, abs=0.005)  # half of the last digit
 
 
 def test_memory_formula_of_table_e() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -84,6 +85,12 @@ class Distillation(Supervised):
     @property
     def phase(self) -> int:
         return int(self.answers is not None and self.answers.complete)
+
+    def binary_classifiers(self) -> Collection[int]:
+        """A distillation token learns the teacher's decision by cross entropy, unless several labels may hold."""
+        if isinstance(self.model.head, DistilledHead) and not self.model.multilabel:
+            return (0,)
+        return super().binary_classifiers()
 
     def teach(self, batch: Batch) -> Tensor:
         """The teacher's logits [batch, classes], in float32 and without gradient."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -75,6 +76,23 @@ def prior_shift(counts: NDArray[np.int64], binary: bool = False) -> Tensor:
     return torch.tensor(shift, dtype=torch.float32)
 
 
+def prior_logits(labels: NDArray[np.int64] | None, classes: int) -> Tensor:
+    """[classes] log odds of each class's frequency, by which a sigmoid says how frequent it is; none: all alike.
+
+    With one label an image and equally frequent classes that is -log(classes - 1). A frequency is at least half an
+    image away from 0 and from 1; unlabelled images (-1) do not count.
+
+    >>> prior_logits(None, 3).exp()
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+    if labels is None:
+        return torch.full((classes,), -math.log(max(1, classes - 1)))
+    known = labels if labels.ndim == 2 else labels[labels >= 0]
+    least = 0.5 / max(1, len(known))
+    frequency = np.clip(class_counts(known, classes) / max(1, len(known)), least, 1 - least)
+    return torch.tensor(np.log(frequency) - np.log1p(-frequency), dtype=torch.float32)
+
+
 def balanced_weights(labels: NDArray[np.int64], classes: int) -> Tensor:
     """Weights inverse to class frequency, of mean 1 over the training images; a class without images weighs 0."""
     counts = class_counts(labels, classes)
@@ -92,7 +110,10 @@ def chosen_weights(named: Mapping[str, float], classes: Sequence[str]) -> Tensor
 
 
 class Supervised(Objective):
-    """Labels (and what mixing made of them) for every classifier of the head."""
+    """Labels (and what mixing made of them) for every classifier of the head.
+
+    With binary cross entropy, classifiers that were not trained before start at the frequency of each class.
+    """
 
     weights: Tensor | None
     shift: Tensor | None
@@ -129,6 +150,18 @@ class Supervised(Objective):
             counts = class_counts(labels, len(model.classes))
             shift = config.logit_adjustment * prior_shift(counts, self.binary)
         self.register_buffer("shift", shift, persistent=False)
+        # So that what the head adds (decorrelation) has the same weight relative to every loss.
+        model.head.loss_scale = 1 / len(model.classes) if self.binary and not config.bce_sum else 1.0
+        if config.classifier_loss == "mean":
+            model.head.loss_scale /= model.head.classifiers
+        if self.binary and (labels is not None or not model.multilabel):
+            # From zero, every class begins at one half, and the first steps only push all but one of them down.
+            start = prior_logits(labels, len(model.classes))
+            model.head.start_biases(start if shift is None else start - shift, self.binary_classifiers())
+
+    def binary_classifiers(self) -> Collection[int]:
+        """Classifiers of the head's stack whose loss is a sigmoid for each class, where labels are learned so."""
+        return range(self.model.head.classifiers)
 
     def criterion(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of one classifier: logits [batch, classes], target [batch] or [batch, classes]."""

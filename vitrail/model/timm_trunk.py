@@ -141,6 +141,18 @@ class OwnHead(Head):
         # In a tuple: the parameters belong to the trunk and must not be registered twice.
         self._backbone = (backbone,)
         self.features = int(cast("Any", backbone).num_features)
+        # timm may start biases anywhere: who finds them changed knows that weights were loaded.
+        published = getattr(backbone, "classifier_is_published", False)
+        self._start = [] if published else [part.detach().clone() for parts in self.biases() for part in parts]
+
+    def biases(self) -> list[list[Tensor]]:
+        names = [name.removeprefix("backbone.") for name in classifier_names(self._backbone[0])]
+        layer = self._backbone[0].get_submodule(names[0]) if len(names) == 1 else None
+        return [[layer.bias]] if isinstance(layer, nn.Linear) and layer.bias is not None else []
+
+    def _fresh(self, parts: list[Tensor]) -> bool:
+        known = any(torch.equal(parts[0].detach().cpu(), start.cpu()) for start in self._start if not start.is_meta)
+        return known and parts[0].requires_grad
 
     def _features(self, tokens: Tokens) -> Tensor:
         form, x = _form(self._backbone[0]), tokens.sequence
@@ -200,7 +212,9 @@ def build_backbone(
         options["img_size"] = config.image_size
     try:
         with torch.device("cpu" if pretrained else device or "cpu"):
-            return timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options), config
+            made: Any = timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options)
+        made.classifier_is_published = pretrained and made.pretrained_cfg.get("num_classes") == classes
+        return made, config
     except TypeError as error:
         if "img_size" in options and "img_size" in str(error):  # convolutional models take any size without being told
             from dataclasses import replace

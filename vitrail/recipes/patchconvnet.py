@@ -155,7 +155,7 @@ def small_patchconvnet() -> RunConfig:
 
     Command:   vitrail train small-patchconvnet --data cifar100.npz
     Expect:    with Muon at 1e-3, LayerScale from 0.1, batches of 250 and 12 epochs 25.5 % of CIFAR-100 (std 0.7, three
-               seeds, studies/stem-pooling.yaml, before the model had its authors' layout); as it stands not measured yet
+               seeds, studies/stem-pooling.yaml, in an earlier layout); as it stands not measured yet
     """
     base = small_deit()
     return replace(

@@ -109,6 +109,11 @@ class BranchesHead(Head):
         together = (self.weights(tokens)[:, :, None] * each).sum(1, keepdim=True)
         return torch.cat([each, together], 1)
 
+    def biases(self) -> list[list[Tensor]]:
+        """The ensemble has none: where all branches agree, their weighted mean is what they say."""
+        branches: list[list[Tensor]] = [[layer.bias] for layer in self.fc if isinstance(layer, nn.Linear)]
+        return [*branches, []]
+
     def fuse(self, stack: Tensor) -> Tensor:
         return stack[:, -1]
 

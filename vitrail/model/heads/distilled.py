@@ -40,5 +40,8 @@ class DistilledHead(Head):
     def forward(self, tokens: Tokens) -> Tensor:
         return torch.stack([self.fc(tokens.token(0)), self.fc_dist(tokens.token(1))], 1)
 
+    def biases(self) -> list[list[Tensor]]:
+        return [[self.fc.bias], [self.fc_dist.bias]]
+
     def fuse(self, stack: Tensor) -> Tensor:
         return mean_of_probabilities(stack) if self.fusion == "softmax" else stack.mean(1)

@@ -67,8 +67,6 @@ class GramianHead(Head):
         self.ls2 = LayerScale(heads * width, config.layerscale)
         self.fc = GroupedLinear(heads * width, heads * classes, heads)
         self.auxiliary = MeanHead(width, classes) if config.auxiliary else None
-        self._raw_share: Tensor | None = None  # last step's decorrelation over the limit, before it was held
-        self._told = False
 
     def embed(self, tokens: Tokens) -> Tensor:
         """The final class tokens of all heads, one after the other, `[batch, heads * width]`."""
@@ -101,6 +99,11 @@ class GramianHead(Head):
         stack = self.fc(self.embed(tokens)).unflatten(-1, (self.heads, self.classes))
         return stack if self.auxiliary is None else torch.cat([stack, self.auxiliary(tokens)], dim=1)
 
+    def biases(self) -> list[list[Tensor]]:
+        assert self.fc.bias is not None
+        heads = [[part] for part in self.fc.bias.unflatten(0, (self.heads, -1))]
+        return heads if self.auxiliary is None else [*heads, *self.auxiliary.biases()]
+
     def fuse(self, stack: Tensor) -> Tensor:
         """Mean of the heads' logits; the auxiliary classifier has no part in it.
 
@@ -109,40 +112,21 @@ class GramianHead(Head):
         return stack[:, : self.heads].mean(1)
 
     def losses(self, stack: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """`decorrelation`: weight * sum over heads of KL(anchor || head), held at `limit` of the task loss (§3.2).
+        """`decorrelation`: weight * sum over heads of KL(anchor || head), reduced as the task loss.
 
-        With a negative weight the term has no lower bound, and with few classes or `reduction="batch"` it can win.
-        So it may take back at most `limit` of the summed task losses: beyond, it is multiplied by a constant, which
-        changes the length of its gradient and not the direction. The head does not know which loss it is trained on;
-        the smaller of cross entropy and binary cross entropy (mean over classes) bounds both. A warning says once, at
-        the next change of mode, that the term was held: asking at every step would stop an accelerator.
+        With a negative weight the term has no lower bound, so it may take back at most `limit` of the summed task
+        losses: beyond, it is multiplied by a constant, which changes the length of its gradient and not the direction.
         """
-        weight, limit = self.config.decorrelation, self.config.limit
-        if weight == 0 or self.heads == 1:
+        weight, heads = self.config.decorrelation, self.heads
+        if weight == 0 or heads == 1:
             return {}
-        stack = stack[:, : self.heads].float()
-        divergence = mean_divergence(stack)
-        if self.config.reduction == "mean":
-            divergence = divergence / self.classes
-        term = weight * self.heads * divergence
+        stack = stack[:, :heads].float()
+        scale = {"task": self.loss_scale, "mean": 1 / self.classes, "batch": 1.0}[self.config.reduction]
+        term = weight * heads * scale * mean_divergence(stack)
         if weight < 0:
-            share = term.detach().abs() / (limit * self.heads * _task_loss(stack.detach(), target)).clamp(min=1e-30)
-            self._raw_share = share
-            term = term / share.clamp(min=1)
+            most = self.config.limit * heads * self.loss_scale * _task_loss(stack.detach(), target)
+            term = term * (most / term.detach().abs().clamp(min=1e-30)).clamp(max=1)
         return {"decorrelation": term}
-
-    def train(self, mode: bool = True) -> GramianHead:
-        share, self._raw_share = self._raw_share, None
-        if not self._told and share is not None and float(share) > 1:
-            self._told = True
-            warnings.warn(
-                f"the decorrelation of the Gramian heads ({self.config.decorrelation:g}, {self.classes} classes) was "
-                f"{float(share):.3g} times its limit of {self.config.limit:g} x the task loss and is held there; "
-                "bring head.decorrelation closer to zero",
-                stacklevel=2,
-            )
-        super().train(mode)
-        return self
 
     def keep(self, indices: Sequence[int]) -> Head:
         """A smaller head: only the heads of these numbers, with their weights; this one is left as it is.
@@ -191,11 +175,14 @@ def mean_divergence(stack: Tensor) -> Tensor:
 
 
 def _task_loss(stack: Tensor, target: Tensor) -> Tensor:
-    """The smaller of cross entropy and binary cross entropy, mean over images and heads."""
+    """The smaller of cross entropy and binary cross entropy summed over classes, mean over images and heads.
+
+    It bounds both: the head is not told by which of them, and with what smoothing, it learns.
+    """
     dense = F.one_hot(target, stack.shape[-1]) if target.ndim == 1 else target
     dense = dense[:, None].to(stack.dtype).expand_as(stack)
     cross = -(dense * stack.log_softmax(-1)).sum(-1).mean()
-    return torch.minimum(cross, F.binary_cross_entropy_with_logits(stack, dense))
+    return torch.minimum(cross, stack.shape[-1] * F.binary_cross_entropy_with_logits(stack, dense))
 
 
 class GroupedLinear(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.model.tokens import Tokens
@@ -15,13 +17,15 @@ class Head(nn.Module):
     `prefix`: how many learned tokens the trunk must put in front of the patches. `own_norm`: the head normalises after
     layers of its own, so the trunk must not. `classifiers`: how many logit vectors the stack holds. `takes_packed`:
     packed tokens are welcome; otherwise they come padded and masked. `begins_anew`: it is of the task, and not of what
-    the trunk was trained on before.
+    the trunk was trained on before. `loss_scale`: factor of the loss of each classifier, set by the objective that
+    trains the head; 1 for cross entropy and for a binary one that sums over classes, 1 / classes for its mean.
     """
 
     prefix: int = 0
     own_norm: bool = False
     takes_packed: bool = False
     begins_anew: bool = True
+    loss_scale: float = 1.0
     classifiers: int = 1
     features: int
     edge_layers: tuple[str, ...] = ("fc",)  # child layers that give logits: no hidden matrices
@@ -44,6 +48,29 @@ class Head(nn.Module):
     def losses(self, stack: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Losses of the head itself (decorrelation and the like), by name."""
         return {}
+
+    def biases(self) -> list[list[Tensor]]:
+        """For each classifier of the stack, the biases that its logits are made of, `[classes]` or one for all.
+
+        They share memory with the parameters. A classifier that only joins others has none of its own.
+        """
+        return []
+
+    def start_biases(self, logits: Tensor, classifiers: Collection[int] | None = None) -> None:
+        """Start classifiers (none: all) at `logits`, `[classes]`, before they read anything from the tokens.
+
+        Biases that are frozen stay, and so does a classifier with any bias other than zero: it was trained before.
+        """
+        for k, parts in enumerate(self.biases()):
+            if not parts or (classifiers is not None and k not in classifiers) or not self._fresh(parts):
+                continue
+            with torch.no_grad():
+                for part in parts:
+                    share = logits.to(part) / len(parts)
+                    part.copy_(share if len(part) == len(share) else share.mean())
+
+    def _fresh(self, parts: list[Tensor]) -> bool:
+        return all(part.requires_grad and not part.is_meta and not part.any() for part in parts)
 
     def maps(self, tokens: Tokens) -> Tensor | None:
         """Where the head looks: `[batch, maps, patches]`, rows that sum to 1; none where it has no maps."""
@@ -87,6 +114,9 @@ class LinearHead(Head):
     def first(self) -> nn.Linear:
         """The layer that reads the vector."""
         return self.wide if isinstance(self.wide, nn.Linear) else self.fc
+
+    def biases(self) -> list[list[Tensor]]:
+        return [[part] for part in self.fc.bias.unflatten(0, (self.classifiers, -1))]
 
     def forward(self, tokens: Tokens) -> Tensor:
         return self.fc(self.drop(self.act(self.wide(self.embed(tokens))))).unflatten(-1, (self.classifiers, -1))

@@ -63,5 +63,8 @@ class ProjectedHead(Head):
     def represent(self, tokens: Tokens) -> Tensor:
         return self.pooled(tokens) if self.config.judged == "trunk" else self.embed(tokens)
 
+    def biases(self) -> list[list[Tensor]]:
+        return [[self.fc.bias]]
+
     def forward(self, tokens: Tokens) -> Tensor:
         return self.fc(self.pooled(tokens))[:, None]

@@ -77,6 +77,10 @@ class SecondOrderHead(Head):
         stack = torch.stack([_classify(fc, v) for fc, v in pairs if fc is not None and v is not None], dim=1)
         return stack.sum(1, keepdim=True) if self.config.fusion == "sum" else stack
 
+    def biases(self) -> list[list[Tensor]]:
+        parts: list[Tensor] = [layer.bias for layer in (self.fc, self.fc_words) if layer is not None]
+        return [parts] if self.classifiers == 1 else [[part] for part in parts]
+
     def fuse(self, stack: Tensor) -> Tensor:
         """`late`: log of the mean probability (`softmax`) or sum of logits (`logits`); else the only logits."""
         if stack.shape[1] == 1:
