@@ -156,7 +156,7 @@ class Bench:
         """Speeds of one objective; `warm`: compile and return."""
         began = time.monotonic()
         objective = self.objective(name)
-        passes = passes_per_image(objective, next(iter(self.loader(objective, 0, 1))))
+        passes = passes_per_image(self.objective(name), next(iter(self.loader(objective, 0, 1))))
         optim = DINO_OPTIM if name == "dino" else OPTIM
         step = TrainStep(
             objective,
@@ -208,13 +208,10 @@ def passes_per_image(objective: Objective, batch: Batch) -> float:
         pixels[0] += images.shape[0] * images.shape[2] * images.shape[3] * (1 if torch.is_grad_enabled() else 1 / 3)
 
     first = [m for m in objective.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3]
-    hooks = [layer.register_forward_pre_hook(count) for layer in first]
-    state = {name: value.clone() for name, value in objective.state_dict().items()}
+    for layer in first:
+        layer.register_forward_pre_hook(count)
     objective.before_step(0)
     objective(batch.changed(lambda tensor: tensor.cpu()))
-    objective.load_state_dict(state)
-    for hook in hooks:
-        hook.remove()
     return pixels[0] / (len(batch) * 32 * 32)
 
 

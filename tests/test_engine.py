@@ -83,6 +83,39 @@ def test_learning_rate_scales_with_the_batch() -> None:
     assert make_schedule(OptimConfig(lr=0.1, lr_batch=256), 1024, 10**6).peak == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_that_changes_is_applied_as_adamw_applies_it(name: str) -> None:
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.1, weight_decay_end=0.9, steps=6, warmup=0)
+    curve = make_schedule(config, 1, 100)
+    ours, theirs = nn.Linear(1, 3), nn.Linear(1, 3)  # one column: no matrix, so AdamW's in both cases
+    theirs.load_state_dict(ours.state_dict())
+    updater = Updater(build_optimizer(ours, config), 0.0)
+    adam = torch.optim.AdamW([{"params": [theirs.weight]}, {"params": [theirs.bias], "weight_decay": 0.0}])
+    for step in range(6):
+        set_step(updater.optimizer, curve, step)
+        assert all(group["weight_decay"] == 0.0 for group in updater.optimizer.param_groups)
+        for group in adam.param_groups:
+            group["lr"] = curve.lr(step)
+        adam.param_groups[0]["weight_decay"] = curve.weight_decay(step)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        updater.apply()
+        adam.step()
+        torch.testing.assert_close(ours.weight, theirs.weight)
+        torch.testing.assert_close(ours.bias, theirs.bias)
+    before = ours.weight.detach().clone()
+    ours.weight.grad, ours.bias.grad = torch.full_like(ours.weight, float("nan")), torch.zeros_like(ours.bias)
+    updater.apply()
+    assert torch.equal(ours.weight, before)  # a skipped step decays nothing
+
+
+def test_weight_decay_may_fall_on_everything() -> None:
+    groups = parameter_groups(objective(), OptimConfig(decay_all=True))
+    assert all(group["decayed"] for group in groups)
+    assert any(not group["decayed"] for group in parameter_groups(objective(), OptimConfig()))
+
+
 def test_weight_decay_runs_on_a_cosine() -> None:
     curve = make_schedule(OptimConfig(weight_decay=0.04, weight_decay_end=0.4, steps=101), 1, 100)
     assert curve.weight_decay(0) == pytest.approx(0.04)

@@ -97,6 +97,23 @@ def test_an_image_of_the_memory_is_not_its_own_neighbour() -> None:
     assert itself["fine"]["1"] == 1.0  # the same images as another split find themselves
 
 
+def test_two_hundred_neighbours_vote_as_in_the_benchmarks_of_self_supervised_learning() -> None:
+    generator = torch.Generator().manual_seed(3)
+    memory, queries = (
+        Embedded(torch.randn(n, 5, generator=generator), torch.randint(3, (n,), generator=generator), None)
+        for n in (230, 40)
+    )
+    data = SimpleNamespace(split="test", kept={"train": memory, "test": queries}, loaders={}, classes=tuple("abc"))
+    q, m = (rows.embedding / rows.embedding.norm(dim=1, keepdim=True) for rows in (queries, memory))
+    votes = torch.zeros(40, 3)
+    for i, cosines in enumerate(q @ m.T):
+        for j in cosines.argsort(descending=True)[:200].tolist():
+            votes[i, memory.label[j]] += (cosines[j] / 0.1).exp()
+    expected = (votes.argmax(1) == queries.label).float().mean()
+    numbers = judge_neighbours(model(), data)["numbers"]  # type: ignore[arg-type]
+    assert numbers["knn200"] == pytest.approx(float(expected))
+
+
 def test_an_image_of_the_memory_is_not_its_own_find() -> None:
     data = kept("train")
     vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()

@@ -101,6 +101,7 @@ CONFIGS: dict[str, Any] = {
     "byol": ByolConfig(predictor_hidden=16, momentum_end=1.0),
     "byol both ways": ByolConfig(predictor_hidden=16, symmetric=True),
     "moco": MocoConfig(bank=16, temperature=0.3),
+    "moco both ways": MocoConfig(bank=16, temperature=0.3, symmetric=True),
     "isd": IsdConfig(bank=16, predictor_hidden=16, temperature=0.12, teacher_temperature=0.03),
     "msf": MsfConfig(bank=16, predictor_hidden=16, k=3),
     "msf bf16": MsfConfig(bank=16, predictor_hidden=16, k=3, bank_precision="bf16"),
@@ -416,6 +417,32 @@ def test_byol_is_the_squared_distance_of_unit_vectors(teacher: str) -> None:
     target = twin.target.module.outputs(batch.views[0]).embedding
     apart = F.normalize(online, dim=1) - F.normalize(target, dim=1)
     torch.testing.assert_close(objective(batch)["loss"], apart.square().sum(1).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_moco_both_ways_contrasts_each_view_with_the_other_and_pushes_both(teacher: str) -> None:
+    objective = made("moco both ways", teacher).eval()  # without statistics of the batch
+    batch, rows = batch_of(), objective.bank.rows.clone()
+    views = [objective.model.head.embed(objective.model.tokens(view)) for view in batch.views]
+    online = [F.normalize(view, dim=1) for view in views]
+    target = [objective.target.embed(view) for view in batch.views]
+    terms = []
+    for a, b in ((0, 1), (1, 0)):
+        scores = torch.cat([(online[a] * target[b]).sum(1, keepdim=True), online[a] @ rows.T], 1) / 0.3
+        terms.append(F.cross_entropy(scores, torch.zeros(COUNT, dtype=torch.int64)))
+    torch.testing.assert_close(objective(batch)["loss"], sum(terms) / 2, rtol=1e-5, atol=1e-6)
+    pushed = objective.bank.rows[: 2 * COUNT]
+    torch.testing.assert_close(pushed, torch.cat([target[1], target[0]]))
+
+
+def test_two_queues_lag_by_a_share_of_the_run(teacher: str) -> None:
+    def momentum(steps: int, **changes: object) -> float:
+        config = replace(CONFIGS["compres 2q"], teacher=teacher, **changes)
+        return build_objective(config, small(), replace(FACTS, steps=steps)).key.decay  # type: ignore[union-attr]
+
+    assert momentum(650_000) == pytest.approx(0.999)  # the paper's run
+    assert 1 / (1 - momentum(65_000)) == pytest.approx(100)  # a tenth as long, a tenth of the lag
+    assert momentum(300) == 0
+    assert momentum(300, momentum=0.9) == 0.9
 
 
 def test_byol_both_ways_is_the_mean_of_the_two_directions_where_nothing_depends_on_the_batch(teacher: str) -> None:

@@ -135,6 +135,20 @@ def searched(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def moco_with_batch_norm() -> Any:
+    model = small(head={"kind": "projected", "width": 8, "hidden": 16, "norm": True})
+    facts = TrainingFacts(np.arange(18) % 3, np.arange(18), STEPS)
+    return build_objective(MocoConfig(bank=ROWS), model, facts).train()
+
+
+def shuffled_keys(rank: int, world: int) -> dict[str, Tensor]:
+    """Keys of this process's images at step 1, and the order in which the images of all were divided."""
+    objective, each = moco_with_batch_norm(), COUNT // world
+    objective.before_step(1)
+    images = batch_of(0, ViewSpec(1), slice(rank * each, (rank + 1) * each)).images
+    return {"keys": objective.embed_target(images), "order": objective._order(each, torch.device("cpu"))}
+
+
 def one_rank(rank: int, folder: str, teacher: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
@@ -145,6 +159,7 @@ def one_rank(rank: int, folder: str, teacher: str) -> None:
         norm.running_var *= 1 + 2 * rank
         Statistics(torch.nn.Sequential(norm)).agree(Group(rank, WORLD, rank))
         found["statistics"] = {"mean": norm.running_mean, "var": norm.running_var}
+        found["shuffled"] = shuffled_keys(rank, WORLD)
         for name in CONFIGS:
             found[name] = trained(name, teacher, Group(rank, WORLD, rank))
         torch.save(found, f"{folder}/{rank}.pt")
@@ -168,6 +183,20 @@ def two(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     return searched(0, 1)
+
+
+def test_keys_are_normalised_with_images_of_other_processes(two: list[dict[str, Any]]) -> None:
+    images, each = batch_of(0, ViewSpec(1), slice(None)).images, COUNT // WORLD
+    order = two[0]["shuffled"]["order"]
+    assert torch.equal(order, two[1]["shuffled"]["order"])
+    assert sorted(order.tolist()) == list(range(COUNT))
+    assert set(order[:each].tolist()) != set(range(each))  # or nothing was shuffled
+    expected = torch.empty(COUNT, 8)
+    for rank in range(WORLD):  # one BatchNorm a process, over the images that the order gave it
+        chosen = order[rank * each : (rank + 1) * each]
+        expected[chosen] = moco_with_batch_norm().target.embed(images[chosen])
+    found = torch.cat([two[rank]["shuffled"]["keys"] for rank in range(WORLD)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_running_statistics_are_the_mean_of_all_processes(two: list[dict[str, Any]]) -> None:
