@@ -284,6 +284,9 @@ def test_show_gives_what_the_model_and_the_batch_decide(capsys: pytest.CaptureFi
     assert json.loads(out)["resolved"] == {"model.drop_path": 0.4, "model.image_size": 224}  # CaiT, table 3.16
     _, out, _ = ask(capsys, "show", "deit-300", "--data.batch", "256", "--json")
     assert json.loads(out)["resolved"]["optim.lr"] == pytest.approx(5e-4 / 2)  # given at 512
+    assert json.loads(out)["optimizer"] is None  # one takes all
+    _, out, _ = ask(capsys, "show", "small-deit", "--json")
+    assert json.loads(out)["optimizer"]["muon"] == 12 * 12 * 192**2  # twelve blocks of width 192: q, k, v, out, MLP
     _, out, _ = ask(capsys, "show", "deit-300", "--data.batch", "256")
     assert "# optim.lr                     0.00025" in out
 

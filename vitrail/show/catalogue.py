@@ -171,6 +171,7 @@ def describe(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, 
             "about": about(name),
             "stated": beside(config, stated(name)),
             "resolved": resolved(chosen),
+            "optimizer": optimizer_of(chosen),
             "config": config,
         }
     for what in ("heads", "mixers", "adapters"):
@@ -211,6 +212,20 @@ def resolved(config: RunConfig) -> dict[str, Any]:
     return rows
 
 
+def optimizer_of(config: RunConfig) -> dict[str, int] | None:
+    """Parameters of the model that Muon and AdamW take (its classes as its source has them); none: one takes all."""
+    if config.optim.name != "muon" or config.model.name not in ZOO:
+        return None
+    from vitrail.engine.optimizer import optimizer_shares, parameter_groups
+    from vitrail.model.build import create_model
+
+    chosen = config.model
+    model = create_model(
+        chosen.name, image_size=chosen.image_size, head=chosen.head, device="meta", **dict(chosen.trunk)
+    )
+    return optimizer_shares("muon", parameter_groups(model, config.optim))
+
+
 def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """What a recipe's source prints beside what the recipe sets; empty where the source prints nothing."""
     if not said:
@@ -237,6 +252,9 @@ def text(found: dict[str, Any]) -> str:
         if found["resolved"]:
             lines += ["", f"{'setting':<28} in the run (from the model, or scaled by the batch)"]
             lines += [f"{setting:<28} {value:.6g}" for setting, value in found["resolved"].items()]
+        shares = found["optimizer"] or {found["config"]["optim"]["name"]: None}
+        takes = ", ".join(f"{name} {'all' if n is None else f'{n:,}'}" for name, n in shares.items())
+        lines += ["", f"parameters by optimiser: {takes}"]
         words = "\n".join(f"# {line}".rstrip() for line in lines)
         return f"{words}\n" + str(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True))
     return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
