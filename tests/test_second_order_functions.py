@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from vitrail.kernels.second_order import (
     SPECTRUM_FLOOR,
+    _difference_quotient,
+    _gain,
     cross_covariance,
     gram_vector,
     matrix_sqrt_newton_schulz,
@@ -594,3 +598,24 @@ def test_one_singular_value_keeps_the_direction() -> None:
     Q = random_matrix(10, 5, 6)
     fast = svpn_fast(Q, 0.5, 1, 1, random_matrix(6))
     torch.testing.assert_close(F.cosine_similarity(fast.flatten(1), Q.flatten(1)), torch.ones(10, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5, 1.0])
+def test_slopes_between_singular_values_hold_to_fifty_digits(alpha: float) -> None:
+    """(f(a) - f(b)) / (a - b) in decimals: apart, all but equal, equal, on both sides of the floor, below it, zero."""
+    floor = SPECTRUM_FLOOR * 2.0
+    s = [2.0, 2.0 * (1 - 1e-9), 1.0, 1.0, 0.3, 4 * floor, 1.5 * floor, 0.5 * floor, 0.4 * floor, 0.4 * floor, 0.0]
+    values = torch.tensor([s], dtype=torch.float64)
+    found = _difference_quotient(values, _gain(values, alpha), alpha)[0]
+    with localcontext() as context:
+        context.prec = 50
+        power, least = Decimal(alpha), Decimal(float(SPECTRUM_FLOOR * values[0, 0]))
+
+        def raised(x: Decimal) -> Decimal:
+            return x * max(x, least) ** (power - 1)
+
+        for i, j in product(range(len(s)), repeat=2):
+            a, b = Decimal(s[i]), Decimal(s[j])
+            held = max(a, least) ** (power - 1)
+            slope = (power * held if a > least else held) if a == b else (raised(a) - raised(b)) / (a - b)
+            assert float(found[i, j]) == pytest.approx(float(slope), rel=1e-12), (s[i], s[j])

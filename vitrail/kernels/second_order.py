@@ -88,20 +88,22 @@ def _gain(s: Tensor, alpha: float) -> Tensor:
 
 
 def _difference_quotient(s: Tensor, gain: Tensor, alpha: float) -> Tensor:
-    """(f_i - f_j) / (s_i - s_j), [..., k, k], to full precision however close s_i and s_j are."""
+    """(f_i - f_j) / (s_i - s_j), [..., k, k], to full precision however close s_i and s_j are.
+
+    With f = s g and g_i the gain of the larger one, it is g_i - s_j (g_j - g_i) / (s_i - s_j); at s_i = s_j the slope.
+    """
     floor = SPECTRUM_FLOOR * s[..., :1, None]
     large = torch.maximum(s[..., :, None], s[..., None, :])
     small = torch.minimum(s[..., :, None], s[..., None, :])
-    top, bottom = torch.maximum(large, floor), torch.maximum(small, floor)
-    # With bottom = (1 + x) top the quotient of s^alpha is top^(alpha - 1) ((1 + x)^alpha - 1) / x: no cancellation.
-    x = (bottom - top) / top.clamp(min=torch.finfo(s.dtype).tiny)
-    apart = x < 0
-    ratio = torch.where(apart, torch.expm1(alpha * torch.log1p(x)) / torch.where(apart, x, 1), alpha)
-    largest_gain = torch.maximum(gain[..., :, None], gain[..., None, :])
-    power = torch.minimum(gain[..., :, None], gain[..., None, :]) * ratio
-    # Below the floor f is linear; a pair on both sides of it has the mean of the two slopes along the way.
-    share = torch.where(small >= floor, 1, (top - bottom) / (large - small).clamp(min=torch.finfo(s.dtype).tiny))
-    return share * power + (1 - share) * largest_gain
+    # The larger a singular value, the smaller its gain.
+    least = torch.minimum(gain[..., :, None], gain[..., None, :])
+    most = torch.maximum(gain[..., :, None], gain[..., None, :])
+    top = torch.maximum(large, floor).clamp(min=torch.finfo(s.dtype).tiny)
+    below = (top - torch.maximum(small, floor)).clamp(min=0) / top
+    # g_j - g_i of close values from their distance: their difference would cancel.
+    rise = torch.where(below > 0.5, most - least, least * torch.expm1((alpha - 1) * torch.log1p(-below)))
+    slope = torch.where(small >= floor, alpha * least, least)
+    return torch.where(large > small, least - small * rise / torch.where(large > small, large - small, 1), slope)
 
 
 def _sum_quotient(s: Tensor, gain: Tensor) -> Tensor:

@@ -367,28 +367,16 @@ def cifar_resnets() -> Rows:
         Stated(11.17, 0.56),
         classes=10,
     )
-    rows["ga_cifar_resnet32"] = Spec(
-        CifarResNet(depth=32),
-        Gramian(heads=3, gram_width=64, attention_width=32, embed_groups=2),
-        "GA-R32, table D; head widths are ours",
-        Stated(0.75),
-        classes=100,
-    )
-    rows["ga_cifar_resnet110"] = Spec(
-        CifarResNet(depth=110),
-        Gramian(heads=3, gram_width=64, attention_width=64, embed_groups=2),
-        "GA-R110, table D; head widths are ours",
-        Stated(2.04, 0.22),
-        classes=100,
-    )
+    for depth, inner, printed in ((32, 32, Stated(0.75)), (110, 64, Stated(2.04, 0.22))):
+        head = Gramian(heads=3, gram_width=64, attention_width=inner, embed_groups=2)
+        source = f"GA-R{depth}, table D; head widths are ours"
+        rows[f"ga_cifar_resnet{depth}"] = Spec(CifarResNet(depth=depth), head, source, printed, classes=100)
     # Table C prints what one kept head leaves: 0.36, 0.76 and 1.26 M. How many were trained and how wide is not told.
     for depth, gram, inner, groups in ((29, 8, 8, 64), (65, 16, 16, 32), (110, 32, 24, 32)):
-        rows[f"ga_cifar_resnet{depth}_bottleneck"] = Spec(
-            CifarResNet(depth=depth, block="bottleneck"),
-            Gramian(gram_width=gram, attention_width=inner, embed_groups=4, mlp_groups=groups),
-            f"GA-R{depth}, table C; number and widths of heads are ours",
-            classes=100,
-        )
+        head = Gramian(gram_width=gram, attention_width=inner, embed_groups=4, mlp_groups=groups)
+        source = f"GA-R{depth}, table C; number and widths of heads are ours"
+        trunk = CifarResNet(depth=depth, block="bottleneck")
+        rows[f"ga_cifar_resnet{depth}_bottleneck"] = Spec(trunk, head, source, classes=100)
     return rows
 
 
