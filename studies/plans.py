@@ -174,7 +174,7 @@ def genie() -> list[Process]:
 
 def selfsupervised() -> list[Process]:
     """Few and long ones (`--side 4`): four fill an accelerator, and each compiles its trunks once."""
-    methods = ("moco, s/s", "isd, w/s", "byol-asym, s/s", "msf, w/s", "cmsf, w/s", "cmsf by label, w/s")
+    methods = ("moco, s/s", "isd, s/s", "byol-asym, s/s", "msf, w/s", "cmsf, w/s", "cmsf by label, w/s")
     short = {method: method.partition(",")[0].replace(" ", "-") for method in methods}
     settings = [f"rate {rate}{norm}" for norm in ("", ", last norm") for rate in ("0.05", "0.2")]
     chosen: dict[str, tuple[Row, ...]] = {

@@ -12,9 +12,9 @@ make 55k images a second of a pair of views, 10 s to judge a run, 45,000 trainin
 epochs where the rate turns out another:
 
     part       runs                                                                       epochs   minutes
-    settings   every method at two rates, with and without a last norm, by validation images  10         4
+    settings   every method at four rates, with and without a last norm, by validation images 10         8
     main       BYOL-asym, MoCo, ISD, MSF (w/s, s/s), CMSF; ResNet-18, three seeds             40        10
-    rates      students at a rate and four times that, by validation images                   10         2
+    rates      students at three rates, CompRes at three temperatures, by validation images   10         5
     students   ResNet-20: labels, MoCo, two regressions, CompRes with one and two queues      30         2
     vit        the five methods on a small ViT                                                24         2
     attention  a ViT: labels alone, attention copied and distilled from its MoCo              20         1
@@ -32,10 +32,10 @@ stand on a teacher.
 Learning rate and last norm on the ResNet-18 are the best of `settings` for each method (a row that another needs is
 made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too; those of students are the best of
 `rates`. The rest is as in the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32`),
-projector and predictor of 1024 and 128 (BYOL-asym's ResNet-18, efficiency-1 §2.E2), weight decay 5e-4, a bank of 16,384
-(smaller than the data set; 16K is on par with 128K, Fig 4.3). MoCo and ISD on unbalanced data see two strong views.
+projector and predictor of 1024 and 128 (BYOL-asym's ResNet-18 in the paper of ISD), weight decay 5e-4, a bank of 16,384
+(smaller than the data set; 16K is on par with 128K, MSF, figure 4). ISD is in its own settings for a ResNet-18.
 
-Expected (efficiency-1 §2.C, §2.E to §2.G, §4.3): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
+Expected (the papers of CompRes, ISD, MSF and CMSF): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
 to wrong labels than cross entropy and keeps more of the fine classes under coarse labels; CompRes > regression > from
 scratch without labels; ISD gains more over MoCo on rare classes than on all.
 """
@@ -76,10 +76,18 @@ EPOCHS = {
     "time": 2,
 }
 TIMED, UNTIMED = 250, 100  # steps of the part time, and those of them that pass before the clock runs
+ISD = {  # as published for a ResNet-18 (Tejankar et al., arXiv 2012.09259): recipe isd-r18
+    "objective.momentum": 0.999,
+    "objective.temperature": 0.02,
+    "objective.teacher_temperature": 0.02,
+    "objective.predictor_hidden": 512,
+    "objective.views": "strong_strong",
+    "model.head": Projected(projector="none"),
+}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row -> recipe, changes
     "byol-asym, s/s": ("small-byol", {}),
     "moco, s/s": ("small-moco", {}),
-    "isd, w/s": ("small-isd", {}),
+    "isd, s/s": ("small-isd", ISD),
     "msf, w/s": ("small-msf", {}),
     "cmsf, w/s": ("small-cmsf", {}),
 }
@@ -95,10 +103,12 @@ Settings = dict[str, dict[str, Any]]  # name -> changes
 SETTINGS: Settings = {
     f"rate {rate:g}{', last norm' * norm}": {"optim.lr": rate, "model.head.last_norm": norm}
     for norm in (False, True)
-    for rate in (0.05, 0.2)
+    for rate in (0.05, 0.2, 0.5, 1.0)
 }
-BEYOND = {"rate 0.5, last norm": {"optim.lr": 0.5, "model.head.last_norm": True}}  # tried to know, never chosen
-TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", STRONG)}
+SETTINGS_OF: dict[str, Settings] = {  # without a projector there is nothing that a last norm could stand behind
+    "isd, s/s": {f"rate {rate:g}": {"optim.lr": rate} for rate in (0.01, 0.05, 0.2, 0.5)}
+}
+TAIL: dict[str, tuple[str, dict[str, Any]]] = {"moco, s/s": ("small-moco", {}), "isd, s/s": ("small-isd", ISD)}
 FACTOR, TAIL_BANK = 100.0, 4096
 NOISE = (0.0, 0.25, 0.5)
 
@@ -138,16 +148,19 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "compres, one queue": ("small-compres", {}),
     "compres, two queues": ("small-compres", {"objective.queues": 2}),
 }
-STUDENT_SETTINGS: dict[str, Settings] = {  # a rate and four times that
+STUDENT_SETTINGS: dict[str, Settings] = {
     "from scratch, moco": SETTINGS,
     **{
-        what: {f"rate {rate:g}": {"optim.lr": rate} for rate in (least, 4 * least)}
-        for what, least in (
-            ("regression", 1e-3),
-            ("regression, batch norm", 0.1),
-            ("compres, one queue", 0.05),
-            ("compres, two queues", 0.05),
-        )
+        what: {f"rate {rate:g}": {"optim.lr": rate} for rate in (least, 4 * least, 16 * least)}
+        for what, least in (("regression", 1e-3), ("regression, batch norm", 0.1))
+    },
+    **{
+        what: {
+            f"rate {rate:g}, temperature {heat:g}": {"optim.lr": rate, "objective.temperature": heat}
+            for rate in (0.05, 0.2, 0.8)
+            for heat in (0.02, 0.04, 0.1)
+        }
+        for what in ("compres, one queue", "compres, two queues")
     },
 }
 ATTENTION = {
@@ -169,6 +182,17 @@ SMOKE_BANK = 64
 SMOKE_DATA = "synthetic:shapes?n=400&size=32&classes=12"
 
 
+def fewer(settings: Settings) -> Settings:
+    """Two rates and one temperature, for a smoke run."""
+    rates = sorted({values["optim.lr"] for values in settings.values()})[:2]
+    heats = sorted({values.get("objective.temperature", 0.0) for values in settings.values()})[:1]
+    return {
+        name: values
+        for name, values in settings.items()
+        if values["optim.lr"] in rates and values.get("objective.temperature", 0.0) in heats
+    }
+
+
 class Study:
     """All runs; each method makes the rows of one seed."""
 
@@ -182,7 +206,8 @@ class Study:
         for each in changes:
             config = with_values(config, each)
         for key, value in OF_OBJECTIVE.items():
-            if hasattr(config.objective, key):
+            stated = any(f"objective.{key}" in each for each in changes)
+            if hasattr(config.objective, key) and not stated:
                 value = TAIL_BANK if (part, key) == ("tail", "bank") else value  # noqa: PLW2901
                 value = SMOKE_BANK if self.smoke and key == "bank" else value  # noqa: PLW2901
                 config = with_values(config, {f"objective.{key}": value})
@@ -260,7 +285,7 @@ class Study:
 
     def settings(self, seed: int) -> None:
         for what, (name, changes) in TUNED.items():
-            for setting, values in {**SETTINGS, **BEYOND}.items():
+            for setting, values in self.settings_of(what).items():
                 self._tried("settings", what, setting, partial(self._with, name, changes, values), seed)
 
     def _with(self, name: str, changes: dict[str, Any], values: dict[str, Any]) -> RunConfig:
@@ -292,7 +317,12 @@ class Study:
 
     def best(self, what: str) -> dict[str, Any]:
         """The best settings of a method on the ResNet-18."""
-        return self._best_of("settings", what, SETTINGS, partial(self._with, *TUNED[what]))
+        return self._best_of("settings", what, self.settings_of(what), partial(self._with, *TUNED[what]))
+
+    def settings_of(self, what: str) -> Settings:
+        """What is tried for a method, or for a student where `what` is one."""
+        settings = STUDENT_SETTINGS.get(what) or SETTINGS_OF.get(what, SETTINGS)
+        return fewer(settings) if self.smoke else settings
 
     def time(self, seed: int) -> None:
         ways: dict[str, tuple[str, dict[str, Any]]] = {**METHODS, "cross entropy": (PLAIN, LABELS)}
@@ -350,8 +380,8 @@ class Study:
 
     def _student(self, what: str, teacher: Path) -> RunConfig:
         """A student in the settings that do best for it, where it has several."""
-        settings, tried = STUDENT_SETTINGS.get(what), partial(self._pupil, what, teacher, "rates")
-        best = self._best_of("rates", what, settings, tried) if settings else {}
+        tried = partial(self._pupil, what, teacher, "rates")
+        best = self._best_of("rates", what, self.settings_of(what), tried) if what in STUDENT_SETTINGS else {}
         return self._pupil(what, teacher, "students", best)
 
     def _pupil(self, what: str, teacher: Path, part: str, values: dict[str, Any]) -> RunConfig:
@@ -360,7 +390,7 @@ class Study:
         return self.config(name, part, changes, taught, values)
 
     def rates(self, seed: int) -> None:
-        every = [(what, *one) for what, settings in STUDENT_SETTINGS.items() for one in settings.items()]
+        every = [(what, *one) for what in STUDENT_SETTINGS for one in self.settings_of(what).items()]
         taught = any(("rates", setting, what, seed) not in self.found.rows for what, setting, _ in every)
         teacher = self._teacher("resnet", RESNET) if taught else self._place("resnet")
         for what, setting, values in every:

@@ -15,13 +15,15 @@ from safetensors import safe_open
 from study_calls import STUDIES, call, rows
 
 BENCHMARKS = STUDIES.parent / "benchmarks"
-METHODS = ["byol-asym, s/s", "moco, s/s", "isd, w/s", "msf, w/s", "cmsf, w/s"]
+METHODS = ["byol-asym, s/s", "moco, s/s", "isd, s/s", "msf, w/s", "cmsf, w/s"]
 COMPRES = ["compres, one queue", "compres, two queues"]
 SETTINGS = ["rate 0.05", "rate 0.2", "rate 0.05, last norm", "rate 0.2, last norm"]
 WANTED = {  # (table, subject) -> rows
-    **{("settings", each): [*METHODS, "cmsf by label, w/s"] for each in (*SETTINGS, "rate 0.5, last norm")},
-    **{("rates", each): ["from scratch, moco"] for each in SETTINGS[2:]},
-    **{("rates", each): ["from scratch, moco", *COMPRES] for each in SETTINGS[:2]},
+    **{("settings", each): [m for m in METHODS if "isd" not in m] + ["cmsf by label, w/s"] for each in SETTINGS},
+    ("settings", "rate 0.05"): [*METHODS, "cmsf by label, w/s"],  # ISD has rates of its own, and no last norm
+    ("settings", "rate 0.01"): ["isd, s/s"],
+    **{("rates", each): ["from scratch, moco"] for each in SETTINGS},
+    **{("rates", f"rate {each}, temperature 0.02"): COMPRES for each in ("0.05", "0.2")},
     **{("rates", f"rate {each}"): ["regression"] for each in ("0.001", "0.004")},
     **{("rates", f"rate {each}"): ["regression, batch norm"] for each in ("0.1", "0.4")},
     ("main", "resnet18"): ["untrained", *METHODS, "msf, s/s"],
