@@ -7,6 +7,7 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.model.build import create_model
+from vitrail.model.config import ConvStem
 
 NAMES = ["deit_tiny", "deit3_tiny", "cait_xxs24", "resmlp_s12", "patchconvnet_s20", "sot_7", "deit_tiny_distilled"]
 
@@ -43,10 +44,14 @@ def test_optimised_logits_equal_the_models(name: str) -> None:
 
 
 def test_the_batchnorm_of_a_stem_is_folded_away() -> None:
-    model = shaken("patchconvnet_s20")
+    model = shaken("patchconvnet_s20", stem=ConvStem(norm=True))
     assert any(isinstance(m, torch.nn.BatchNorm2d) for m in model.trunk.patch_embed.modules())
     fast = model.optimize()
     assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in fast.model.trunk.patch_embed.modules())
+    images = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = model(images)
+    assert (fast(images) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def test_bf16_on_a_cpu_is_bf16() -> None:

@@ -15,9 +15,9 @@ import vitrail
 from vitrail.engine import checkpoint
 from vitrail.model.block import Mlp
 from vitrail.model.build import create_model
+from vitrail.model.earlier_names import current_names
 from vitrail.model.heads.config import AttentionPool, ClassAttention
 from vitrail.model.norms import make_norm
-from vitrail.model.renamed import current_names
 from vitrail.model.residual import LayerScale
 from vitrail.model.store import read_tensors, write_tensors
 from vitrail.model.tokens import Tokens

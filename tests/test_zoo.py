@@ -421,7 +421,7 @@ def test_stated_macs_agree_or_are_listed(name: str) -> None:
 
 @pytest.mark.parametrize(("depth", "millions"), [(29, 0.36), (65, 0.76), (110, 1.26)])
 def test_one_kept_gramian_head_leaves_the_parameters_of_table_c(depth: int, millions: float) -> None:
-    model = create_model(f"ga_cifar_resnet{depth}_bottleneck")
+    model = create_model(f"ga_cifar_r{depth}_bottleneck")
     for k in (0, 4):
         kept = Classifier(
             model.trunk,

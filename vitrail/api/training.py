@@ -47,8 +47,8 @@ from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
+from vitrail.model.earlier_names import earlier_layout
 from vitrail.model.heads.next_token import writes_texts
-from vitrail.model.renamed import earlier_layout
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError, near
 from vitrail.show.run_report import Told

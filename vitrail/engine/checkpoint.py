@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.model.renamed import current_names
+from vitrail.model.earlier_names import current_names
 from vitrail.model.store import write_tensors
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.files import replacing, write_text
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
-from vitrail.model.renamed import current_names
+from vitrail.model.earlier_names import current_names
 from vitrail.schema import build, plain
 from vitrail.version import __version__
 

@@ -371,12 +371,12 @@ def cifar_resnets() -> Rows:
         head = Gramian(heads=3, gram_width=64, attention_width=inner, embed_groups=2)
         source = f"GA-R{depth}, table D; head widths are ours"
         rows[f"ga_cifar_resnet{depth}"] = Spec(CifarResNet(depth=depth), head, source, printed, classes=100)
-    # Table C prints what one kept head leaves: 0.36, 0.76 and 1.26 M. How many were trained and how wide is not told.
+    # Table C prints what one kept head leaves: 0.36, 0.76 and 1.26 M. How many were trained is not stated.
     for depth, gram, inner, groups in ((29, 8, 8, 64), (65, 16, 16, 32), (110, 32, 24, 32)):
         head = Gramian(gram_width=gram, attention_width=inner, embed_groups=4, mlp_groups=groups)
         source = f"GA-R{depth}, table C; number and widths of heads are ours"
         trunk = CifarResNet(depth=depth, block="bottleneck")
-        rows[f"ga_cifar_resnet{depth}_bottleneck"] = Spec(trunk, head, source, classes=100)
+        rows[f"ga_cifar_r{depth}_bottleneck"] = Spec(trunk, head, source, classes=100)
     return rows
 
 

@@ -177,7 +177,7 @@ def mean_divergence(stack: Tensor) -> Tensor:
 def _task_loss(stack: Tensor, target: Tensor) -> Tensor:
     """The smaller of cross entropy and binary cross entropy summed over classes, mean over images and heads.
 
-    It bounds both: the head is not told by which of them, and with what smoothing, it learns.
+    It bounds both: the head does not know which of them it is trained with, nor the smoothing.
     """
     dense = F.one_hot(target, stack.shape[-1]) if target.ndim == 1 else target
     dense = dense[:, None].to(stack.dtype).expand_as(stack)
