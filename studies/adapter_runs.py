@@ -60,6 +60,8 @@ RATES: dict[
     "scratch-pranc": (5e-3, 2e-2, 8e-2, 0.3),
     "scratch-nola": (5e-3, 2e-2, 8e-2, 0.3),
 }
+FEW_RATES = (5e-4, 1e-3, 5e-3)  # of few shots (Koohpayegani et al., arXiv 2310.02556), beside those of the family
+CHOOSING = 1000  # the sampling that chooses rates; reported ones count from 0
 BATCHES = 8  # that steps are timed with, again and again
 SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}
 SMOKE_TRUNK = {"depth": 2, "width": 48, "heads": 3}
@@ -288,13 +290,43 @@ class Runs:
 
     def few(self, name: str, shots: int, sampling: int) -> dict[str, Any]:
         """The figures of one way with so many images a class of the target, drawn anew in every sampling."""
-        runs = copy.copy(self.target)
-        rows, draw = runs.data["train"], np.random.default_rng(sampling)
-        each = [draw.permutation(np.flatnonzero(rows.labels == c))[:shots] for c in range(len(runs.data.classes))]
-        splits = {**runs.data.splits, "train": rows.take(np.concatenate(each))}
-        runs.data, runs.images = replace(runs.data, splits=splits), {}
-        model, cost = self.trained(name, sampling, runs=runs, **FEW)
-        return {"split": "test", "top1": runs.top1(without_adapters(model), "test"), **cost}
+        rate = self.few_rate(name, shots)
+        runs = sampled(self.target, shots, sampling)
+        model, cost = self.trained(name, sampling, runs=runs, rate=rate, **FEW)
+        return {"split": "test", "top1": runs.top1(without_adapters(model), "test"), "rate": rate, **cost}
+
+    def few_rate(self, name: str, shots: int) -> float:
+        """The best learning rate of a way with so few images, on other classes than those that are reported.
+
+        Other classes are those of the third data set; without one, a draw of its own of the target chooses, by
+        validation images.
+        """
+        family = WAYS[name].family
+        rates = sorted({*RATES[family], *FEW_RATES})
+        rates = rates[:2] if self.smoke else rates
+        found = {}
+        for rate in rates:
+
+            def make(rate: float = rate) -> dict[str, Any]:
+                runs = sampled(self.target if self.uris["other"] is None else self.other, shots, CHOOSING)
+                model, _ = self.trained(name, CHOOSING, runs=runs, rate=rate, **FEW)
+                return {"split": "val", "top1": runs.top1(without_adapters(model), "val")}
+
+            row = self.found.row("few choice", f"{family}, {shots} images a class", f"rate {rate:g}", 0, make)
+            if row is None:
+                raise RuntimeError(f"{name} could not be trained")
+            found[rate] = row["top1"]
+        return max(found, key=lambda rate: found[rate])
+
+
+def sampled(whole: DeviceRuns, shots: int, sampling: int) -> DeviceRuns:
+    """The same data with so many training images a class."""
+    runs = copy.copy(whole)
+    rows, draw = runs.data["train"], np.random.default_rng(sampling)
+    each = [draw.permutation(np.flatnonzero(rows.labels == c))[:shots] for c in range(len(runs.data.classes))]
+    splits = {**runs.data.splits, "train": rows.take(np.concatenate(each))}
+    runs.data, runs.images = replace(runs.data, splits=splits), {}
+    return runs
 
 
 def numbers(model: Classifier) -> dict[str, int]:

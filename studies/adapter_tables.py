@@ -40,6 +40,7 @@ TABLES: Layout = (
     ("toy", "784-256-10 on the embedded Fashion-MNIST", ("loss", "train_top1", "top1", "trained", *COST)),
     ("time", "A step of 500 images, one graph, not compiled", ("step_ms",)),
     ("choice", "Learning rates, on validation images", ("top1",)),
+    ("few choice", "Learning rates with few images, on other classes", ("top1",)),
     ("training", "The base", ("seconds",)),
 )
 

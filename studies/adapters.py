@@ -19,7 +19,7 @@ Estimates for one H200, at 30k images a second without compilation and 2.5 s to 
               and thirteen more to choose rates                                                 4       1.3
     bits      2 to 8 bits after training (three seeds); 2 and 3 in training                    4       0.8
     toy       784-256-10: dense, PRANC, NOLA; three seeds                                    200       0.8
-    shots     four ways with 5 and 10 images a class; four samplings                 100 steps         1.3
+    shots     four ways with 5 and 10 images a class; rates, then four samplings     100 steps         4
     scratch   ResNet-20: rates, dense, PRANC, LoRA, NOLA; one seed, then two more             15       2, then 3
     other     as main, of 9,500 images                                                         4       1.3
 
@@ -28,8 +28,8 @@ each way of `main`, to be run with nothing else on the accelerator. `imagenette.
 pixels at 32 (bicubic).
 
 Not as the paper: the base is small and learned CIFAR-100 alone; budgets are for its size; from scratch the adapter
-moves weights away from their random start, for 15 epochs; the toy's images are Fashion-MNIST's, not MNIST's. The rate
-of few shots is that of the whole set.
+moves weights away from their random start, for 15 epochs; the toy's images are Fashion-MNIST's, not MNIST's. Rates of
+few shots are chosen with as few images of the third data set (without one: of the target, by validation images).
 
 Expected (efficiency-1 §2.D5, §4.3): full >= LoRA, NOLA > linear; NOLA with fewer numbers as good as LoRA of rank 1; 4
 bits cost nothing, 3 bits in training cost NOLA less than LoRA; from scratch dense > NOLA > PRANC, LoRA; the toy's loss

@@ -42,6 +42,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "scratch-lora": ["rate 0.001", "rate 0.005"],
         "scratch-nola": ["rate 0.005", "rate 0.02"],
     },
+    "few choice": {
+        f"{family}, {n} images a class": [f"rate {rate}" for rate in rates]
+        for n in (5, 10)
+        for family, rates in {
+            "full": ("0.0002", "0.0005"),
+            **dict.fromkeys(("linear", "lora", "nola"), ("0.0005", "0.001")),
+        }.items()
+    },
 }
 
 
@@ -65,6 +73,7 @@ def test_every_row_is_there_once(folder: Path) -> None:
 def test_what_is_chosen_is_chosen_on_val_and_what_is_reported_is_of_test(folder: Path) -> None:
     splits = {row["table"]: row["split"] for row in rows(folder) if row["table"] in ROWS}
     assert splits.pop("choice") == "val"
+    assert splits.pop("few choice") == "val"
     assert set(splits.values()) == {"test"}
 
 
