@@ -19,12 +19,13 @@ from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.distributed import Group
 from vitrail.engine.ema import Ema
+from vitrail.engine.fit import _laid_out
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.muon import orthogonalised
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, decays, parameter_groups, set_step
 from vitrail.engine.run import RunFolder, free_name
 from vitrail.engine.schedule import make_schedule
-from vitrail.engine.step import TrainStep
+from vitrail.engine.step import TrainStep, is_convolutional
 from vitrail.engine.update import Meter, Updater
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
@@ -568,6 +569,22 @@ def test_muon_is_adamw_for_all_but_hidden_matrices() -> None:
                 assert float(move.norm()) == pytest.approx(float(expected.norm()), rel=0.02), name
         else:
             torch.testing.assert_close(p, q, msg=name)
+
+
+def test_restored_state_has_the_strides_of_its_parameter_as_fused_steps_need_them() -> None:
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    stored = torch.randn(4, 3, 5, 5)
+    placed = _laid_out(stored, weight)
+    assert placed.stride() == weight.stride()
+    assert torch.equal(placed, stored)
+    assert _laid_out(torch.tensor(3.0), weight) == 3  # a step count
+
+
+@pytest.mark.parametrize(
+    ("name", "wide"), [("cifar_resnet20", True), ("patchconvnet_t20_32", True), ("vit_tiny_32", False)]
+)
+def test_networks_of_convolutions_are_told_from_others(name: str, wide: bool) -> None:
+    assert is_convolutional(create_model(name, classes=3, device="meta")) is wide
 
 
 def test_a_skipped_update_leaves_running_statistics_as_they_were() -> None:

@@ -21,6 +21,8 @@ from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
+    DinoConfig,
+    GrafitConfig,
     IsdConfig,
     MocoConfig,
     MsfConfig,
@@ -34,6 +36,10 @@ from vitrail.model.build import create_model
 
 COUNT, CLASSES, IMAGES = 6, 3, 60
 CONFIGS: dict[str, Any] = {
+    "dino": DinoConfig(prototypes=12, local_views=0, freeze_last=0.15),
+    "cmsf semi": CmsfConfig(bank=20, predictor_hidden=16, k=3, constraint="semi", labelled=0.5),
+    "moco both ways": MocoConfig(bank=20, symmetric=True),
+    "grafit": GrafitConfig(views=2, predictor_hidden=16),
     "supervised": SupervisedConfig(smoothing=0.1),
     "byol": ByolConfig(predictor_hidden=16),
     "moco": MocoConfig(bank=20),
@@ -75,6 +81,7 @@ def compiled(name: str) -> Objective:
 
 
 def made(objective: Objective, step: int, batch: Batch) -> None:
+    objective.before_step(step)
     objective(batch)["loss"].backward()
     objective.zero_grad(set_to_none=True)
     objective.after_step(step)
@@ -152,3 +159,44 @@ def test_replayed_steps_are_the_plain_ones_whatever_pieces_come_first(
     assert captured == [number >= first for number in range(len(sizes))]
     assert found == losses
     assert all(torch.equal(found_weights[name], tensor) for name, tensor in weights.items())
+
+
+class Phased(Supervised):
+    """Other work from its sixth step on, as where a cached teacher is no longer asked."""
+
+    done = 0
+
+    @property
+    def phase(self) -> int:
+        return int(self.done >= 5)
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
+        found = super().forward(batch)
+        return {**found, "loss": found["loss"] * (2 if self.phase else 1)}
+
+    def after_step(self, step: int) -> None:
+        self.done = step + 1
+
+
+def test_steps_that_become_other_work_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(graph: bool) -> tuple[list[float], list[bool]]:
+        torch.manual_seed(0)
+        model = create_model("vit_micro_28", classes=CLASSES, depth=1, width=16, heads=2)
+        optim = OptimConfig(lr=1e-2, warmup=0, schedule="constant")
+        objective = Phased(model, SupervisedConfig())
+        step = TrainStep(objective, optim, make_schedule(optim, 6, 600), device=torch.device("cpu"), graph=graph)
+        losses, captured = [], []
+        for number in range(11):
+            step.feed(batch_of(number))
+            losses.append(step.meter.read(step.group)["loss"])
+            captured.append(step.captured)
+        return losses, captured
+
+    plain, _ = trained(False)
+    monkeypatch.setattr(step_module, "_why_no_graph", lambda *_: "")
+    monkeypatch.setattr(step_module, "on", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(step_module._Graph, "_captured", replayed)
+    found, captured = trained(True)
+    assert found == plain
+    assert captured == [False] * 3 + [True] * 2 + [False] * 3 + [True] * 3
