@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types imports unit format clean
+.PHONY: demo test lint types imports unit stats format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitrail train demo
@@ -23,6 +23,9 @@ imports: $(VENV)/.installed-dev
 # Two test processes with one thread each: small tensors gain nothing from more.
 unit: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+stats: $(VENV)/.installed-dev
+	$(BIN)/python tools/stats.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format .
