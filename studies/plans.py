@@ -176,9 +176,11 @@ def selfsupervised() -> list[Process]:
     """Few and long ones (`--side 4`): four fill an accelerator, and each compiles its trunks once."""
     methods = ("moco, s/s", "isd, s/s", "byol-asym, s/s", "msf, w/s", "cmsf, w/s", "cmsf by label, w/s")
     short = {method: method.partition(",")[0].replace(" ", "-") for method in methods}
-    settings = [f"rate {rate}{norm}" for norm in ("", ", last norm") for rate in ("0.05", "0.2")]
+    tried = [f"rate {rate}{norm}" for norm in ("", ", last norm") for rate in ("0.05", "0.2", "0.5", "1")]
+    of_isd = [f"rate {rate}" for rate in ("0.01", "0.05", "0.2", "0.5")]
     chosen: dict[str, tuple[Row, ...]] = {
-        short[method]: tuple(("settings", each, method, 0) for each in settings) for method in methods
+        short[method]: tuple(("settings", each, method, 0) for each in (of_isd if "isd" in method else tried))
+        for method in methods
     }
 
     def process(name: str, words: str, *waits: Row) -> Process:

@@ -355,7 +355,14 @@ def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way() -> 
     from adapter_runs import WAYS  # type: ignore[import-not-found]
     from attention_models import AUTOENCODERS, MODEL, ways  # type: ignore[import-not-found]
     from plans import PLANS
-    from selfsupervised import BOTH_VIEWS, METHODS, SETTINGS, TUNED, UNTRAINED  # type: ignore[import-not-found]
+    from selfsupervised import (  # type: ignore[import-not-found]
+        BOTH_VIEWS,
+        METHODS,
+        SETTINGS,
+        SETTINGS_OF,
+        TUNED,
+        UNTRAINED,
+    )
 
     methods = {
         "settings": {*TUNED},
@@ -381,7 +388,7 @@ def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way() -> 
     short = {part: {what.partition(",")[0].replace(" ", "-") for what in of} for part, of in methods.items()}
     assert {part: named("selfsupervised", part) for part in short} == short
     waited = {row for process in PLANS["selfsupervised"]() for row in process.waits if row[0] == "settings"}
-    assert waited == {("settings", each, what, 0) for what in TUNED for each in SETTINGS}
+    assert waited == {("settings", each, what, 0) for what in TUNED for each in SETTINGS_OF.get(what, SETTINGS)}
 
 
 def test_data_that_a_study_lacks_are_named_before_anything_begins(tmp_path: Path) -> None:
