@@ -350,8 +350,9 @@ def test_every_plan_names_scripts_parts_and_tables_that_exist(runner: Any) -> No
             assert all(f'"{table}"' in tables and seed in range(3) for table, _, _, seed in process.waits)
 
 
-def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way() -> None:
+def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans name ways by hand: one misspelt, or one left out, would be a row that nobody makes."""
+    monkeypatch.syspath_prepend(str(STUDIES))
     from adapter_runs import WAYS  # type: ignore[import-not-found]
     from attention_models import AUTOENCODERS, MODEL, ways  # type: ignore[import-not-found]
     from plans import PLANS
