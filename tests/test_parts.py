@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import vitrail
@@ -18,7 +19,7 @@ from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.mixers.talking_heads import TalkingHeadsMixer
 from vitrail.model.norms import Affine, TokenBatchNorm
 from vitrail.model.positions import sinusoid
-from vitrail.model.residual import LayerScale, ScalarGate, drop_path_for_depth, layerscale_init_for_depth
+from vitrail.model.residual import DropPath, LayerScale, ScalarGate, drop_path_for_depth, layerscale_init_for_depth
 from vitrail.model.sot_stem import SotEmbed
 from vitrail.model.tokens import Tokens
 
@@ -405,3 +406,12 @@ def test_a_head_that_needs_a_class_token_is_refused_on_a_trunk_without(head: str
 def test_mixers_and_heads_combine_freely(head: object, mixer: object) -> None:
     model = small("deit_tiny", mixer=mixer, head=head)
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_drop_path_is_torchvisions_stochastic_depth_bit_for_bit(rate: float) -> None:
+    branch = torch.randn(64, 3, 5)
+    torch.manual_seed(3)
+    expected = torchvision.ops.stochastic_depth(branch, rate, "row")
+    torch.manual_seed(3)
+    assert torch.equal(DropPath(rate).train()(branch), expected)

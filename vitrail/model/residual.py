@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import stochastic_depth
 
 from vitrail.model.tokens import Tokens
 
@@ -76,7 +75,9 @@ class DropPath(nn.Module):
             return branch * keep.to(branch.dtype)
         if self.rate == 0.0 or not self.training:
             return branch
-        return stochastic_depth(branch, self.rate, "row", True)
+        # As torchvision.ops.stochastic_depth, whose import costs seconds.
+        keep = branch.new_empty(len(branch), *[1] * (branch.ndim - 1)).bernoulli_(1 - self.rate)
+        return branch * (keep / (1 - self.rate) if self.rate < 1 else keep)
 
     def rows(self, tokens: Tokens) -> Tensor | None:
         """One draw an image for packed tokens, as `forward` takes it: [capacity, 1]; none where all is kept."""
