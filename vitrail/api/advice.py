@@ -1,4 +1,4 @@
-"""What a person should hear of a run, though nothing is wrong with its settings: before it, and of what came out."""
+"""Advice to the user where no setting is invalid: before a run, and on its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on what a trained adaptive model spends: a patch is learned by the ordinary engine, then judged on test."""
+"""Attacks on the compute of a trained adaptive model: a patch, learned by the usual engine and evaluated on test."""
 
 from __future__ import annotations
 

@@ -307,11 +307,12 @@ def failure_loop(
     quiet: bool = False,
     **options: Any,
 ) -> tuple[Augmented, Path, Path]:
-    """Make images for the `worst` classes of a finished run, train it again on all of them, and compare (§5.3).
+    """Make images for the `worst` classes of a finished run, train it again on all of them, and compare.
 
-    What fails is found on val. The new run has the old one's settings, seed included, and its own images besides; it
-    sees as many more of them an epoch. Returns what was made, the new run, and the folder of the comparison. Every step
-    goes on where it was interrupted. `options` are those of `augment`; policy is `confused` unless another is named.
+    The worst classes are chosen on val. The new run has the old one's settings, seed included, and the generated images
+    besides; its epochs are longer by as many. Returns the generated set, the new run, and the folder of the comparison.
+    Every step resumes where it was interrupted. `options` are those of `augment`; policy is `confused` unless another
+    is named.
     """
     run, folder = Path(run), Path(out)
     if not RunFolder(run).finished:

@@ -89,7 +89,7 @@ def bench(
     turns round by round, and ratios are medians of the rounds' ratios: to the timm twin with `against="timm"`, else to
     the first model. `batch` is a number, `search` for the fastest that fits, or none for one that suits the device.
     Each model runs `eager` and, where `compile` (none: on CUDA), `optimized`. `checks` adds the hardware-relative
-    claims of architectures-and-training §10.3. `data` measures on test images of a data set; `attack` adds every
+    claims of the DeiT, CaiT and PatchConvNet papers. `data` measures on test images of a data set; `attack` adds every
     adaptive model under the patch of that folder: what serving it costs then. Raises `ValueError` for unknown names and
     impossible settings.
 

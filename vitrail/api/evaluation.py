@@ -1,4 +1,4 @@
-"""A saved model, and its figures on any data."""
+"""A saved model, and its metrics on any data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run depends on the kind of its examples: batches, the check of its settings, and what its report shows.
+"""The parts of a run that depend on the kind of its examples: batches, validation of settings, and the report.
 
 `ImageFeed` and `TextFeed` are the two kinds; everything else of a run (engine, objectives, evaluators, checkpoints)
 takes a `Batch` and does not ask.

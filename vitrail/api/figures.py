@@ -1,4 +1,4 @@
-"""What is measured of a model at the end of a run, or by `vitrail evaluate`: by what the model does."""
+"""Metrics of a model at the end of a run, or by `vitrail evaluate`, according to its task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adaptive model looked at under a patch that `vitrail attack` left."""
+"""Inspection of an adaptive model under a patch of `vitrail attack`."""
 
 from __future__ import annotations
 

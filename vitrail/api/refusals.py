@@ -1,4 +1,4 @@
-"""What a run needs besides its images, looked for before any of them is read: weights, a teacher, data."""
+"""Checks for the files that a run needs, weights, a teacher and data, before any image is read."""
 
 from __future__ import annotations
 

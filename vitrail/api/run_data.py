@@ -1,4 +1,4 @@
-"""The data of a run: opened, checked, and divided so that no model is judged by an image that it learned from."""
+"""The data of a run: opened, checked, and divided so that no model is evaluated on an image that it was trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The teacher of a trained run beside its student, over the images that are looked at."""
+"""Embeddings of a trained run's teacher and student, over the inspected images."""
 
 from __future__ import annotations
 

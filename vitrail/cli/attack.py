@@ -55,7 +55,7 @@ def attack(
         task: whether accuracy is to stay or to go besides
         task_weight: how much that counts
         target: class of --loss tap, counted from 0
-        prior: A-ViT: sign of its prior in the loss, as the thesis prints it or as released
+        prior: A-ViT: sign of its prior in the loss, as published or as released
         layer_weights: ATS: weight of every sampling block (default: 1)
         data: images to learn and judge on, with the model's classes (default: those of the run)
         batch: images a step (default: as the run, at most 128)

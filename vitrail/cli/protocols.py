@@ -1,4 +1,4 @@
-"""What `vitrail evaluate` prints for protocols, ensembles and some of the classes."""
+"""Output of `vitrail evaluate` for protocols, ensembles and subsets of the classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, errors, progress with a rate."""
+"""Output of commands: tables, JSON, errors, progress with a rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` of a command shows: its docstring in lines that fit, examples a line each, defaults that say something.
+"""`--help` of a command: its docstring wrapped to the terminal, one example per line, and informative defaults.
 
 A docstring of a command is paragraphs, then lines that begin with `Example: `, then its arguments.
 """

@@ -39,9 +39,10 @@ class Augment:
     symmetric in distribution and a mirrored view of an array costs nothing.
 
     `simple` and `pad` crops are one operation: both bring the shorter side to the size (which leaves alone what has it)
-    and take a window of the reflected image, at random on both axes (architectures-and-training §12, item 20).
-    RandAugment is torchvision's with its defaults or timm's (`vitrail.data.policies`), the other two are torchvision's.
-    Erasing covers 2 to 33 % of the image with what is N(0, 1) after normalisation, as far as bytes can show it.
+    and take a window of the reflected image, at random on both axes, as the code of DeiT III does for its
+    Simple Random Crop (Touvron et al., 2022, arXiv 2204.07118). RandAugment is torchvision's with its defaults or
+    timm's (`vitrail.data.policies`), the other two are torchvision's. Erasing covers 2 to 33 % of the image with what
+    is N(0, 1) after normalisation, as far as bytes can show it.
     """
 
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:

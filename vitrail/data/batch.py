@@ -1,4 +1,4 @@
-"""What a training step and an evaluation receive."""
+"""The batch that training steps and evaluations receive."""
 
 from __future__ import annotations
 

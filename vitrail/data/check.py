@@ -1,4 +1,4 @@
-"""What is wrong with a data set, before a model learns it: unreadable, odd, copied, leaked, mislabelled, unbalanced."""
+"""Problems of a data set, before training: unreadable, odd, duplicate, leaked, mislabelled or imbalanced images."""
 
 from __future__ import annotations
 

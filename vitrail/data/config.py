@@ -1,4 +1,4 @@
-"""What a run reads and how it changes what it reads. No torch here: `vitrail --help` must be quick."""
+"""Settings of data and augmentation. No torch here: `vitrail --help` must be quick."""
 
 from __future__ import annotations
 
@@ -153,4 +153,4 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """How training images are changed; where an objective tells weak views from strong ones, the strong ones."""
     weak: AugmentConfig = field(default_factory=lambda: AugmentConfig(scale=(0.2, 1.0)))
-    """How weak views are changed: a crop and a flip (efficiency-1 §2.F2). Mixing is as `augment` says."""
+    """How weak views are changed: a crop and a flip (MSF, arXiv 2105.07269). Mixing is as `augment` says."""

@@ -1,4 +1,4 @@
-"""`synthetic:grammar`: sentences of a small grammar, half of them broken by one error (heads §7 item 20).
+"""`synthetic:grammar`: sentences of a small grammar, half of them broken by one error (a toy of CoLA).
 
     determiner (adjective) noun (preposition determiner noun) verb (determiner (adjective) noun) (adverb)
 

@@ -1,8 +1,8 @@
-"""What every source of images gives: splits of labelled images that can be read one at a time.
+"""The interface of image sources: splits of labelled images that can be read one at a time.
 
 A `Split` holds labels and names in memory and reads pixels on demand through a small picklable reader, so that it can
 travel to worker processes. Rows are positions in the split; `index` is the stable number of an image in its source,
-which stays the same whatever is carved off or left out, and which seeds its augmentation.
+which stays the same whatever is held out or left out, and which seeds its augmentation.
 """
 
 from __future__ import annotations

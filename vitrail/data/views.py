@@ -1,4 +1,4 @@
-"""What makes each view of an image: weak ones, strong ones, small ones."""
+"""Augmentations of the views of an image: weak, strong, small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is tuned, with which groups, by which optimiser."""
+"""Trainable parameters, their groups, and the optimiser."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def decays(name: str, parameter: Tensor) -> bool:
     """Weight decay falls on matrices, filters, LoRA's factors and prompts, not on norms, biases, gains, other tokens or
     coefficients.
 
-    A coefficient of NOLA or PRANC that is 0 is no simpler than another one, and the paper has no decay on them
-    (efficiency-1 §2.D3). That on visual prompts decays them and searches how much.
+    A coefficient of NOLA or PRANC that is 0 is no simpler than another one, and NOLA (arXiv 2310.02556) has no
+    decay on them. VPT (arXiv 2203.12119) decays its prompts and searches how much.
     """
     coefficient = of_adapter(name) and name.endswith((".alpha", ".beta"))
     return parameter.ndim > 1 and not any(token in name for token in TOKENS) and not coefficient

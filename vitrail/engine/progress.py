@@ -1,4 +1,4 @@
-"""What a person sees while something long runs: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long tasks: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

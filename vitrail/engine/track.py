@@ -1,4 +1,4 @@
-"""What `metrics.jsonl` says, told to a tracker as well: TensorBoard."""
+"""The rows of `metrics.jsonl`, logged to TensorBoard as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GeNIe and everything it is compared with, behind one call and with one budget (efficiency-2 §3.4, §3.5).
+"""GeNIe and its baselines, behind one call and with one budget (Abbasi Koohpayegani et al., 2023, arXiv 2312.02548).
 
 Every method makes exactly one image for each row of a `Request`, so all of them give a class the same number.
 """
@@ -67,7 +67,7 @@ class Made:
 
 
 def all_others(images: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> Request:
-    """Every image of every other class, once for each class: K (N - 1) new images a class, N-way K-shot (§3.5).
+    """Every image of every other class, once for each class: K (N - 1) new images per class, N-way K-shot.
 
     Raises `ValueError` for a class without images: nothing of its own can be changed.
     """
@@ -132,7 +132,7 @@ def _strong(request: Request, tools: Tools) -> Made:
 
 
 def _transformed(request: Request, strong: bool) -> Tensor:
-    """Crop and flip; with `strong` also the colours and blur of the authors' code (§3.4)."""
+    """Crop and flip; with `strong` also the colours and blur of the authors' code."""
     side = request.images.shape[-1]
     operations: list[Callable[[Tensor], Tensor]] = [
         v2.RandomResizedCrop(side, scale=WEAK_SCALE, antialias=True),

@@ -1,6 +1,6 @@
-"""What GeNIe needs of a diffusion model, whoever made it (efficiency-2 §3.2, §5.2).
+"""The interface of diffusion models for GeNIe (Abbasi Koohpayegani et al., 2023, arXiv 2312.02548).
 
-    X_r = STDiff(X_S, T, r): noise the image part of the way, then take the noise away under another class
+    X_r = STDiff(X_S, T, r): noise the image part of the way, then denoise it under another class
 
 `r` is a time in training: of the steps of a whole run, only those with a time of at most r are made. How much noise
 that is depends on the schedule; `vitrail.model.noise.equal_noise` converts between schedules.

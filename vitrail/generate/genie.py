@@ -1,4 +1,5 @@
-"""GeNIe: hard negatives by diffusion, and the choice of how much noise each needs (efficiency-2 §3.2, §3.3).
+"""GeNIe and GeNIe-Ada: hard negatives by diffusion, and the choice of the noise level per image (Abbasi Koohpayegani et
+al., 2023, arXiv 2312.02548).
 
 An image of one class is noised part of the way and denoised under another: it keeps its surroundings and shows the
 other class, whose label it gets. Somewhere along r the class switches; GeNIe-Ada looks for the place.

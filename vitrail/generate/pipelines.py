@@ -72,7 +72,7 @@ def _diffusers() -> Any:
 class PipelineDiffuser:
     """A diffusers pipeline, with a prompt for each class (`vitrail.generate.prompts`).
 
-    As the authors' code (efficiency-2 §3.2): images at the pipeline's own size (shorter side resized, centre cropped);
+    As GeNIe's code (arXiv 2312.02548): images at the pipeline's own size (shorter side resized, centre cropped);
     the mode of the VAE's posterior times its scale; DPM-Solver++ of second order over `steps` times, of which those
     with time - 1 > 1000 r are left out; r above 0.999 is noise alone. SD3 is a flow whose times are uneven, so there
     the last floor(r * steps) are made, from the noise that the first of them has. SDXL-Turbo, too, is solved by

@@ -1,6 +1,6 @@
-"""Which images are to be made, from which, for which class (efficiency-2 §3.2, §3.6, §5.2).
+"""Plans of generated images: how many, from which sources, for which classes (as in GeNIe, arXiv 2312.02548).
 
-A plan is a table of whole numbers: it can be stored, read, looked at, and followed in any order. Everything in it
+A plan is a table of whole numbers: it can be stored, inspected, and followed in any order. Everything in it
 follows from a seed and from what each row is made of, so a part of a plan makes the same images as the whole.
 """
 

@@ -1,4 +1,4 @@
-"""What a text-to-image model is told of a class (efficiency-2 §3.2, §3.7)."""
+"""Prompts of classes for text-to-image models (as in GeNIe, arXiv 2312.02548)."""
 
 from __future__ import annotations
 

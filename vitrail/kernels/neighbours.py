@@ -15,7 +15,7 @@ from vitrail.kernels.similarity import PART, parts, top_rows
 
 
 class _LogSums(torch.autograd.Function):
-    """Streaming log-sum-exps over all rows but one's own, and over those of one's own class among them."""
+    """Streaming log-sum-exps over all rows but the query's own, and over those of its class among them."""
 
     @staticmethod
     def forward(
@@ -64,10 +64,11 @@ def neighbour_loss(
     temperature: float,
     part: int = PART,
 ) -> Tensor:
-    """-log of the probability that a neighbour drawn by exp(cos / temperature) has one's own class, mean over queries.
+    """NCA loss: -log probability that a neighbour drawn by exp(cos / temperature) has the query's class; batch mean.
 
-    `own` [queries] is each query's own row, which is left out (-1: it has none). Queries without anyone of their class
-    in the memory do not count. Gradients reach the queries only (architectures-and-training eq. 2.2-2.3).
+    `own` [queries] is each query's own row, which is left out (-1: it has none). Queries without positives in the
+    memory do not count. Gradients reach the queries only (the kNN loss of Grafit, Touvron et al., 2020, arXiv
+    2011.12982).
     """
     unit = F.normalize(queries.float(), dim=-1) / temperature
     rows = F.normalize(memory.detach().float(), dim=-1)
@@ -92,7 +93,8 @@ def nearest(
 def neighbour_probabilities(
     cosines: Tensor, rows: Tensor, memory_labels: Tensor, classes: int, temperature: float
 ) -> Tensor:
-    """Share of each class among the nearest, weighed by exp(cos / temperature): [queries, classes] (eq. 2.6)."""
+    """kNN class probabilities, neighbours weighted by exp(cos / temperature): [queries, classes] (Grafit, arXiv
+    2011.12982)."""
     weights = (cosines.float() / temperature).softmax(1)
     shares = torch.zeros(len(cosines), classes, device=cosines.device)
     return shares.scatter_add_(1, memory_labels[rows], weights)

@@ -39,9 +39,9 @@ _TRITON = find_spec("triton") is not None
 def inverse_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None, order: Order = "raster") -> Tensor:
     """The strict inverse: token j is kept if a point lies in (CDF of j - 1, CDF of j].
 
-    At most K are kept, fewer as soon as one score is 2 / K, and every token with 1 / K of all scores is among them
-    (efficiency-1 §4.2). `mask` is true where a token is real; others are never kept. Scores need not add up to 1;
-    where all are 0 nothing is kept. `order="sorted"` cumulates them from the smallest on.
+    At most K are kept, fewer as soon as one score is 2 / K, and every token with 1 / K of all scores is among them.
+    `mask` is true where a token is real; others are never kept. Scores need not add up to 1; where all are 0
+    nothing is kept. `order="sorted"` cumulates them from the smallest on.
 
     >>> inverse_sample(torch.tensor([1.0, 1.0, 6.0, 0.0]), 4)
     tensor([ True, False,  True, False])
@@ -52,7 +52,7 @@ def inverse_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = N
 def nearest_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None, order: Order = "raster") -> Tensor:
     """The token whose CDF is nearest to a point, the first of equals: the published rule, without the properties above.
 
-    A token of score 0 may be kept, a token of 1 / K lost (efficiency-1 §5.1).
+    A token of score 0 may be kept, a token of 1 / K lost.
     """
     return _in_order(_nearest, scores, points, mask, order)
 
@@ -199,7 +199,8 @@ def class_scores(
     source: Source = "class",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """How much each patch token matters (efficiency-1 §2.A2): q, k, v [batch, heads, tokens, dim] -> [batch, patches].
+    """Significance scores of patch tokens (ATS, Fayyaz et al., 2021, arXiv 2111.15667): q, k, v [batch, heads, tokens,
+    dim] -> [batch, patches].
 
     The attention it gets times the norm of its value, as a share of its head's, then as a share of all heads'. The
     attention is the class token's, and only that row of the map is computed; for comparison, the sum over all tokens'

@@ -1,4 +1,5 @@
-"""Second-order statistics of tokens and the normalisations that make them good features (heads §2.4-2.6).
+"""Second-order statistics of tokens and their normalisations (SoT, Xie et al., 2021, arXiv 2104.10935; Gramian
+attention heads, Ryu et al., 2023, arXiv 2310.16483).
 
 A matrix Q is `[..., rows, columns]`; tokens are columns, `[..., channels, tokens]`, as the papers write them.
 
@@ -49,9 +50,9 @@ def svpn(matrix: Tensor, alpha: float) -> Tensor:
 
 
 class _ExactSvpn(torch.autograd.Function):
-    """svPN of tall or square matrices, with the divided-difference gradient (heads §2.5).
+    """svPN of tall or square matrices, with the divided-difference gradient.
 
-    The chain rule through U, S, V (the paper's Corollary 1) divides by s_i^2 - s_j^2. What is needed are only the
+    The chain rule through U, S, V (SoT's Corollary 1) divides by s_i^2 - s_j^2. What is needed are only the
     quotients of f(s) = s^alpha, which stay finite when singular values meet.
     """
 
@@ -123,8 +124,8 @@ def svpn_fast(matrix: Tensor, alpha: float, singular_values: int, iterations: in
 
     Pair k starts from `start` rolled by k, so with several singular values `start` must not be constant. The authors
     restart every pair from the same vector; but after one iteration what remains is (I - u u^T) Q with u along Q start,
-    which maps `start` to zero: their second pair is made of rounding errors (§4's order of errors at one iteration
-    comes from that).
+    which maps `start` to zero: their second pair consists of rounding errors, which is why two and three singular
+    values are less accurate than one after a single iteration.
 
     Estimates below `ESTIMATE_FLOOR` are amplified as if they lay at it (the paper has no guard; the authors' code adds
     1e-5 to the divisor, which breaks svpn_fast(c Q) = c^alpha svpn_fast(Q)); an estimate of zero gives zeros and no
@@ -171,7 +172,8 @@ def _estimate_gain(s: Tensor, alpha: float) -> Tensor:
 
 
 def matrix_sqrt_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Square root of symmetric positive semi-definite matrices `[..., d, d]` by Newton-Schulz steps (iSQRT, §2.4).
+    """Square root of symmetric positive semi-definite matrices `[..., d, d]` by Newton-Schulz steps (iSQRT-COV, Li
+    et al., 2017, arXiv 1712.01034).
 
     The matrix is divided by its trace, so that the steps converge, and the root multiplied by the trace's root. A trace
     below `TRACE_FLOOR` is taken as that: convergence is then slower and the limit the same; a zero matrix gives zeros.

@@ -105,10 +105,11 @@ def relation_loss(
     part: int = PART,
     by: Attend = attend,
 ) -> Tensor:
-    """KL(teacher || student) of how near each says a query is to every anchor, mean over queries.
+    """KL(teacher || student) of their similarity distributions over the anchors, mean over queries.
 
     student, anchors [.., width], teacher, teacher_anchors [.., its width]; row j of both memories is one image. The
-    widths may differ: only relations are compared (efficiency-1 §2.C, §2.E). Gradients reach `student` only.
+    widths may differ: only relations are compared (CompRess, arXiv 2010.14713; ISD, arXiv 2012.09259). Gradients reach
+    `student` only.
     """
     expected, teacher_sum, teacher_score = by(teacher, teacher_anchors, teacher_temperature, anchors, part)
     # sum_j p_j log q_j = student . (sum_j p_j anchor_j) / temperature - log-sum: the products need not be kept.

@@ -1,4 +1,5 @@
-"""Attacks on what an adaptive model spends: one patch for all images, learned on a frozen victim (efficiency-2 §2.3).
+"""Attacks on the compute of adaptive models: one universal patch, learned on a frozen victim (SlowFormer, Navaneet et
+al., 2023, arXiv 2310.02544).
 
 The objective's model is the victim, the patch its only trainable parameter.
 """
@@ -28,7 +29,7 @@ __all__ = ["Attack", "UniversalPatch", "UniversalPerturbation", "attack_losses",
 
 
 class Attack(Objective):
-    """Bring down `attack_losses` by pixels alone.
+    """Minimise `attack_losses` over the pixels of the patch alone.
 
     The victim is in evaluation mode, gets no gradients and keeps its weights; a checkpoint holds the patch and the
     victim's hash. The learning rate is in standard deviations of normalised images (see `Universal`). Raises
@@ -58,13 +59,13 @@ class Attack(Objective):
 
 
 def attack_losses(model: Classifier, change: Universal, config: AttackConfig, batch: Batch) -> dict[str, Tensor]:
-    """What the attacker minimises on changed images (`loss`), its parts, and the tokens that blocks work on."""
+    """The attacker's `loss` on changed images, its parts, and the number of tokens that blocks process."""
     out = model.outputs(change(model._images(batch.images)))
     assert out.trace is not None
     losses = {"tokens": torch.stack([use.entering for use in out.trace.blocks]).mean()}
     logits = model.fused(out.stack).float()
     if config.loss == "random":
-        # Nothing to learn: the gradient is zero, also where the model says NaN.
+        # Nothing to learn: the gradient is zero, also where the logits are NaN.
         return {"loss": 0.0 * change.value.sum(), **losses}
     if config.loss == "ntap":
         return {"loss": -_task(model, logits, batch.label), **losses}
@@ -81,12 +82,12 @@ def attack_losses(model: Classifier, change: Universal, config: AttackConfig, ba
 
 
 def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tensor:
-    """The lower, the more the victim spends (§2.4).
+    """The loss of SlowFormer (arXiv 2310.02544): the lower, the more compute the victim uses.
 
-    ATS: squared distance of the class token's attention from an even one, summed over heads, by layer times its
-    weight. A-ViT: -(ponder + prior), its own losses in its own proportion, scaled so that the ponder loss weighs 1:
-    Adam does not care, and a task loss beside it can be weighed. AdaViT: minus the squared shares of patches, heads and
-    branches that are kept.
+    ATS: squared distance of the class token's attention from a uniform one, summed over heads, weighted per layer.
+    A-ViT: -(ponder + prior), the victim's own losses in their training proportion, scaled so that the ponder loss has
+    weight 1: Adam is invariant to the scale, and a task loss can be weighted relative to it. AdaViT: minus the squared
+    shares of patches, heads and branches that are kept.
     """
     policy = model.policy
     if isinstance(policy, AtsPolicy):
@@ -104,7 +105,7 @@ def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tenso
 
 
 def refuse_unfit(model: Classifier, config: AttackConfig) -> None:
-    """One sentence where a model cannot be a victim."""
+    """Raises `ValueError`, one sentence, where a model cannot be a victim."""
     policy = model.policy
     if policy is None:
         raise ValueError(
@@ -155,7 +156,7 @@ def _prepare(model: Classifier) -> dict[str, Any]:
         return {"differentiable": before}
     if (
         isinstance(policy, AtsPolicy) and policy.config.form == "packed"
-    ):  # packed, nobody asks for the class token's row
+    ):  # packed batches never compute the class token's row
         config = policy.config
         policy.config = replace(config, form="auto")
         return {"config": config}

@@ -1,4 +1,5 @@
-"""Who takes attention from whom: teachers by name, and what of them fits a student (attention-transfer §2.6-§2.8)."""
+"""Attention transfer: teachers by name, and which of their layers and heads a student takes (Li et al., 2024, arXiv
+2411.09702)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Source = Classifier | Mapping[str, Tensor]
 """A teacher: a model, or tensors by name."""
 
 FEEDING = ("stem", "mixer", "activation", "norm", "norm_eps", "layerscale", "gate", "positions", "class_position")
-"""Parts that shape attention maps: a student without the teacher's may not be able to use them (§2.16)."""
+"""Components that shape attention maps: a student without the teacher's may not be able to use them."""
 
 
 def load_source(name: str, student: Classifier) -> Source:
@@ -139,7 +140,7 @@ def paired(own: list[int], given: tuple[int, ...], mine: int, theirs: int, what:
 
 
 def make_guide(student: Classifier, source: Source, config: AttentionTransferConfig) -> tuple[Guide, list[str]]:
-    """The guide of a student, and what a person should hear.
+    """The guide of a student, and notes for the user.
 
     The guide holds the teacher's own modules, up to the last layer that is taken. Raises `ValueError`, with the remedy,
     where the two do not fit.

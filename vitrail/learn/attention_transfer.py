@@ -1,4 +1,5 @@
-"""Learning from labels and the attention of a teacher (attention-transfer §2.1, §2.2)."""
+"""Attention copy and attention distillation: labels, and the attention of a teacher (Li et al., 2024, arXiv
+2411.09702)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from vitrail.schema import plain
 
 
 class AttentionTransfer(Supervised):
-    """What labels say, and a frozen teacher's attention on the very images that the student sees.
+    """Labels, and a frozen teacher's attention on the same augmented images that the student sees.
 
     `copy`: the model that is trained, evaluated and kept is the student with its teacher inside. `distill`: the loss is
     labels + weight * Σ over layers of the mean over images, heads and queries of the cross entropy of both attentions
@@ -153,7 +154,7 @@ def _with_trunk(model: Classifier, trunk: Trunk, spec: dict[str, object]) -> Cla
 
 
 def unused_parameters(model: Classifier) -> int:
-    """Parameters of q and k (or v) whose place the teacher's take: they have no gradient and no effect."""
+    """Parameters of q and k (or v) that the teacher's replace: they have no gradient and no effect."""
     guide = getattr(model.trunk, "guide", None)
     if guide is None:
         return 0

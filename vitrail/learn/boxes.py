@@ -1,8 +1,8 @@
-"""A toy of detection: the one box of each picture, guessed from patch tokens (attention-transfer §2.18).
+"""Toy detection: the one box of each image, predicted from patch tokens.
 
-Attention transfer was also tried on COCO, where the dense task decides; `synthetic:shapes` with one object a picture is
-the smallest task of that kind. A detector is a classifier whose four "logits" are the sides of a box, so that all that
-trains classifiers trains it, attention transfer included.
+Attention transfer was also evaluated on COCO detection (Li et al., 2024, arXiv 2411.09702); `synthetic:shapes` with one
+object per image is the smallest task of that kind. A detector is a classifier whose four "logits" are the sides of a
+box, so every objective of classifiers trains it, attention transfer included.
 
 boxes [batch, 4]: left, top, right, bottom in sides of the picture
 """

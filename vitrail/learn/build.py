@@ -29,7 +29,7 @@ TAUGHT = (learn.CompresConfig, learn.SimregConfig, learn.ClustersConfig, learn.C
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What an objective may know of the images it will see."""
+    """Facts about the training images that an objective may use."""
 
     labels: NDArray[np.int64]  # [images] class, or [images, classes] of 0/1
     index: NDArray[np.int64]  # [images] stable index of each: what `Batch.index` holds
@@ -85,7 +85,7 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
 def _making(
     config: MaeConfig | learn.DiffusionConfig | learn.LanguageModelConfig, model: Classifier, facts: TrainingFacts
 ) -> Objective:
-    """Objectives that guess images or texts themselves."""
+    """Objectives that predict images or texts themselves."""
     if isinstance(config, MaeConfig):
         from vitrail.learn.mae import Mae
 

@@ -1,4 +1,4 @@
-"""BYOL: predict what a slow copy of oneself says of another view (efficiency-1 §2.E2, §2.F1)."""
+"""BYOL: predict the momentum encoder's embedding of another view (Grill et al., 2020, arXiv 2006.07733)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from vitrail.model.classifier import Classifier
 
 
 def uniformity(embedding: Tensor, temperature: float) -> Tensor:
-    """log of the mean of exp(cosine / temperature) over all pairs of views of different images (UniSiam, §3.5).
+    """log of the mean of exp(cosine / temperature) over all pairs of views of different images (UniSiam, Lu et al.,
+    2022, arXiv 2207.09176).
 
     `embedding` [2 * images, width]: row i and row i + images are two views of one image. The images are those of this
     process.
@@ -25,10 +26,10 @@ def uniformity(embedding: Tensor, temperature: float) -> Tensor:
 
 
 class Byol(MomentumPair):
-    """Mean squared distance of unit vectors: one way (the thesis' BYOL-asym), or, `symmetric`, both.
+    """Mean squared distance of unit vectors: one way (BYOL-asym of ISD, arXiv 2012.09259), or, `symmetric`, both.
 
-    A momentum of 0 compares the model with itself, without a gradient (SimSiam); with `uniformity` that is UniSiam, its
-    loss taken twice (and 2 more), since a squared distance is 2 - 2 cos.
+    A momentum of 0 compares the model with itself under a stop-gradient (SimSiam, arXiv 2011.10566); with `uniformity`
+    that is UniSiam, whose loss is here doubled (plus 2), since a squared distance is 2 - 2 cos.
     """
 
     def __init__(self, model: Classifier, config: ByolConfig, steps: int) -> None:

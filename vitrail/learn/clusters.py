@@ -1,6 +1,6 @@
 """Cluster classification: a student learns which cluster of a frozen teacher's features an image is in.
 
-A baseline of CompRes, its CC (efficiency-1 §2.C4).
+The baseline CC of CompRess (Abbasi Koohpayegani et al., 2020, arXiv 2010.14713).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def cluster_images(
 class Clusters(SelfSupervised):
     """Cross entropy of a linear classifier on the embedding; its labels are the clusters [images] of the training set.
 
-    Clusters are found before the run, of un-augmented images, and are in checkpoints. A run that goes on asks its
-    teacher again, and takes those of the checkpoint.
+    Clusters are computed before the run, from un-augmented images, and stored in checkpoints. A resumed run computes
+    the teacher's features again, and takes the clusters of the checkpoint.
     """
 
     views = ViewSpec(1)

@@ -1,8 +1,8 @@
-"""CMSF: mean shift among neighbours that something else allows (efficiency-1 §2.G).
+"""CMSF: mean shift among a constrained set of neighbours (Navaneet et al., 2021, arXiv 2112.04607).
 
-self         those that an older embedding of the same images finds near; beside them plain mean shift, half each
-supervised   those of one's label
-semi         those of one's label, or of one's pseudo-label where it is confident; all of them where it is not
+self         nearest neighbours in an older embedding of the same images; averaged with plain mean shift
+supervised   those of the image's label
+semi         those of the image's label, or of its pseudo-label where it is confident; unconstrained where it is not
 cross-modal  as self, with a frozen network of another modality in place of the older embedding: `guide`
 """
 
@@ -56,7 +56,7 @@ def class_means(rows: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Ten
 
 
 class Cmsf(MomentumPair):
-    """See the module. Raises `ValueError` where the data have several labels an image and the constraint needs one."""
+    """See the module. Raises `ValueError` where the data have several labels per image and the constraint needs one."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Cmsf(MomentumPair):
         width, dtype = self.head.features, PRECISIONS[config.bank_precision]
         second = (guide_width if guide else width) if config.constraint == "self" else 0
         self.bank = make_bank(config.bank, width, second, dtype)
-        self.earlier: ImageMemory | None = None  # what the target said of every image when it last came by
+        self.earlier: ImageMemory | None = None  # target embedding of every image at its last visit
         self.pseudo: PseudoLabels | None = None
         if config.constraint == "self" and guide is None:
             self.earlier = ImageMemory(index, width, dtype=dtype, empty=True)
@@ -99,7 +99,7 @@ class Cmsf(MomentumPair):
     def train(self, mode: bool = True) -> Cmsf:
         super().train(mode)
         if isinstance(self.guide, nn.Module):
-            self.guide.eval()  # it is another's, and as it is
+            self.guide.eval()  # frozen: a network of another modality
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -121,10 +121,10 @@ class Cmsf(MomentumPair):
         return self.losses(shift_loss(online, self.bank.rows_at(found), valid), seen, batch, known, **others)
 
     def by_hint(self, batch: Batch, online: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Half plain mean shift, half among the rows that the hint allows; the loss, and those rows [batch, k].
+        """The mean of plain and constrained mean shift, as in the authors' code; the loss, and rows chosen [batch, k].
 
-        An image that never came by before has no older embedding: its own stands for it, so the first epoch is nearly
-        plain mean shift (efficiency-1 §2.G2 suggests that). The authors' code takes the mean of the two losses.
+        An image that is seen for the first time has no older embedding: its current one stands in, so the first epoch
+        is nearly plain mean shift.
         """
         config, bank = self.options, self.bank
         assert config.k is not None
@@ -142,7 +142,7 @@ class Cmsf(MomentumPair):
         return (shift_loss(online, bank.rows_at(plain)) + shift_loss(online, bank.rows_at(found))) / 2, found
 
     def to_class_mean(self, online: Tensor, own: Tensor, labels: Tensor) -> Tensor:
-        """Mean distance to all rows of the label (top-all), or to the own row where there is no label.
+        """Mean distance to all rows of the label (top-all), or to the image's own row where there is no label.
 
         The mean over unit vectors of 2 - 2 cos is 2 - 2 the product with their mean, so no row is compared.
         """

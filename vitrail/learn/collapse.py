@@ -1,7 +1,7 @@
-"""Whether embeddings still tell images apart: what is logged of every objective that compares them.
+"""Collapse metrics, spread and rank of the embeddings, logged for every objective that compares them.
 
 A representation collapses where all images get one embedding, or embeddings that differ along a line only; the loss is
-then often excellent. Both figures are one small matrix product a step, on the device.
+then often excellent. Both metrics cost one small matrix product per step, on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 SPREAD_LIMIT = 0.1  # all cosines are about 0.99 there
 RANK_LIMIT = 1.5
-SETTLING = 0.1  # share of a run in which nothing is said: an untrained network may say nearly the same of all images
+SETTLING = 0.1  # share of a run without warnings: an untrained network may embed all images nearly alike
 
 
 def spread_and_rank(embedding: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def spread_and_rank(embedding: Tensor) -> tuple[Tensor, Tensor]:
 def collapse_note(means: Mapping[str, float], done: float, classes: int) -> str:
     """A sentence where the logged `spread` or `rank` is below its limit; `done` is the share of the run so far.
 
-    With two classes a line is what labels ask for, so the rank is not judged there.
+    With two classes a line is what labels ask for, so the rank is not checked there.
     """
     if done < SETTLING or "spread" not in means:
         return ""

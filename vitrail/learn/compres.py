@@ -1,4 +1,5 @@
-"""CompRes: a small student sees images as near to one another as a frozen teacher does (efficiency-1 §2.C)."""
+"""CompRess: match a frozen teacher's similarity distribution over a queue of anchors (Abbasi Koohpayegani et al., 2020,
+arXiv 2010.14713)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from vitrail.model.classifier import Classifier
 
 
 def momentum_of_run(steps: int) -> float:
-    """Decay of a momentum encoder that lags as far behind, for the length of its run, as CompRes' does.
+    """Decay of a momentum encoder that lags as far behind, for the length of its run, as CompRess' does.
 
     The paper's 0.999 lags by 1,000 of 650,000 steps (130 epochs of ImageNet in batches of 256).
 
@@ -30,9 +31,9 @@ def momentum_of_run(steps: int) -> float:
 class Compres(SelfSupervised):
     """KL between the teacher's softmax over a queue of its embeddings and the student's.
 
-    One queue: the student, through a linear map where widths differ, compares itself with the teacher's anchors. Two:
-    with what a slow copy of itself said of the same images, which lie in the same slots; so only relations are taken
-    over and widths do not matter. All see one and the same crop; the batch is pushed after the loss.
+    One queue: the student, through a linear map where widths differ, is compared with the teacher's anchors. Two: with
+    its momentum encoder's embeddings of the same images, in the same slots; so only relations are transferred and
+    widths do not matter. All see the same crop; the batch is pushed after the loss.
     """
 
     frozen = ("embedder.teacher",)

@@ -1,8 +1,8 @@
-"""CRD: tell the teacher's embedding of an image from its embeddings of others, and the other way round.
+"""CRD: contrast the teacher's embedding of an image with its embeddings of others, and the other way round.
 
-Contrastive representation distillation (Tian and others, 2020) without its supervised term, a baseline of CompRes
-(efficiency-1 §2.C4). The images of a batch share their negatives, which the authors' code draws for each of them: one
-matrix product in place of a gather of batch x negatives rows.
+Contrastive representation distillation (Tian et al., 2019, arXiv 1910.10699) without its supervised term, a baseline of
+CompRess (arXiv 2010.14713). The images of a batch share their negatives, which the authors' code draws for each of
+them: one matrix product in place of a gather of batch x negatives rows.
 """
 
 from __future__ import annotations

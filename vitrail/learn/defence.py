@@ -1,5 +1,5 @@
-"""Training that expects attacks: patches learned against the model as it is now are pasted on its images from then on
-(efficiency-2 §2.7)."""
+"""Adversarial training: patches learned against the current model are pasted on training images from then on (the
+defence of SlowFormer, Navaneet et al., 2023, arXiv 2310.02544)."""
 
 from __future__ import annotations
 

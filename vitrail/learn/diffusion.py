@@ -1,8 +1,8 @@
-"""Learning to take noise away, given a class: a diffusion model (efficiency-2 §3, §6.2).
+"""Class-conditional denoising diffusion.
 
-images [batch, 3, height, width] in -1..1. Each gets a time of its own and new noise in every step; some labels are
-dropped, so that the model also learns what images of no particular class look like (classifier-free guidance, Ho and
-Salimans 2022).
+images [batch, 3, height, width] in -1..1. Each gets its own time and new noise in every step; some labels are dropped,
+so that the model also learns the unconditional distribution (classifier-free guidance, Ho and Salimans, 2022, arXiv
+2207.12598).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitrail.model.noise import NoiseSchedule
 
 
 class Diffusion(Objective):
-    """The mean squared error of what a denoiser guesses. Raises `ValueError` for a model that is none."""
+    """The mean squared error of a denoiser's prediction. Raises `ValueError` for a model that is none."""
 
     def __init__(self, model: Classifier, config: DiffusionConfig, augment: AugmentConfig | None = None) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class Diffusion(Objective):
 
 
 def min_snr_weight(schedule: NoiseSchedule, time: Tensor, cap: float) -> Tensor:
-    """Weights [batch] under which the image's error counts min(signal² / noise², cap) (Hang and others 2023).
+    """Weights [batch] under which the image's error counts min(signal² / noise², cap) (Hang et al., 2023,
+    arXiv 2303.09556).
 
     The error of the noise is that of the image times snr, the error of the velocity times snr + 1.
     """
@@ -62,7 +63,7 @@ def min_snr_weight(schedule: NoiseSchedule, time: Tensor, cap: float) -> Tensor:
 
 
 def choose_process(model: Classifier, config: DiffusionConfig) -> None:
-    """Let the model carry the schedule and the kind of guess it is trained with: whoever loads it must know them."""
+    """Store the schedule and the prediction target in the model: whoever loads it must know them."""
     assert isinstance(model.trunk, Denoiser)
     model.trunk.schedule = NoiseSchedule(config.schedule, config.prediction)
     chosen = {"schedule": config.schedule, "prediction": config.prediction}

@@ -1,4 +1,4 @@
-"""Learning from labels and a teacher (architectures-and-training §4.2)."""
+"""Knowledge distillation: labels and a teacher, soft or hard (DeiT, Touvron et al., 2020, arXiv 2012.12877)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.learn.teacher import Answers, Teacher, refuse_moving_views, refuse_
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.distilled import DistilledHead
 
-LOOK_EVERY = 16  # steps between looks at whether every answer of the teacher is known
+LOOK_EVERY = 16  # steps between checks whether the teacher's logits of every image are cached
 SHARES = {"hard": 0.5, "soft": 0.1}
 
 
@@ -29,7 +29,7 @@ def softened_divergence(
     """T^2 KL of two softmaxes at temperature T, mean over the batch; logits [batch, classes], computed in float32.
 
     `first` says whose distribution stands first: KL(teacher || student), where the teacher is the target as usual, or
-    KL(student || teacher), as equation 3.2 is printed (§12 item 9).
+    KL(student || teacher), as eq. 2 of DeiT is printed.
     """
     own = (student.float() / temperature).log_softmax(-1)
     other = (teacher.float() / temperature).log_softmax(-1)
@@ -39,14 +39,14 @@ def softened_divergence(
 
 
 class Distillation(Supervised):
-    """(1 - weight) of what labels say and `weight` of what a teacher says, of the very images that the student sees.
+    """(1 - weight) times the loss on labels plus `weight` times that on a teacher, which sees the student's images.
 
     The class classifier of a head with a distillation token learns from labels and the other one from the teacher;
     every classifier of any other head learns from both, as CaiT does. `hard`: cross entropy with the teacher's decision
     on the augmented, mixed image (where several labels may hold: binary, with each of its decisions). Smoothing and
     class weights are for true labels only. `soft`: the divergence from its probabilities.
 
-    Raises `ValueError` where the teacher has other classes, or answers are to be kept of views that change.
+    Raises `ValueError` where the teacher has other classes, or its logits are to be cached for views that change.
     """
 
     frozen = ("teacher",)
@@ -103,7 +103,7 @@ class Distillation(Supervised):
         return said
 
     def from_teacher(self, logits: Tensor, said: Tensor) -> Tensor:
-        """What one classifier's logits [batch, classes] lose against the teacher's."""
+        """The loss of one classifier's logits [batch, classes] against the teacher's."""
         if self.options.mode == "soft":
             return softened_divergence(logits, said, self.options.temperature, self.options.first)
         if self.model.multilabel:

@@ -1,4 +1,4 @@
-"""A frozen teacher asked for embeddings: its classes do not matter."""
+"""Embeddings of a frozen teacher: its classes do not matter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead
 
-LOOK_EVERY = 16  # steps between looks at whether every embedding is known
+LOOK_EVERY = 16  # steps between checks whether every embedding is cached
 
 
 def load_embedder(name: str, student: Classifier, size: int | None = None) -> Classifier:
@@ -28,7 +28,7 @@ def load_embedder(name: str, student: Classifier, size: int | None = None) -> Cl
 
 
 def features(model: Classifier, images: Tensor) -> Tensor:
-    """What a trunk says of images, [batch, width]: before a projector, which served its own training only."""
+    """Features of the trunk, [batch, width]: before a projector, which served its own training only."""
     tokens = model.tokens(images)
     return model.head.pooled(tokens) if isinstance(model.head, ProjectedHead) else model.head.embed(tokens)
 
@@ -36,9 +36,9 @@ def features(model: Classifier, images: Tensor) -> Tensor:
 class Embedder(nn.Module):
     """The teacher's embeddings of a batch [batch, width], in float32 and without gradient.
 
-    With `index`, the stable indices of all training images, each is asked for once: what the teacher said of the view
-    that came first stays (the thesis keeps the un-augmented image's, which batches do not carry). What is known is in
-    checkpoints, so a resumed run goes on as it would have.
+    With `index`, the stable indices of all training images, each is computed once, and that of an image's first
+    view is cached (CompRess, arXiv 2010.14713, caches the un-augmented image's, which batches do not carry). The cache
+    is stored in checkpoints, so a resumed run continues as it would have.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Grafit: fine-grained representations from coarse labels (architectures-and-training §3).
+"""Grafit: fine-grained representations from coarse labels (Touvron et al., 2020, arXiv 2011.12982).
 
-A neighbour loss asks that images of one coarse class lie together, over a memory of the whole training set; an instance
-loss asks that an image stays apart from its class-mates, by agreeing with itself under augmentation. Their sum keeps
-detail that the labels do not name. The baselines of the study (§3.6) are the same objective with other weights:
+A neighbour loss (NCA) draws images of one coarse class together, over a memory of the whole training set; an instance
+loss keeps an image apart from others of its class, by agreement of its augmented views. Their sum keeps detail that the
+labels do not name. The paper's baselines are the same objective with other weights:
 
     CE                  classification 1, neighbours 0, instance 0, projector none
     CE + instance       classification 1, neighbours 0, instance 1
@@ -32,7 +32,7 @@ from vitrail.model.heads.projected import ProjectedHead
 
 
 def instance_loss(online: Tensor, target: Tensor) -> Tensor:
-    """Minus the mean cosine over all ordered pairs of different views: [batch, views, width] each (eq. 2.1).
+    """Minus the mean cosine over all ordered pairs of different views: [batch, views, width] each.
 
     In [-1, 1]; -1 where every view agrees with every other. No gradient reaches `target`.
     """
@@ -46,8 +46,8 @@ def instance_loss(online: Tensor, target: Tensor) -> Tensor:
 def triplet_loss(embedding: Tensor, labels: Tensor, margin: float) -> Tensor:
     """Hardest positive and hardest negative of every image in the batch, by cosine distance, with a margin.
 
-    The thesis does not say which triplets it takes; these are the usual ones (Hermans and others, 2017). Images without
-    a class-mate or without anyone else in the batch do not count.
+    Batch-hard mining (Hermans et al., 2017, arXiv 1703.07737). Images without a positive or without a negative in the
+    batch do not count.
     """
     unit = F.normalize(embedding.float(), dim=-1)
     distance = 1 - unit @ unit.T
@@ -62,7 +62,7 @@ def triplet_loss(embedding: Tensor, labels: Tensor, margin: float) -> Tensor:
 
 
 class Grafit(Supervised):
-    """See the module. Without `classification` the classifier listens: it learns the labels and shapes nothing.
+    """See the module. Without `classification` the classifier is an online linear probe: no gradient leaves it.
 
     Raises `ValueError` where the model has no projected head, or views are too few.
     """

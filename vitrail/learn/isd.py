@@ -1,4 +1,5 @@
-"""ISD: see other images as near as a slow copy of oneself does (efficiency-1 §2.E)."""
+"""ISD: match the momentum encoder's similarities to a queue of other images (Tejankar et al., 2020, arXiv
+2012.09259)."""
 
 from __future__ import annotations
 

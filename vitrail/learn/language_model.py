@@ -1,4 +1,4 @@
-"""Learning to write: the next word of a completion, given its prompt and what stands before it (efficiency-1 §2.D3).
+"""Causal language modelling: the next token of a completion, given its prompt and the tokens before it.
 
 texts [batch, 3, length] as `vitrail.data.completion_tokens` makes them: segment 1 is what is learned
 """

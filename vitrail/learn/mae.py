@@ -1,7 +1,7 @@
-"""Masked autoencoding: teachers without labels (He and others 2021; attention-transfer §2.3).
+"""MAE: masked autoencoding (He et al., 2021, arXiv 2111.06377).
 
-Most patches are hidden; the trunk sees the others, with their positions, and a light decoder guesses the pixels of the
-hidden ones. The decoder belongs to the objective: what is kept is the model, whose head has not learned anything.
+Most patches are masked; the trunk sees the others, with their positions, and a light decoder predicts the pixels of the
+masked ones. The decoder belongs to the objective: the model alone is kept, and its head stays untrained.
 
 images [batch, 3, height, width]; patches [batch, rows * columns, patch * patch * 3]
 """

@@ -1,4 +1,4 @@
-"""A slow copy of a model, to which the model is compared."""
+"""The momentum encoder: an exponential moving average of a model, used as its teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MSF: move towards the mean of one's neighbours in a bank (efficiency-1 §2.F)."""
+"""MSF: move towards the mean of the nearest neighbours in a bank (Abbasi Koohpayegani et al., 2021, arXiv
+2105.07269)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Msf(MomentumPair):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         online, target, seen = self.pair(batch)
-        own = self.bank.push(target, one_label(batch))  # labels are for looking only
+        own = self.bank.push(target, one_label(batch))  # labels serve metrics only
         found = own[:, None] if self.k == 1 else self.bank.nearest(target, self.k, own)[1]
         pure = self.purity(found, batch, self.bank)
         return self.losses(shift_loss(online, self.bank.rows_at(found)), seen, batch, **pure)

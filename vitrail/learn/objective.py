@@ -1,4 +1,4 @@
-"""What every objective is: a module that turns a batch into losses."""
+"""The interface of objectives: a module that turns a batch into losses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Objective(nn.Module):
     views: ViewSpec = ViewSpec()
     frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a person should hear before the run, though nothing is wrong."""
+    """Notes for the user before the run, though nothing is wrong."""
     reading: str = ""
-    """How to read the figures of the model, where it is not trained to classify."""
+    """How to read the metrics of the model, where it is not trained to classify."""
     host_decision: str = ""
     """Why no CUDA graph may replay forward and backward (any module may say so); empty: they are the same device work
     in every step of a phase."""
@@ -51,9 +51,9 @@ class Objective(nn.Module):
         return {name: f"{getattr(m, 'name', '')} {weights_hash(m)}".strip() for name, m in modules.items()}
 
     def alarm(self, means: Mapping[str, float], done: float) -> str:
-        """What a person should hear at a logging step, given the means of what `forward` gave; empty: nothing.
+        """A warning for the user at a logging step, given the means of what `forward` gave; empty: nothing.
 
-        `done` is the share of the run so far. It is said once for each kind of sentence (what stands before its colon).
+        `done` is the share of the run so far. It is logged once per kind of sentence (the part before its colon).
         """
         return ""
 

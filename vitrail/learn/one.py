@@ -1,4 +1,4 @@
-"""ONE: branches learn from labels and from their own ensemble, made on the fly (Lan, Zhu and Gong 2018; heads §3.5)."""
+"""ONE: branches learn from labels and from their own on-the-fly ensemble (Lan et al., 2018, arXiv 1806.04606)."""
 
 from __future__ import annotations
 

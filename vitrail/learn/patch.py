@@ -1,4 +1,5 @@
-"""One change of pixels for all images: a patch at a fixed place, or a faint perturbation of all (efficiency-2 §2).
+"""Universal changes of images: a patch at a fixed place, or a bounded perturbation of every pixel (SlowFormer, Navaneet
+et al., 2023, arXiv 2310.02544).
 
 images [batch, 3, height, width] are a model's input, normalised; levels [3, height, width] are whole numbers on the
 scale of bytes, 0 to 255.

@@ -1,4 +1,5 @@
-"""ProtoNW: the class means of a bank as a classifier; a baseline of CMSF (efficiency-1 §2.G3)."""
+"""ProtoNW: classification by the class means of a bank; a baseline of CMSF (Navaneet et al., 2021, arXiv
+2112.04607)."""
 
 from __future__ import annotations
 

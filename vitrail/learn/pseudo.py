@@ -1,4 +1,4 @@
-"""Labels for images that have none, from those that have (efficiency-1 §2.G2, semi-supervised)."""
+"""Pseudo-labels of semi-supervised CMSF (Navaneet et al., 2021, arXiv 2112.04607)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.learn.bank import UNKNOWN
 from vitrail.learn.collective import of_all, processes
 from vitrail.learn.image_memory import ImageMemory
 
-EPOCHS, BATCH = 10, 256  # of a round; the thesis says 10 and 40, the authors' code 10
+EPOCHS, BATCH = 10, 256  # of a round, as in the authors' code
 
 
 def draw_labelled(labels: NDArray[np.int64], share: float) -> NDArray[np.int64]:
@@ -26,9 +26,8 @@ def draw_labelled(labels: NDArray[np.int64], share: float) -> NDArray[np.int64]:
 class PseudoLabels(nn.Module):
     """Two layers on the target's embeddings, trained between steps on those of the labelled images.
 
-    A round is held each time as many images as there are came by (the thesis says so, and elsewhere twice as often);
-    before the first nobody gets a pseudo-label. All of it is in checkpoints, and a round depends on nothing but its
-    step, so a resumed run holds the same ones.
+    A round of training is held once per epoch; before the first, no image has a pseudo-label. All state is in
+    checkpoints, and a round depends on nothing but its step, so a resumed run holds the same ones.
     """
 
     ready: Tensor
@@ -64,7 +63,7 @@ class PseudoLabels(nn.Module):
             guessed = torch.where((sure > self.threshold) & self.ready, guess, UNKNOWN)
             hidden = truth == UNKNOWN
             right, confident = (guess == batch.label) & hidden, hidden & (guessed != UNKNOWN)
-            self.right = {  # for looking only: labels that nothing learns from
+            self.right = {  # for metrics only: nothing learns from these labels
                 "pseudo": right.sum() / hidden.sum().clamp(min=1),
                 "pseudo_confident": (right & confident).sum() / confident.sum().clamp(min=1),
             }

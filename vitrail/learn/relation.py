@@ -1,6 +1,7 @@
-"""How the student and the teacher of a trained run see images, to be compared over anchors (efficiency-1 §2.C, §2.E4).
+"""Similarity distributions of a trained run's student and teacher over anchors, for comparison (as in CompRess, arXiv
+2010.14713, and ISD, arXiv 2012.09259).
 
-Anchors are images that are looked at: a run's own queue holds embeddings of images that nobody can show again.
+Anchors are the inspected images: a run's own queue holds embeddings whose images are no longer known.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vitrail.learn.objective import Objective
 from vitrail.learn.selfsupervised import MomentumPair, unit
 from vitrail.model.classifier import Classifier
 
-TEMPERATURE = 0.04  # CompRes', for runs that have none of their own
+TEMPERATURE = 0.04  # CompRess', for runs that have none of their own
 
 
 class Views(NamedTuple):
@@ -34,7 +35,7 @@ class Views(NamedTuple):
 
 @dataclass(frozen=True)
 class Relation:
-    """A student beside its teacher; `look` takes images as the student takes them, [batch, 3, height, width]."""
+    """A student and its teacher; `look` takes images as the student takes them, [batch, 3, height, width]."""
 
     who: str  # the teacher, in words
     temperature: float
@@ -44,18 +45,18 @@ class Relation:
 
 
 def has_teacher(config: ObjectiveConfig) -> bool:
-    """Whether a run of this objective learns from a teacher: another model, or a slow copy of its own."""
+    """Whether a run of this objective learns from a teacher: another model, or its momentum encoder."""
     return bool(getattr(config, "teacher", "")) or isinstance(config, MomentumConfig)
 
 
 def read_relation(
     config: ObjectiveConfig, model: Classifier, stored: Callable[[], Mapping[str, Tensor]], device: torch.device
 ) -> Relation:
-    """The teacher of a run beside `model`, which the run trained.
+    """The teacher of a run and `model`, which the run trained.
 
-    `stored` gives what the run's checkpoint holds of its objective, and is asked where slow copies, predictors or maps
+    `stored` gives the objective's state in the run's checkpoint, read where momentum encoders, predictors or maps
     between widths are needed; the student then has the weights that go with them. Other students are compared by the
-    vector that they classify, among their own anchors, as CompRes does with two queues. Raises `ValueError` or
+    vector that they classify, among their own anchors, as CompRess does with two queues. Raises `ValueError` or
     `FileNotFoundError`, one sentence, where the teacher is gone.
     """
     if isinstance(config, MomentumConfig):
@@ -73,7 +74,7 @@ def read_relation(
     name, size = cast("str", getattr(config, "teacher", "")), getattr(config, "teacher_size", None)
     teacher = load_embedder(name, model, size)
     if isinstance(config, CompresConfig):
-        small = replace(config, bank=1, cache=False)  # nobody looks into its memory
+        small = replace(config, bank=1, cache=False)  # its memory is not read
         taught = Compres(deepcopy(model), small, teacher, np.zeros(1, dtype=np.int64), steps=1)
         _restore(taught, stored(), device)
 

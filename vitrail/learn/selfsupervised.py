@@ -1,4 +1,4 @@
-"""What objectives without labels share: embeddings, a momentum teacher, a predictor, and a classifier that listens."""
+"""Base classes of self-supervised objectives: embeddings, momentum teacher, predictor, and online linear probe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def distance(online: Tensor, target: Tensor) -> Tensor:
 
 
 def predictor(width: int, hidden: int) -> nn.Sequential:
-    """What stands on the online network alone: linear, BatchNorm, ReLU, linear; [batch, width] -> the same."""
+    """The predictor of the online network: linear, BatchNorm, ReLU, linear; [batch, width] -> the same."""
     return nn.Sequential(
         nn.Linear(width, hidden, bias=False),
         nn.BatchNorm1d(hidden),
@@ -43,7 +43,7 @@ def predictor(width: int, hidden: int) -> nn.Sequential:
 
 
 def one_label(batch: Batch) -> Tensor:
-    """The class of each image [batch]; UNKNOWN where several may hold. For looking at neighbours, not for learning."""
+    """The class of each image [batch]; UNKNOWN where several may hold. For metrics, not for learning."""
     return batch.label if batch.label.ndim == 1 else torch.full_like(batch.index, UNKNOWN)
 
 
@@ -59,22 +59,22 @@ def refuse_several(model: Classifier, name: str) -> None:
 
 
 class Encoded(NamedTuple):
-    """What a model says of images."""
+    """Embeddings of images, and the features they are computed from."""
 
     embedding: Tensor  # [images, features], not normalised
-    pooled: Tensor  # [images, width]: what the embedding comes from
+    pooled: Tensor  # [images, width]: input of the projector
 
     def first(self, count: int) -> Encoded:
         return Encoded(self.embedding[:count], self.pooled[:count])
 
 
 class SelfSupervised(Objective):
-    """A representation learned without labels, and a linear classifier that listens.
+    """A representation learned without labels, and an online linear probe.
 
-    The classifier of the head learns the labels of the pooled features, and no gradient of it goes further: the
-    representation is what it would be without, the loss that is shown is the representation's alone, and the figures
-    of a run are those of a linear probe under way. `spread` and `rank` of the embeddings are logged, and a collapse is
-    told (`vitrail.learn.collapse`). Raises `ValueError` where the model's head is not `projected`.
+    The head's classifier learns the labels from detached pooled features: the representation is what it would be
+    without it, the logged loss is the representation's alone, and the metrics of a run are those of the probe. `spread`
+    and `rank` of the embeddings are logged, and a collapse is reported (`vitrail.learn.collapse`). Raises
+    `ValueError` where the model's head is not `projected`.
     """
 
     reading = (
@@ -108,7 +108,7 @@ class SelfSupervised(Objective):
     ) -> dict[str, Tensor]:
         """The loss with the classifier's added to its gradient and not to its value; `seen` is one view of the batch.
 
-        `known` [batch] says whose labels may be used (none: all). Beside it what is logged: the classifier's loss,
+        `known` [batch] says whose labels may be used (none: all). Also returned for the log: the classifier's loss,
         `spread` and `rank` of the embeddings, and the `others`.
         """
         logits = self.head.fc(seen.pooled.detach()).float()
@@ -123,7 +123,7 @@ class SelfSupervised(Objective):
         return {"loss": loss + listening - listening.detach(), "probe": listening.detach(), **values}
 
     def purity(self, found: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
-        """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label to look at."""
+        """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label."""
         if found.shape[1] == 1 or batch.label.ndim > 1 or self.model.unlabelled:
             return {}
         return {"purity": purity(found, batch.label, bank.labels)}
@@ -140,10 +140,10 @@ VIEWS = {
 
 
 class MomentumPair(SelfSupervised):
-    """An online network on one view, and its slow copy on another, which it is compared to.
+    """An online network on one view, compared with its momentum encoder on another.
 
     The target sees the first view, the online network the second; `views` says which of them are weak. With `hidden` a
-    predictor of that width stands on the online network.
+    predictor of that width follows the online network.
     """
 
     def __init__(self, model: Classifier, config: PairConfig, steps: int, hidden: int | None = None) -> None:

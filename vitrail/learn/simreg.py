@@ -1,4 +1,5 @@
-"""Regression of a frozen teacher's embedding: SimReg, and the baselines of CompRes (efficiency-1 §1.3, §2.C4)."""
+"""Regression of a frozen teacher's embedding: SimReg (Navaneet et al., 2022, arXiv 2201.05131), and the baselines Reg
+and Reg-BN of CompRess (arXiv 2010.14713)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def batch_normal(vectors: Tensor) -> Tensor:
 
 
 class Simreg(SelfSupervised):
-    """A predictor on the student regresses the teacher's embedding; it goes when training ends.
+    """A predictor on the student regresses the teacher's embedding; it is discarded after training.
 
     unit         squared distance of unit vectors; with a deep predictor this is SimReg
     raw          mean squared error; with one layer this is Reg

@@ -1,4 +1,4 @@
-"""SupCon: contrast within a batch, by label; a baseline of CMSF (efficiency-1 §2.G3)."""
+"""SupCon: supervised contrast within a batch (Khosla et al., 2020, arXiv 2004.11362)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vitrail.model.classifier import Classifier
 
 
 def supervised_contrast(embedding: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """-log probability of those of one's label among all others, mean over them and then over the batch.
+    """-log probability of the positives, rows of the same label, among all others; mean over them, then over the batch.
 
-    Unit vectors [rows, width], labels [rows]. The mean is outside the logarithm (L_out of Khosla and others, 2020);
-    rows without anyone of their label do not count.
+    Unit vectors [rows, width], labels [rows]. The mean is outside the logarithm (L_out of Khosla et al.); rows
+    without positives do not count.
     """
     with torch.autocast(embedding.device.type, enabled=False):
         scores = embedding.float() @ embedding.float().T / temperature

@@ -24,8 +24,8 @@ def smooth(target: Tensor, smoothing: float, style: str) -> Tensor:
     """Label smoothing of dense targets [batch, classes] that sum to 1.
 
     `all`: smoothing is shared over all classes, as in torch. `others`: over the other classes only, the true class
-    keeps exactly 1 - smoothing, as the thesis writes (architectures-and-training §2.3). Both are linear in the target,
-    so mixed targets are smoothed as their parts.
+    keeps exactly 1 - smoothing, as DeiT describes it (Touvron et al., 2020, arXiv 2012.12877). Both are linear in the
+    target, so mixed targets are smoothed as their parts.
     """
     if smoothing == 0:
         return target
@@ -46,7 +46,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weights: Tensor | None = None)
 def binary_cross_entropy(
     logits: Tensor, target: Tensor, weights: Tensor | None = None, threshold: float | None = None, summed: bool = False
 ) -> Tensor:
-    """One sigmoid a class against targets [batch, classes] in 0..1 (architectures-and-training §12 item 18).
+    """One sigmoid per class against targets [batch, classes] in 0..1 (RSB, Wightman et al., 2021, arXiv 2110.00476).
 
     `threshold` turns soft targets into 0 and 1; `summed` sums over classes before the mean over the batch.
     """
@@ -62,7 +62,8 @@ def class_counts(labels: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
 
 
 def prior_shift(counts: NDArray[np.int64], binary: bool = False) -> Tensor:
-    """What the frequency of each class adds to its logit: log p, or, `binary`, its log odds (efficiency-2 §3.6).
+    """Logit adjustment by class frequency: log p (Menon et al., 2020, arXiv 2007.07314), or, `binary`, its log odds
+    (LiVT, Xu et al., 2022, arXiv 2212.02015).
 
     Logits learned with it are those of equally frequent classes. A class without images counts as if it had one, for
     log 0 would be no number.

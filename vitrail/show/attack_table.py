@@ -1,4 +1,4 @@
-"""What an attack does to a model, as a table for the terminal."""
+"""Metrics of a model under attack, as a table for the terminal."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def costs(bench: Bench) -> Table:
 
 
 def checks(bench: Bench) -> Table:
-    """Claims of architectures-and-training §10.3, their ratios there and here."""
+    """Hardware-relative claims of the DeiT, CaiT and PatchConvNet papers: published and measured ratios."""
     table = Table(box=None, pad_edge=False)
     table.add_column("of", no_wrap=True)
     table.add_column("claim", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What there is, by name: models with their counts, heads, mixers, adapters, recipes, data sources. No torch here."""
+"""The catalogue of names: models with their counts, heads, mixers, adapters, recipes, data sources. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models learned as sections of a page and as rows of a table."""
+"""Learned representations, as sections of a page and as rows of a table."""
 
 from __future__ import annotations
 

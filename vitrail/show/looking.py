@@ -183,7 +183,8 @@ def _stage_columns(subject: Subject, stages: Sequence[int]) -> list[str]:
 
 
 def saliency_sheet(subject: Subject, captions: Sequence[str], number: int = 0) -> Sheet | None:
-    """Lengths of q̂ and k̂ of SimA's last layer over the image (efficiency-1 §2.B7)."""
+    """Norms of q̂ and k̂ of SimA's last layer over the image (Abbasi Koohpayegani and Pirsiavash, 2022, arXiv
+    2206.08898)."""
     looks = subject.looks
     if looks.saliency is None:
         return None

@@ -1,4 +1,4 @@
-"""What protocols and ensembles found, as tables for the terminal."""
+"""Results of protocols and ensembles, as tables for the terminal."""
 
 from __future__ import annotations
 

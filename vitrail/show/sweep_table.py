@@ -1,4 +1,4 @@
-"""Figures of one model on several data sets, crop ratios or image sizes, as a table for the terminal."""
+"""Metrics of one model on several data sets, crop ratios or image sizes, as a table for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures as tables for the terminal; each fits 80 columns."""
+"""Metrics as tables for the terminal; each fits 80 columns."""
 
 from __future__ import annotations
 

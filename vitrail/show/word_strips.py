@@ -1,4 +1,5 @@
-"""A strip of words, coloured by their influence: green is strong, blue weak (heads §2.11)."""
+"""A strip of words, coloured by their influence: green is strong, blue weak (SoT, Xie et al., 2021, arXiv
+2104.10935, supplement E)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ STRONG, WEAK = (46, 125, 80), (214, 224, 242)  # green, pale blue
 
 @dataclass(frozen=True)
 class Strip:
-    """One text, its words, and rows of influence a word."""
+    """One text, its words, and rows of influence per word."""
 
     caption: str
     words: Sequence[str]

@@ -1,4 +1,4 @@
-"""What a model is trained on, as data."""
+"""Settings of the training objectives."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ WITHOUT_LABELS = ("mae", "byol", "moco", "isd", "msf", "compres", "simreg", "clu
 
 
 def learns_without_labels(config: ObjectiveConfig) -> bool:
-    """Whether labels are for looking only, so that images that have none will do."""
+    """Whether labels serve metrics only, so that unlabelled images can be used."""
     return config.kind in WITHOUT_LABELS or (isinstance(config, CmsfConfig) and config.constraint == "self")

@@ -1,4 +1,4 @@
-"""Attacks on what an adaptive model spends, and training against them; settings."""
+"""Settings of attacks on the compute of adaptive models, and of adversarial training against them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
 
 @dataclass(frozen=True)
 class AttackConfig:
-    """One change of pixels for all images that makes a frozen adaptive model spend more (efficiency-2 §2).
+    """A universal patch or perturbation that raises the compute of a frozen adaptive model (SlowFormer, Navaneet et
+    al., 2023, arXiv 2310.02544).
 
     `optim.lr` is in standard deviations of normalised images, as published: 0.2 is about 11 of 255 levels.
     """
@@ -31,7 +32,7 @@ class AttackConfig:
     layer_weights: tuple[NotNegative, ...] = ()
     """ATS: weight of each sampling block (empty: 1)."""
     prior: Literal["thesis", "released"] = "thesis"
-    """A-ViT: push halting away from its prior (the thesis) or towards it (the released code; §2.10)."""
+    """A-ViT: push halting away from its prior (default, as published) or towards it (the authors' released code)."""
     task: Literal["none", "preserve", "destroy"] = "none"
     """Whether accuracy is to stay or to go besides."""
     task_weight: NotNegative = 1.0
@@ -44,11 +45,12 @@ class AttackConfig:
 
 @dataclass(frozen=True)
 class DefenceConfig:
-    """Labels, learned on images that carry patches made against the model on the way (efficiency-2 §2.7)."""
+    """Adversarial training: labels, on images that carry patches learned against the model during the run (SlowFormer's
+    defence, arXiv 2310.02544)."""
 
     kind: Literal["defence"] = "defence"
     every: Count = 500
-    """Steps between new patches; published: five an epoch."""
+    """Steps between new patches; published: five per epoch."""
     inner_steps: Count = 500
     """Steps in which a patch is made."""
     inner_lr: Positive = 0.8

@@ -1,4 +1,4 @@
-"""Learning from labels, with or without a teacher; settings."""
+"""Settings of supervised objectives, with or without a teacher."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vitrail.schema import Count, Fraction, NotNegative, Positive
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """Labels (architectures-and-training §2.3, §9.4, §12 items 18 and 21)."""
+    """Supervised learning: cross entropy or binary cross entropy on labels."""
 
     kind: Literal["supervised"] = "supervised"
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
-    """`bce`: one sigmoid a class. Multi-label data always use it."""
+    """`bce`: one sigmoid per class (RSB, arXiv 2110.00476). Multi-label data always use it."""
     smoothing: Fraction = 0.0
     """Label smoothing: the true class keeps 1 - smoothing."""
     smoothing_style: Literal["all", "others"] = "all"
-    """Share smoothing over all classes (torch) or over the other classes only (the thesis)."""
+    """Share smoothing over all classes (torch) or over the other classes only (DeiT, arXiv 2012.12877)."""
     bce_threshold: Fraction | None = None
     """Targets above it become 1, the rest 0 (none: soft targets)."""
     bce_sum: bool = False
@@ -28,7 +28,8 @@ class SupervisedConfig:
     "cat=3,lynx=0.5" (1 for those that are not named)."""
     logit_adjustment: NotNegative = 0.0
     """Strength with which the log of each class's training frequency is added to its logit, in training alone; 1 makes
-    rare classes count as if all were as frequent (Menon et al.). With `bce` the log odds (LiVT, efficiency-2 §3.6)."""
+    rare classes count as if all were as frequent (Menon et al., arXiv 2007.07314). With `bce` the log odds (LiVT, Xu et
+    al., arXiv 2212.02015)."""
     count_generated: bool = True
     """Whether generated images count for frequencies (where the data tell them from real ones)."""
     classifier_loss: Literal["sum", "mean"] = "sum"
@@ -57,7 +58,7 @@ def named_weights(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Labels and a teacher (architectures-and-training §4.2).
+    """Knowledge distillation: labels and a teacher (DeiT, Touvron et al., 2020, arXiv 2012.12877).
 
     A head with a distillation token gives its class classifier the labels and the other one the teacher; any other head
     learns both with every classifier.
@@ -73,7 +74,7 @@ class DistillationConfig:
     temperature: Positive = 3.0
     """Of soft targets."""
     first: Literal["teacher", "student"] = "teacher"
-    """Soft: KL(teacher || student), as usual, or KL(student || teacher), as equation 3.2 is printed."""
+    """Soft: KL(teacher || student), as usual, or KL(student || teacher), as DeiT's eq. 2 is printed."""
     cache: bool = False
     """Ask the teacher once for each image; only where views are fixed (crop evaluation, no flips, no mixing)."""
     teacher_size: Count | None = None
@@ -84,7 +85,7 @@ class DistillationConfig:
 
 @dataclass(frozen=True)
 class GrafitConfig:
-    """Fine representations from coarse labels (architectures-and-training §3): neighbours and instances.
+    """Fine-grained representations from coarse labels (Grafit, Touvron et al., 2020, arXiv 2011.12982).
 
     The sum of the parts with the weights below. The model's head must be `projected`: what it embeds is compared.
     """
@@ -93,7 +94,7 @@ class GrafitConfig:
     neighbours: NotNegative = 1.0
     """Weight of the neighbour loss (NCA) over the memory of all training images."""
     instance: NotNegative = 1.0
-    """Weight of the agreement of views with a momentum copy."""
+    """Weight of the instance loss: agreement of views with the momentum encoder."""
     classification: NotNegative = 0.0
     """Weight of the labels' cross entropy."""
     triplet: NotNegative = 0.0
@@ -102,7 +103,7 @@ class GrafitConfig:
     """Augmented views of each image (2 or more for `instance`; the others take the first)."""
     temperature: Positive = 0.05
     momentum: Fraction = 0.99
-    """Decay of the momentum copy; not stated in the thesis."""
+    """Decay of the momentum encoder."""
     predictor_hidden: Count = 4096
     triplet_margin: Positive = 0.2
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)
@@ -110,7 +111,8 @@ class GrafitConfig:
 
 @dataclass(frozen=True)
 class OneConfig:
-    """On-the-fly native ensemble (heads §3.5): branches learn labels and their gated ensemble."""
+    """On-the-fly native ensemble (ONE, Lan et al., 2018, arXiv 1806.04606): branches learn labels and their gated
+    ensemble."""
 
     kind: Literal["one"] = "one"
     temperature: Positive = 3.0
@@ -119,7 +121,7 @@ class OneConfig:
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """The next word of completions, given their prompts (efficiency-1 §2.D3); the model's head must be `next_token`."""
+    """Next-token prediction of completions, given their prompts; the model's head must be `next_token`."""
 
     kind: Literal["language_model"] = "language_model"
     smoothing: Fraction = 0.0

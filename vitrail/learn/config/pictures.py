@@ -1,4 +1,4 @@
-"""Learning from images themselves, or from how another looks at them; settings."""
+"""Settings of objectives that reconstruct images, or transfer the attention of a teacher."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from vitrail.schema import Count, Fraction, NotNegative, Positive, Whole
 
 @dataclass(frozen=True)
 class MaeConfig:
-    """Masked autoencoding: hidden patches are guessed from visible ones, without labels (attention-transfer §2.3)."""
+    """Masked autoencoding: masked patches are predicted from visible ones, without labels (MAE, He et al., 2021, arXiv
+    2111.06377)."""
 
     kind: Literal["mae"] = "mae"
     mask: Fraction = 0.75
-    """Share of the patches that is hidden."""
+    """Share of the patches that is masked."""
     decoder_width: Count = 512
     decoder_depth: Count = 8
     decoder_heads: Count = 16
@@ -25,11 +26,11 @@ class MaeConfig:
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """Noise is taken from images, given their class (efficiency-2 §3); the model must be a denoiser."""
+    """Class-conditional denoising diffusion; the model must be a denoiser."""
 
     kind: Literal["diffusion"] = "diffusion"
     prediction: Literal["v", "eps"] = "v"
-    """What is guessed: velocity, or the noise itself."""
+    """Prediction target: velocity, or the noise itself."""
     schedule: Literal["cosine", "scaled_linear"] = "cosine"
     """How the signal fades; `scaled_linear` is Stable Diffusion's."""
     drop_label: Fraction = 0.1
@@ -40,7 +41,7 @@ class DiffusionConfig:
 
 @dataclass(frozen=True)
 class AttentionTransferConfig:
-    """Labels, and the attention of a teacher (attention-transfer §2).
+    """Labels, and the attention of a teacher (attention transfer, Li et al., 2024, arXiv 2411.09702).
 
     `copy`: the student uses the teacher's attention, and needs it at inference, too. `distill`: it has its own, which
     is drawn to the teacher's; the teacher is dropped after training.
@@ -64,7 +65,7 @@ class AttentionTransferConfig:
     aggregate: Literal["none", "examples", "layers", "heads", "queries"] = "none"
     """Average the teacher's maps over this before they are taken; examples: a running mean over training."""
     weight: NotNegative = 1.0
-    """Of the distillation loss, beside 1 for the labels (the paper: 3 for its main result, 1 elsewhere)."""
+    """Of the distillation loss, relative to 1 for the labels (the paper: 3 for its main result, 1 elsewhere)."""
     head_reduction: Literal["mean", "sum"] = "mean"
     """Over heads; always the mean over images and queries, and the sum over layers."""
     drop_path: Literal["off", "shared"] = "off"

@@ -1,4 +1,4 @@
-"""Small models that learn from the embeddings of a large one; settings."""
+"""Settings of objectives that distil the embeddings of a frozen teacher into a student."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from vitrail.schema import Count, Fraction, Positive, Range
 
 @dataclass(frozen=True)
 class CompresConfig:
-    """See images as near to one another as a frozen teacher does (efficiency-1 §2.C)."""
+    """Match a frozen teacher's similarity distribution over a queue of anchors (CompRess, Abbasi Koohpayegani et al.,
+    2020, arXiv 2010.14713)."""
 
     kind: Literal["compres"] = "compres"
     teacher: str = ""
@@ -18,7 +19,8 @@ class CompresConfig:
     teacher_size: Count | None = None
     """Image size that the teacher sees (none: its own)."""
     queues: Annotated[int, Range(1, 2)] = 1
-    """1: compare with the teacher's anchors, through a linear map where widths differ. 2: with a slow copy's."""
+    """1: compare with the teacher's anchors, through a linear map where widths differ. 2: with those of the
+    student's momentum encoder."""
     temperature: Positive = 0.04
     bank: Count = 128_000
     """Embeddings that a queue holds; the oldest make room."""
@@ -27,12 +29,12 @@ class CompresConfig:
     """Two queues: decay of the student's momentum encoder. None: 1 - 650 / steps, at least 0 and at most 0.999, so that
     it lags by the share of the run that the paper's 0.999 does in 650,000 steps (0.15 %)."""
     cache: bool = False
-    """Ask the teacher once for each image and keep what it said of the view that came first."""
+    """Embed each image once by the teacher and keep the embedding of its first view."""
 
 
 @dataclass(frozen=True)
 class SimregConfig:
-    """Regress a frozen teacher's embedding (efficiency-1 §1.3, §2.C4)."""
+    """Regress a frozen teacher's embedding (SimReg, Navaneet et al., 2022, arXiv 2201.05131)."""
 
     kind: Literal["simreg"] = "simreg"
     teacher: str = ""
@@ -40,7 +42,7 @@ class SimregConfig:
     teacher_size: Count | None = None
     """Image size that the teacher sees (none: its own)."""
     layers: Count = 4
-    """Of the predictor, which goes when training ends; 1 is plain regression."""
+    """Of the predictor, which is discarded after training; 1 is plain regression."""
     hidden: Count | None = None
     """Width between the predictor's layers (none: twice the embedding)."""
     match: Literal["unit", "raw", "batch_norm"] = "unit"
@@ -49,7 +51,7 @@ class SimregConfig:
 
 @dataclass(frozen=True)
 class ClustersConfig:
-    """Tell which cluster of a frozen teacher's features an image is in (efficiency-1 §2.C4, CC)."""
+    """Classify the cluster of a frozen teacher's features (the baseline CC of CompRess, arXiv 2010.14713)."""
 
     kind: Literal["clusters"] = "clusters"
     teacher: str = ""
@@ -61,7 +63,8 @@ class ClustersConfig:
 
 @dataclass(frozen=True)
 class CrdConfig:
-    """Tell a frozen teacher's embedding of an image from those of others (efficiency-1 §2.C4, CRD)."""
+    """Contrast a frozen teacher's embedding of an image with those of others (CRD, Tian et al., 2019, arXiv
+    1910.10699)."""
 
     kind: Literal["crd"] = "crd"
     teacher: str = ""

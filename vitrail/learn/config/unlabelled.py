@@ -1,4 +1,4 @@
-"""Learning by comparing views of images, most of it without labels; settings."""
+"""Settings of objectives that compare views of images, most of them self-supervised."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class BankConfig(PairConfig):
 
 @dataclass(frozen=True)
 class ByolConfig(PairConfig):
-    """Predict what a slow copy of oneself says of another view (efficiency-1 §2.E2)."""
+    """Predict the momentum encoder's embedding of another view (BYOL, Grill et al., 2020, arXiv 2006.07733)."""
 
     kind: Literal["byol"] = "byol"
     predictor_hidden: Count = 4096
     symmetric: bool = False
     """Learn from both views, each against the other (else one way, which costs half: BYOL-asym)."""
     uniformity: NotNegative = 0.0
-    """UniSiam: weight of pushing images of the batch apart, beside the cosine (published: 0.1, with `symmetric` and a
-    momentum of 0, which makes the slow copy the model itself; efficiency-2 §3.5)."""
+    """Weight of UniSiam's uniformity term over the batch (Lu et al., 2022, arXiv 2207.09176; published: 0.1, with
+    `symmetric` and a momentum of 0, which makes the momentum encoder the model itself)."""
     uniformity_temperature: Positive = 2.0
 
 
 @dataclass(frozen=True)
 class MocoConfig(BankConfig):
-    """Tell the other view of an image from a bank of others (He et al., arXiv 1911.05722)."""
+    """Contrast the other view of an image with a bank of other images (MoCo, He et al., 2019, arXiv 1911.05722)."""
 
     kind: Literal["moco"] = "moco"
     symmetric: bool = False
@@ -65,7 +65,8 @@ class MocoConfig(BankConfig):
 
 @dataclass(frozen=True)
 class IsdConfig(BankConfig):
-    """See other images as near as a slow copy of oneself does (efficiency-1 §2.E)."""
+    """Match the momentum encoder's similarities to a queue of other images (ISD, Tejankar et al., 2020, arXiv
+    2012.09259)."""
 
     kind: Literal["isd"] = "isd"
     views: Views = "weak_strong"
@@ -78,18 +79,19 @@ class IsdConfig(BankConfig):
 
 @dataclass(frozen=True)
 class MsfConfig(BankConfig):
-    """Move towards the mean of one's neighbours in a bank (efficiency-1 §2.F)."""
+    """Move towards the mean of the nearest neighbours in a bank (MSF, Abbasi Koohpayegani et al., 2021, arXiv
+    2105.07269)."""
 
     kind: Literal["msf"] = "msf"
     views: Views = "weak_strong"
     predictor_hidden: Count = 4096
     k: Count = 5
-    """Neighbours, oneself among them; with 1 this is BYOL."""
+    """Neighbours, the image itself among them; with 1 this is BYOL."""
 
 
 @dataclass(frozen=True)
 class CmsfConfig(BankConfig):
-    """Mean shift among neighbours that something else allows (efficiency-1 §2.G)."""
+    """Mean shift among a constrained set of neighbours (CMSF, Navaneet et al., 2021, arXiv 2112.04607)."""
 
     kind: Literal["cmsf"] = "cmsf"
     views: Views = "weak_strong"
@@ -98,9 +100,9 @@ class CmsfConfig(BankConfig):
     """`self`: an older embedding of the same images; `supervised`: the label; `semi`: the label of a share of the
     images, and confident pseudo-labels of the others."""
     k: Count | None = 5
-    """Neighbours, oneself among them (none: all that are allowed, with labels only)."""
+    """Neighbours, the image itself among them (none: all that are allowed, with labels only)."""
     pool: Count = 5
-    """`self`: neighbours that the older embedding allows, the thesis' k'."""
+    """`self`: neighbours in the older embedding, among which `k` are chosen."""
     labelled: Fraction = 0.1
     """`semi`: share of every class whose labels may be used."""
     threshold: Fraction = 0.85
@@ -109,7 +111,8 @@ class CmsfConfig(BankConfig):
 
 @dataclass(frozen=True)
 class DinoConfig(MomentumConfig):
-    """Say of small views what a slow copy of oneself says of large ones (efficiency-1 §2.B4).
+    """Predict from small views what the momentum teacher predicts from large ones (DINO, Caron et al., 2021, arXiv
+    2104.14294).
 
     Two large views are made by data.augment; small ones too, of a smaller share of the image.
     """
@@ -126,7 +129,7 @@ class DinoConfig(MomentumConfig):
     teacher_warmup: Fraction = 0.3
     """Share of the run in which the teacher's temperature rises from its start."""
     centre_momentum: Fraction = 0.9
-    """Decay of the teacher's mean, which is taken away from what it says."""
+    """Decay of the centre, the running mean of the teacher's scores that is subtracted from them."""
     freeze_last: Fraction = 0.01
     """Share of the run in which the prototypes do not learn yet (the authors: one epoch of a hundred)."""
     local_views: Whole = 8
@@ -139,7 +142,7 @@ class DinoConfig(MomentumConfig):
 
 @dataclass(frozen=True)
 class SupconConfig:
-    """Contrast within a batch, by label (efficiency-1 §2.G3)."""
+    """Supervised contrast within a batch (SupCon, Khosla et al., 2020, arXiv 2004.11362)."""
 
     kind: Literal["supcon"] = "supcon"
     temperature: Positive = 0.1
@@ -147,7 +150,7 @@ class SupconConfig:
 
 @dataclass(frozen=True)
 class ProtonwConfig(BankConfig):
-    """The class means of a bank as a classifier (efficiency-1 §2.G3)."""
+    """Classification by the class means of a bank (the baseline ProtoNW of CMSF, arXiv 2112.04607)."""
 
     kind: Literal["protonw"] = "protonw"
     predictor_hidden: Count = 4096
