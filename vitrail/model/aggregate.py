@@ -1,4 +1,4 @@
-"""Features of several stages of a network as one map (GA, heads §3.1)."""
+"""Features of several stages of a network as one map (GA, Ryu et al. 2023, arXiv 2310.16483)."""
 
 from __future__ import annotations
 

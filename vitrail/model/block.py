@@ -24,7 +24,7 @@ def activation(name: str) -> nn.Module:
 
 
 class Mlp(nn.Module):
-    """Two linear layers, applied to every token (architectures-and-training §2.3)."""
+    """Two linear layers with an activation between, applied to every token."""
 
     def __init__(self, width: int, hidden: int, act: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def added(x: Tensor, branch: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm, eq. 3.5).
+    """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm).
 
     The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Between them stands local patch interaction
     where `local` is on (XCiT). Names follow timm's.
@@ -139,7 +139,7 @@ class Branch(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Mixing branches side by side, then channel branches side by side (ViT-H-26x2, architectures-and-training §8.1).
+    """Parallel mixing branches, then parallel channel branches (Touvron et al. 2022, arXiv 2203.09795).
 
     Captured and replaced intermediates are those of the first mixing branch.
     """

@@ -1,4 +1,4 @@
-"""Residual networks for 32-pixel images (He et al. 2016, section 4.2; counts in heads §3.5)."""
+"""Residual networks for 32-pixel images (He et al. 2016, arXiv 1512.03385, section 4.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shortcut = Literal["pad", "project"]
 class CifarResNet(nn.Module):
     """A trunk: 3x3 stem, three stages of equal depth, the final feature map as tokens without prefix.
 
-    Depth is 6n + 2 with two convolutions a block, 9n + 2 with bottlenecks of three (`bottleneck`). Where a block
+    Depth is 6n + 2 with two convolutions per block, 9n + 2 with bottlenecks of three (`bottleneck`). Where a block
     changes the shape, the shortcut subsamples and pads channels with zeros (`pad`, option A, the default of plain
     blocks) or is a 1x1 convolution with BatchNorm (`project`, option B, the default of bottlenecks). Attributes are
     named as in the usual ports of these networks, so that their weights load.

@@ -46,7 +46,7 @@ class AnyTrunk(Protocol):
 
 @dataclass
 class Outputs:
-    """Everything one forward pass can tell."""
+    """Outputs of one forward pass."""
 
     stack: Tensor  # [batch, classifiers, classes]
     tokens: Tokens
@@ -73,18 +73,18 @@ class Outputs:
 
     @cached_property
     def representation(self) -> Tensor:
-        """The vector by which neighbours, probes and clusters judge an image, [batch, width]."""
+        """The representation that kNN, linear probes and clustering use, [batch, width]."""
         return self.head.represent(self.tokens)
 
     @cached_property
     def maps(self) -> Tensor | None:
-        """Where the head looks, [batch, maps, patches]; none where it has no maps."""
+        """Attention maps of the head, [batch, maps, patches]; none where it has none."""
         return self.head.maps(self.tokens)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of one image."""
+    """Prediction of a model for one image."""
 
     label: str
     probability: float
@@ -164,7 +164,7 @@ class Classifier(nn.Module):
         return self.head.fuse(stack) if self.chosen is None else stack[:, self.chosen]
 
     def use(self, head: Literal["class", "distillation", "both"]) -> Classifier:
-        """Let one classifier of a distilled head predict, or both fused, in place (architectures-and-training §4.2).
+        """Let one classifier of a distilled head predict, or both fused, in place (DeiT, arXiv 2012.12877).
 
         Raises `ValueError` for a head without a distillation token.
         """
@@ -195,7 +195,7 @@ class Classifier(nn.Module):
         return feature_maps(self, images, levels)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax, or one sigmoid a class where several classes may hold."""
+        """Softmax, or one sigmoid per class where several classes may hold."""
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
 
     @property
@@ -276,7 +276,7 @@ class Classifier(nn.Module):
         compile: bool | None = None,  # noqa: A002, torch's word
         graph: bool | None = None,
     ) -> Optimized:
-        """A copy for fast inference: folded, cast, compiled, one CUDA graph a batch size. See `model/optimize.py`."""
+        """A copy for fast inference: folded, cast, compiled, one CUDA graph per batch size. See `model/optimize.py`."""
         from vitrail.model.optimize import optimize
 
         return optimize(self, precision, compile, graph)
@@ -295,7 +295,7 @@ class Classifier(nn.Module):
         return set_budget(self, tokens=tokens, ratio=ratio, gmacs=gmacs, images=images)
 
     def keep_heads(self, indices: Sequence[int]) -> Classifier:
-        """Leave only these of several heads, in place; with none, a mean-pooling classifier remains (heads §3.6).
+        """Leave only these of several heads, in place; with none, a mean-pooling classifier remains.
 
         That classifier is the auxiliary one where it was trained along; otherwise it is new: train it on the frozen
         trunk (a linear probe) or with it (fine-tuning). Raises `ValueError` where the head has no parts to leave out.
@@ -311,7 +311,7 @@ class Classifier(nn.Module):
         return self
 
     def head_parameters(self) -> set[str]:
-        """Names of the parameters that belong to the classifier itself; none where it belongs to the trunk's words."""
+        """Names of the parameters that belong to the classifier itself; none where it is the trunk's word embedding."""
         if not self.head.begins_anew:
             return set()
         return {name for name, _ in self.named_parameters() if name.startswith("head.") or self._own_head(name)}

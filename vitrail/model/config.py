@@ -1,4 +1,4 @@
-"""What a classifier is made of, as data. No torch here."""
+"""Configuration of trunks and models, as data. No torch here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ConvStem:
 
 @dataclass(frozen=True)
 class SotStem:
-    """SoT's convolutional token embedding (heads §2.2)."""
+    """SoT's convolutional token embedding (arXiv 2104.10935, supplement A)."""
 
     kind: Literal["sot"] = "sot"
     block: Literal["densenet", "resnet", "inception", "nonlocal"] = "densenet"
@@ -65,7 +65,7 @@ class TrunkConfig:
     layerscale_shift: bool = False
     """Add a learned shift after the gain (ResMLP's equations; its published counts have none)."""
     gate: NotNegative | None = None
-    """Start of one scalar gain a branch, in place of LayerScale (ReZero: 0)."""
+    """Start of one scalar gain per branch, in place of LayerScale (ReZero: 0)."""
     start: Literal["default", "xavier", "fixup", "t_fixup"] = "default"
     """Initial weights: truncated normal of 0.02; Xavier, better for narrow models; Fixup (scalar gains of 1, last
     layers 0) and T-Fixup (scaled by depth), which need no norm."""
@@ -81,7 +81,7 @@ class TrunkConfig:
     class_position: bool = True
     """The class token has a position embedding (timm's DeiT III has none)."""
     class_token_at: Whole = 0
-    """The block before which class tokens enter (CaiT, table 3.13)."""
+    """The block before which class tokens enter (ablation of CaiT, arXiv 2103.17239)."""
     position_drop: Fraction = 0.0
     prompts: Whole = 0
     """Learned tokens without positions between class tokens and patches, which leave before the final norm: what the
@@ -94,7 +94,7 @@ class TrunkConfig:
 
 @dataclass(frozen=True)
 class CifarResNet:
-    """A ResNet for 32-pixel images: 3x3 stem, three stages of widths 16, 32 and 64 (heads §3.5)."""
+    """A ResNet for 32-pixel images: 3x3 stem, three stages of widths 16, 32 and 64 (arXiv 1512.03385)."""
 
     kind: Literal["cifar_resnet"] = "cifar_resnet"
     depth: Count = 20
@@ -111,7 +111,7 @@ NoisePrediction = Literal["v", "eps"]
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """A class-conditional U-Net for small images: a diffusion model (efficiency-2 §3)."""
+    """A class-conditional U-Net for small images: a diffusion model."""
 
     kind: Literal["denoiser"] = "denoiser"
     image_size: Count = 32
@@ -128,7 +128,7 @@ class DenoiserConfig:
     schedule: NoiseScheduleName = "cosine"
     """How the signal fades; `scaled_linear` is Stable Diffusion's. Set by the objective that trains it."""
     prediction: NoisePrediction = "v"
-    """What is guessed: velocity or noise. Set by the objective that trains it."""
+    """Prediction target: velocity or noise. Set by the objective that trains it."""
     draws: Count = 2
     """As a classifier: times at which every class is tried."""
 
@@ -144,20 +144,20 @@ class TimmBackbone:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Anything else that timm's constructor takes."""
     stages: bool = False
-    """Gather the features of all stages (heads §3.1) instead of the last alone."""
+    """Aggregate the features of all stages (as GA, arXiv 2310.16483) instead of the last alone."""
     taps: Whole = 0
     """With stages: maps taken inside the third stage, besides its end."""
     width: Count | None = None
     """With stages: width of the gathered features (none: of the last stage)."""
     narrow: bool = False
-    """Make the last stage itself that wide, too (the released GA-ConvNeXts, heads §3.1)."""
+    """Make the last stage itself that wide, too (as in the released GA-ConvNeXts)."""
     grid: Count = 14
     """With stages: rows and columns to which maps are brought."""
 
 
 @dataclass(frozen=True)
 class GuideConfig:
-    """What one trunk takes from another, layer by layer and head by head (attention-transfer §2)."""
+    """Attention transfer from one trunk to another, by layers and heads (Li et al. 2024, arXiv 2411.09702)."""
 
     teacher: TrunkConfig | None = None
     """The other trunk, as far as it is needed (none: stored tensors)."""
@@ -197,7 +197,7 @@ class Guided:
 
 @dataclass(frozen=True)
 class TextBackbone:
-    """Any transformers encoder or decoder as a trunk: sentences to tokens (heads §2.9)."""
+    """Any transformers encoder or decoder as a trunk: sentences to tokens (as SoT, arXiv 2104.10935, section 4.3)."""
 
     kind: Literal["text"] = "text"
     name: str = "bert"

@@ -1,4 +1,4 @@
-"""What a model costs: parameters and multiply-accumulates."""
+"""Cost of a model: parameters and multiply-accumulates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.model.adapters.merged import without_adapters
 
-NORM_COST = 5  # operations an element of a LayerNorm with gain and shift, as the usual profilers count them
+NORM_COST = 5  # operations per element of a LayerNorm with gain and shift, as the usual profilers count them
 
 
 @dataclass(frozen=True)

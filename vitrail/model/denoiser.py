@@ -1,4 +1,4 @@
-"""A small class-conditional U-Net that says what noise an image carries, and which class explains it best.
+"""A small class-conditional U-Net that predicts the noise in an image, and classifies by the smallest error.
 
 images [batch, 3, height, width] in -1..1; time [batch] in 0..1; label [batch], `classes` standing for no class at all
 
@@ -32,7 +32,7 @@ class Denoiser(nn.Module):
 
     As the trunk of a `Classifier` it classifies, too: noise is added to an image, at fixed times and with fixed noise,
     and the likeliest class is the one under which that noise is guessed best (Li and others 2023, "Your diffusion model
-    is secretly a zero-shot classifier"). That takes `classes * draws` calls an image: an honest figure, not a fast one.
+    is secretly a zero-shot classifier"). That takes `classes * draws` calls per image.
     """
 
     edge_layers = ("last",)
@@ -142,7 +142,7 @@ class Denoiser(nn.Module):
     # What a classifier asks of a trunk
 
     def embed(self, images: Tensor) -> Tokens:
-        """One token an image: for each class, minus the squared error of the noise, a mean over fixed draws."""
+        """One token per image: for each class, minus the squared error of the noise, a mean over fixed draws."""
         batch, draws = len(images), self.config.draws
         at_once = max(1, ROWS_AT_ONCE // max(1, batch))
         found = []

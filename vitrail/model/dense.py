@@ -1,6 +1,6 @@
 """Dense features in the form that detection and segmentation hosts expect: maps [batch, channels, rows, columns].
 
-A trunk of one stride (ViT and its kin) is tapped after evenly chosen blocks, the last among them; its maps are what the
+A trunk of one stride (such as a ViT) is tapped after evenly chosen blocks, the last among them; its maps are what the
 blocks give, without the final norm, as timm's `forward_intermediates` has them. A trunk with stages (CIFAR ResNets,
 convolutional and hierarchical timm models) gives the output of each stage.
 
@@ -26,7 +26,7 @@ def feature_maps(model: Classifier, images: Tensor, levels: int | Sequence[int] 
     """Maps of `images` [batch, 3, height, width], finest or earliest first; gradients flow through them.
 
     `levels`: a number asks for so many maps at the trunk's own stride or strides (none: 4, or as many as it has
-    stages); strides such as (4, 8, 16, 32) ask for a pyramid, one map a stride of so many pixels, each with
+    stages); strides such as (4, 8, 16, 32) ask for a pyramid, one map per stride of so many pixels, each with
     ceil(height / stride) rows. Raises `ValueError` for an adaptive model, whose patches leave on the way, and for more
     maps than a trunk has stages.
     """
@@ -43,7 +43,7 @@ def feature_maps(model: Classifier, images: Tensor, levels: int | Sequence[int] 
             )
         return found[-count:]
     sizes = [(-(-ready.shape[2] // s), -(-ready.shape[3] // s)) for s in strides]
-    if len({m.shape[2:] for m in found}) == 1 and len(found) >= count:  # one stride: one tap a level
+    if len({m.shape[2:] for m in found}) == 1 and len(found) >= count:  # one stride: one tap per level
         return [resized(one, size) for one, size in zip(found[-count:], sizes, strict=True)]
     return [resized(_nearest(found, size), size) for size in sizes]
 

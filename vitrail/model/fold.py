@@ -1,4 +1,4 @@
-"""Folding gains and affine maps into the linear layers beside them: the same function at no cost (inference)."""
+"""Folding gains and affine maps into adjacent linear layers: the same function at no cost (inference)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.model.tokens import Probe, Tokens
 
 @torch.no_grad()
 def fold_layerscale(model: Classifier) -> Classifier:
-    """Scale the last linear layer of every branch by its LayerScale or scalar gate, in place (§10.2 item 1).
+    """Scale the last linear layer of every branch by its LayerScale or scalar gate, in place.
 
     Branches that end in a product over patches keep their gain, unless `fold_affine` takes it. A model with adapters
     stays as it is, and a folded copy with the one in use merged is returned.
@@ -60,7 +60,7 @@ def _fold_gain(gain: nn.Module, last: nn.Module | None) -> nn.Module:
 
 
 class FoldedPatches(FixedPatches):
-    """A X, times a gain for each channel, plus a constant for each patch and channel (§10.2 item 2).
+    """A X, times a gain for each channel, plus a constant for each patch and channel.
 
     With pre-affine (λ, β), matrix A, bias b and gain γ of the branch:
     γ (A (λ X + β) + b) = (γ λ) A X + γ (β rowsum(A) + b).
@@ -87,7 +87,7 @@ def fold_affine(model: Classifier) -> Classifier:
     """Merge every affine map of ResMLP into its neighbours, in place; LayerScale goes, too.
 
     Channel branches and the classifier fold exactly. In a branch over patches the shift meets a product over patches,
-    so it becomes a constant for each patch and channel: the claim of zero cost holds up to it (§10.2 item 2).
+    so it becomes a constant for each patch and channel: ResMLP's claim (arXiv 2105.03404) of zero cost holds up to it.
     Convolutions keep their affine map: at the border, padding sees no shift. With adapters, as `fold_layerscale`.
     """
     model = without_adapters(model)

@@ -1,7 +1,7 @@
-"""A trunk that takes attention from another one (attention-transfer §2.1, §2.6-§2.8).
+"""Attention transfer: a trunk that uses the attention of a frozen teacher (Li et al. 2024, arXiv 2411.09702).
 
-The other one, its guide, is frozen, always in evaluation mode, and ends where the last layer that is taken has its q
-and k. Where both are taken, maps are never made: softmax(q_t k_tᵀ) v_s goes through the fused kernel.
+The teacher, called guide, is always in evaluation mode and ends where the last transferred layer has computed q and k.
+Where both are transferred, attention maps are never materialised: softmax(q_t k_tᵀ) v_s goes through the fused kernel.
 
 q, k, v [batch, heads, tokens, width / heads]; attention [batch, heads, tokens, tokens]; tokens [batch, tokens, width]
 """
@@ -25,7 +25,7 @@ from vitrail.model.tokens import Given, Tokens
 from vitrail.model.trunk import Trunk
 
 PARTS = {"map": ("q", "k"), "qk": ("q", "k"), "q": ("q",), "k": ("k",), "v": ("v",), "features": ("tokens",)}
-"""What is taken of a layer, by target."""
+"""Intermediates that are transferred from a layer, by target."""
 
 
 class Stored(nn.Module):
@@ -46,10 +46,10 @@ class Stored(nn.Module):
 
 
 class Guide(nn.Module):
-    """What a frozen source says of some images, under the names of the layers that take it.
+    """Intermediates of a frozen source, under the names of the student's layers that receive them.
 
     `source` is a trunk or `Stored`. Maps averaged over examples are a running mean over all images seen in training.
-    With `inputs` a trunk also says what its q and k are made of (`made_of`).
+    With `inputs` it also returns what q and k are computed from (`made_of`).
     """
 
     inputs = False
@@ -97,7 +97,7 @@ class Guide(nn.Module):
         keep: Mapping[str, Tensor] | None = None,
         learn: bool = False,
     ) -> dict[str, Tensor]:
-        """What is taken of normalised images [batch, 3, height, width], for every layer and its chosen heads.
+        """Transferred tensors for normalised images [batch, 3, height, width], for every layer and its chosen heads.
 
         `keep` are shared masks of drop path; `learn`: means over examples go on.
         """
@@ -128,7 +128,7 @@ class Guide(nn.Module):
         return self.inputs and plain and isinstance(self.source, Trunk)
 
     def made_of(self, layer: int, said: Mapping[str, Tensor]) -> MadeOf | None:
-        """What q and k of one of the layers that take them are made of; none where nobody asked for it."""
+        """What q and k of one of the layers that take them are computed from; none where it was not requested."""
         if f"input.{layer}" not in said:
             return None
         block = cast("Trunk", self.source).blocks[dict(self.config.layers)[layer]]
@@ -214,7 +214,7 @@ def on_heads(value: Tensor, heads: Sequence[int], count: int) -> Given:
 
 
 def draw_keep(trunk: Trunk, images: Tensor) -> dict[str, Tensor]:
-    """One set of drop-path masks, [2, batch, 1, 1] a block, to be shared: 0, or 1 / (1 - rate)."""
+    """One set of drop-path masks, [2, batch, 1, 1] per block, to be shared: 0, or 1 / (1 - rate)."""
     masks = {}
     for i, block in enumerate(trunk.blocks):
         rate = cast("Block", block).drop_path.rate
@@ -226,7 +226,7 @@ def draw_keep(trunk: Trunk, images: Tensor) -> dict[str, Tensor]:
 
 @dataclass
 class GuidedTokens(Tokens):
-    """Tokens, and what the guide said of the same images."""
+    """Tokens, and the guide's intermediates for the same images."""
 
     given: Mapping[str, Given] = field(default_factory=dict)
 

@@ -9,9 +9,9 @@ from vitrail.model.tokens import Tokens
 
 
 class LocalPatchInteraction(nn.Module):
-    """3x3 depth-wise convolution, activation, BatchNorm, 3x3 depth-wise convolution (XCiT, efficiency-1 §2.B3).
+    """3x3 depth-wise convolution, activation, BatchNorm, 3x3 depth-wise convolution (XCiT, arXiv 2106.09681).
 
-    The spec names BatchNorm before the activation; published weights have it after. Names follow timm's. Class tokens
+    The paper names BatchNorm before the activation; published weights have it after. Names follow timm's. Class tokens
     have no neighbours: they receive nothing.
     """
 

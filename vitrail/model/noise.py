@@ -21,7 +21,7 @@ class NoiseSchedule:
     """Signal and noise at any time.
 
     `cosine`: an angle that grows evenly. `scaled_linear`: Stable Diffusion's thousand steps; time t is step 1000 t, in
-    between the logarithm is interpolated, so that the kept signal is exactly the table of efficiency-2 §3.2.
+    between the logarithm is interpolated, so that every step has exactly its published signal level.
     """
 
     def __init__(self, name: NoiseScheduleName = "cosine", prediction: NoisePrediction = "v") -> None:

@@ -1,4 +1,4 @@
-"""What stands before an operation: LayerNorm, BatchNorm, Affine, or nothing."""
+"""Normalisation layers: LayerNorm, BatchNorm, Affine, or none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Affine(nn.Module):
-    """A learned gain and shift for each channel, without statistics (ResMLP, eq. 4.1). Starts as the identity."""
+    """A learned gain and shift per channel, without statistics (ResMLP, arXiv 2105.03404). Starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

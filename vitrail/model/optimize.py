@@ -1,4 +1,4 @@
-"""A classifier made ready for fast inference: folded, cast, compiled, and launched as one CUDA graph a batch size."""
+"""A classifier made ready for fast inference: folded, cast, compiled, and launched as one CUDA graph per batch size."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def optimize(
     An adapter in use is merged, in the copy.
     LayerScale, Affine and the BatchNorm of convolutional stems are folded into their neighbours (exactly, up to
     rounding). `precision`: bf16 by itself on CUDA, float32 elsewhere; fp8 quantises the linear layers of the blocks,
-    one scale a token and one an output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
+    one scale per token and one per output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
     approximation, computed inside the product. `compile` and `graph` are on for CUDA, but not for an adaptive model
     whose work depends on the images (token sampling: fix its room by `calibrate` first).
     Raises `ValueError` where the device lacks the precision.

@@ -19,9 +19,9 @@ def resize_positions(
 ) -> Tensor:
     """Position embeddings [1, prefix + rows * columns, width] moved from grid `old` to grid `new`.
 
-    Bicubic, because bilinear lowers the norm of the vectors it makes (architectures-and-training §2.3). Antialiased by
-    default, as timm does, on which published weights at other sizes depend; the thesis's own resize is not
-    (`antialias=False`). Half precision is resized in float32.
+    Bicubic, because bilinear lowers the norm of interpolated vectors (DeiT, arXiv 2012.12877). Antialiased by default,
+    as in timm, on which published weights at other sizes depend; the resize of DeiT's code is not (`antialias=False`).
+    Half precision is resized in float32.
     """
     if old == new:
         return positions
@@ -35,8 +35,8 @@ def resize_positions(
 def resize_mixing(weight: Tensor, bias: Tensor, old: tuple[int, int], new: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """A matrix over patches [patches, patches] and its bias moved to another grid: rows and columns are both images.
 
-    Rows are rescaled so that what a patch receives from a constant image stays the same. It adapts poorly and wants
-    fine-tuning (architectures-and-training §6.4).
+    Rows are rescaled so that what a patch receives from a constant image stays the same. It adapts poorly and needs
+    fine-tuning.
     """
     count = old[0] * old[1]
     columns = resize_positions(weight.float().t()[None], 0, old, new)[0].t()  # where a patch looks

@@ -1,4 +1,4 @@
-"""Visual prompts: learned tokens beside the patches of a trunk (Jia et al. 2022, arXiv 2203.12119)."""
+"""Visual prompts: learned tokens next to the patches of a trunk (Jia et al. 2022, arXiv 2203.12119)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Prompts(nn.Module):
     """Tokens without positions between class tokens and patches. They leave before the final norm: no head sees them.
 
     values [layers, count, width]. One layer (shallow): they enter before the first block, and what becomes of them goes
-    on through the others. One layer a block (deep): before every block their places are filled anew. `tokens.LAYER` is
-    captured without them. q, k, v and maps have places for them, rows that sum to 1 only with these, so they are
+    on through the others. One layer per block (deep): before every block their places are filled anew. `tokens.LAYER`
+    is captured without them. q, k, v and maps have places for them, rows that sum to 1 only with these, so they are
     neither shown nor replaced. `drop` is dropout in training, `bits` rounds (none: not).
     """
 

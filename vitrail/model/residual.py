@@ -1,4 +1,4 @@
-"""What happens to a residual branch before it is added: gains and stochastic depth, and their rules by depth."""
+"""Gains and stochastic depth on residual branches, and their values by depth."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vitrail.model.tokens import Tokens
 
 
 class LayerScale(nn.Module):
-    """Learned per-channel gain on a residual branch (CaiT, eq. 3.7).
+    """Learned per-channel gain on a residual branch (CaiT, Touvron et al. 2021, arXiv 2103.17239).
 
     Starts at `init`, so a deep stack begins close to the identity and still has gradients in every branch
     (a gain of exactly zero would not); or uniformly in [0, 2 init]. `learned=False` freezes it. `shift` adds a learned
-    constant: the post-operation affine map of ResMLP's equations, which its published counts do not have (§12 item 2).
+    constant: the post-operation affine map of ResMLP's equations, which its published counts do not have.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LayerScale(nn.Module):
 
 
 class ScalarGate(nn.Module):
-    """One learned number a branch: ReZero and SkipInit start it at 0, Fixup at 1 with a shift (CaiT, eq. 3.6)."""
+    """One learned scalar per branch: ReZero and SkipInit start it at 0, Fixup at 1 with a shift (compared in CaiT)."""
 
     def __init__(self, init: float, shift: bool = False) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tensor, keep: Tensor | None = None) -> Tensor:  # [batch, ...]
-        if keep is not None:  # drawn by somebody else, who shares it: 0, or 1 / (1 - rate)
+        if keep is not None:  # drawn by the caller and shared: 0, or 1 / (1 - rate)
             return branch * keep.to(branch.dtype)
         if self.rate == 0.0 or not self.training:
             return branch
@@ -80,7 +80,7 @@ class DropPath(nn.Module):
         return branch * (keep / (1 - self.rate) if self.rate < 1 else keep)
 
     def rows(self, tokens: Tokens) -> Tensor | None:
-        """One draw an image for packed tokens, as `forward` takes it: [capacity, 1]; none where all is kept."""
+        """One draw per image for packed tokens, as `forward` takes it: [capacity, 1]; none where all is kept."""
         if self.rate == 0.0 or not self.training or tokens.offsets is None:
             return None
         keep = torch.rand(len(tokens.offsets) - 1, device=tokens.sequence.device) >= self.rate
@@ -93,7 +93,7 @@ class DropPath(nn.Module):
 
 
 def layerscale_init_for_depth(depth: int) -> float:
-    """LayerScale's start by depth (CaiT §3.5.1): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond.
+    """LayerScale's start by depth (CaiT, arXiv 2103.17239): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond.
 
     >>> [layerscale_init_for_depth(d) for d in (12, 18, 24, 36)]
     [0.1, 0.1, 1e-05, 1e-06]
@@ -102,7 +102,7 @@ def layerscale_init_for_depth(depth: int) -> float:
 
 
 def drop_path_for_depth(depth: int) -> float:
-    """Uniform drop-path rate by depth at width 384 (CaiT §3.5.2): max(0.1 (depth / 12 - 1), 0).
+    """Uniform drop-path rate by depth at width 384 (CaiT, arXiv 2103.17239): max(0.1 (depth / 12 - 1), 0).
 
     The printed formula, min(0.1 depth / 12 - 1, 0), is never positive; this one gives the rates of its own table.
 

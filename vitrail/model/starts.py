@@ -1,4 +1,4 @@
-"""Initial weights other than the customary normal of 0.02 (architectures-and-training §5.1)."""
+"""Initial weights other than the customary normal of 0.02, as compared in CaiT (arXiv 2103.17239)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def xavier(module: nn.Module, depth: int) -> None:
 def fixup(module: nn.Module, depth: int) -> None:
     """Fixup: the last layer of every branch starts at 0, the others are scaled by depth^(-1/2).
 
-    The exponent is -1/(2m - 2) for m = 2 layers a branch. Scalar gains of 1 and shifts stand in the block.
+    The exponent is -1/(2m - 2) for m = 2 layers per branch. Scalar gains of 1 and shifts stand in the block.
     """
     for part in module.modules():
         if isinstance(part, QkvMixer):

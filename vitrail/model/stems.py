@@ -36,7 +36,7 @@ class Stem(nn.Module):
 
 
 class PatchEmbed(Stem):
-    """Non-overlapping patches, one linear projection (architectures-and-training §2.3)."""
+    """Non-overlapping patches, one linear projection (ViT, Dosovitskiy et al. 2020, arXiv 2010.11929)."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ConvEmbed(Stem):
 
 
 class SotTokens(Stem):
-    """SoT's convolutional token embedding (heads §2.2)."""
+    """SoT's convolutional token embedding (arXiv 2104.10935, supplement A)."""
 
     def __init__(self, config: SotStem, patch: int, width: int) -> None:
         super().__init__()

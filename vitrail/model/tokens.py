@@ -1,4 +1,4 @@
-"""What flows through a trunk, and how intermediates are asked for or replaced."""
+"""Tokens of a trunk, and how intermediates are captured or replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tokens:
     """Tokens of a batch of images: dense, padded and masked, or packed.
 
     Packed, the sequence is a table [capacity, width] in which image b has the rows from `offsets[b]` to
-    `offsets[b + 1]`; rows beyond the last belong to nobody, so that the capacity can be static.
+    `offsets[b + 1]`; rows beyond the last are padding, so that the capacity can be static.
     """
 
     sequence: Tensor  # dense [batch, prefix + patches, width], or packed [capacity, width]

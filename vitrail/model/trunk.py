@@ -82,7 +82,7 @@ class Trunk(nn.Module):
         elif isinstance(self.pos_embed, Tensor) and not self.pos_embed.is_meta:
             self.fill_buffers()
         if self.cls_token is not None:
-            # As timm's, nearly nothing: what it starts as is its position. SoT's position is fixed (heads §2.1).
+            # As timm's, nearly zero: its position embedding dominates at the start. SoT's positions are fixed.
             nn.init.trunc_normal_(self.cls_token, std=0.02 if self.config.positions == "sinusoid" else 1e-6)
         if self.config.start != "default" and not next(self.blocks.parameters()).is_meta:
             STARTS[self.config.start](self.blocks, self.config.depth)
@@ -204,7 +204,7 @@ class Trunk(nn.Module):
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i.
 
-        The final norm and a policy are as deep as the head, as in MAE's code (attention-transfer §2.4).
+        The final norm and a policy are as deep as the head, as in the fine-tuning code of MAE (arXiv 2111.06377).
         """
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1

@@ -1,6 +1,6 @@
 """Every named model, as a table of parts.
 
-A row says what it is made of, where its figures come from, and what the source states. No torch here.
+A row lists its parts, the source of its numbers, and the counts that the source states. No torch here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stated:
     parameters: float | None = None
     macs: float | None = None
     attention_products: bool = True
-    """Whether the source's figure counts the products of queries with keys and of maps with values."""
+    """Whether the source's count includes the products of queries with keys and of maps with values."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Spec:
 
 Rows = dict[str, Spec]
 
-SIZES = {  # width, depth, heads, patch (architectures-and-training §4.1, §8.1)
+SIZES = {  # width, depth, heads, patch (DeiT, arXiv 2012.12877; DeiT III, arXiv 2204.07118)
     "tiny": (192, 12, 3, 16),
     "small": (384, 12, 6, 16),
     "base": (768, 12, 12, 16),
@@ -123,7 +123,7 @@ def vits() -> Rows:
     return rows
 
 
-CAIT = {  # depth, width, parameters, MACs at 224, drop path, LayerScale (architectures-and-training §5.4)
+CAIT = {  # depth, width, parameters, MACs at 224, drop path, LayerScale (CaiT, arXiv 2103.17239)
     "xxs24": (24, 192, 12.0, 2.5, 0.05, 1e-5),
     "xxs36": (36, 192, 17.3, 3.8, 0.1, 1e-6),
     "xs24": (24, 288, 26.6, 5.4, 0.05, 1e-5),
@@ -183,7 +183,7 @@ def resmlp_trunk(width: int, depth: int, **changes: Any) -> TrunkConfig:
 
 
 def resmlps() -> Rows:
-    """The fourteen rows of architectures-and-training §6.2."""
+    """ResMLP and its ablations (arXiv 2105.03404): fourteen rows."""
     rows: Rows = {}
     for name, width, depth, patch, parameters, macs, published in (
         ("s12", 384, 12, 16, 15.4, 3.0, "resmlp_12_224"),
@@ -253,7 +253,7 @@ def patchconvnets() -> Rows:
     return rows
 
 
-XCIT = {  # width, depth, heads, patch, parameters, MACs, timm's name (efficiency-1 §2.B3 and B5)
+XCIT = {  # width, depth, heads, patch, parameters, MACs, timm's name (XCiT, arXiv 2106.09681)
     "t12_p8": (192, 12, 4, 8, 7.0, 4.8, "xcit_tiny_12_p8_224"),
     "t20_p16": (192, 20, 4, 16, 12.0, 1.9, None),
     "t24_p16": (192, 24, 4, 16, 12.0, 2.3, "xcit_tiny_24_p16_224"),
@@ -330,7 +330,7 @@ def sots() -> Rows:
 
 
 def gramians() -> Rows:
-    """Gramian heads. Widths of ResNet, ViT and CIFAR heads are unpublished (heads §5 item 14): ours are small ones."""
+    """Gramian heads (arXiv 2310.16483). Widths of ResNet, ViT and CIFAR heads are unpublished: ours are small ones."""
     rows: Rows = {}
     vit = Gramian(gram_width=112, attention_width=112)
     rows["ga_vit_small"] = Spec(plain_vit("small"), vit, "GA-ViT-S; head widths are ours", Stated(27.7, 4.3))

@@ -1,4 +1,4 @@
-"""Options of every adapter: how few numbers tune a frozen model."""
+"""Options of every adapter: parameter-efficient fine-tuning of a frozen model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bits = Annotated[int, Range(2, 8)]
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank change of a weight: W + (scale / rank) A B, A [outputs, rank], B [rank, inputs], all of it trained."""
+    """Low-rank change of a weight: W + (scale / rank) A B, A [outputs, rank], B [rank, inputs] (arXiv 2106.09685)."""
 
     kind: Literal["lora"] = "lora"
     rank: Count = 4
@@ -32,7 +32,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Nola:
-    """LoRA whose factors are sums of random bases: only the coefficients are trained (efficiency-1 §2.D)."""
+    """LoRA whose factors are sums of random bases: only the coefficients are trained (arXiv 2310.02556)."""
 
     kind: Literal["nola"] = "nola"
     rank: Count = 8
@@ -58,11 +58,11 @@ class Nola:
 
 @dataclass(frozen=True)
 class Pranc:
-    """The change of a weight is itself a sum of random bases, of the size of the weight (efficiency-1 §1.3)."""
+    """The change of a weight is itself a sum of random bases, of the size of the weight (PRANC, arXiv 2206.08464)."""
 
     kind: Literal["pranc"] = "pranc"
     coefficients: Count = 1000
-    """Bases a layer."""
+    """Bases per layer."""
     seed: Seed = 0
     targets: tuple[str, ...] = ("qv",)
     train_head: bool = True
@@ -73,11 +73,11 @@ class Pranc:
 
 @dataclass(frozen=True)
 class Vpt:
-    """Visual prompts: learned tokens between class tokens and patches of a frozen trunk (Jia et al. 2022)."""
+    """Visual prompts: learned tokens between class tokens and patches of a frozen trunk (VPT, arXiv 2203.12119)."""
 
     kind: Literal["vpt"] = "vpt"
     tokens: Count = 10
-    """Prompts a layer (paper: 1 to 200)."""
+    """Prompts per layer (paper: 1 to 200)."""
     deep: bool = False
     """Before every block come prompts of its own; otherwise those of the first go on through all blocks."""
     drop: Fraction = 0.0

@@ -1,4 +1,4 @@
-"""What adapters have in common: the trained numbers of all layers of one shape, and the changes made of them."""
+"""Base class of adapter groups: the trained parameters of all layers of one shape, and the weight changes they give."""
 
 from __future__ import annotations
 

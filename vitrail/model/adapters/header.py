@@ -1,4 +1,4 @@
-"""What an adapter file says of itself, read without torch and without its numbers."""
+"""Header of an adapter file, read without torch and without its parameters."""
 
 from __future__ import annotations
 

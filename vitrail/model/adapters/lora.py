@@ -1,4 +1,4 @@
-"""LoRA: both factors are trained (Hu et al. 2021; efficiency-1 §2.D2)."""
+"""LoRA: both factors are trained (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 

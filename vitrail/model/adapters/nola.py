@@ -1,8 +1,9 @@
-"""NOLA: both factors are sums of random bases, of which only the coefficients are trained (efficiency-1 §2.D).
+"""NOLA: both factors are sums of random bases, of which only the coefficients are trained.
 
-The paper leaves scale and start open and its three public versions contradict each other. Here bases are uniform, and
-scaled such that coefficients of variance 1 make a factor whose rows have the gain of a fresh linear layer: variance
-1 / rank for A, 1 / inputs for B. A starts so, B at 0 (§2.D2, §5 item 6). There is no frozen offset beside the sums.
+Koohpayegani et al. 2024, arXiv 2310.02556. The paper does not specify distribution, scale and initial values, and its
+three public versions contradict each other. Here bases are uniform, and scaled such that coefficients of variance 1
+make a factor whose rows have the gain of a fresh linear layer: variance 1 / rank for A, 1 / inputs for B.
+A starts so, B at 0. No frozen offset is added to the sums.
 """
 
 from __future__ import annotations

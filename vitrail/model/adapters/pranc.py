@@ -1,4 +1,6 @@
-"""PRANC: the change of a weight is a sum of random bases of the size of the weight (efficiency-1 §1.3).
+"""PRANC: the change of a weight is a sum of random bases of the size of the weight.
+
+Nooralinejad et al. 2023, arXiv 2206.08464.
 
 Every layer has bases of its own, as parts of one long random vector would be. Coefficients start at 0; bases are scaled
 such that coefficients of variance 1 make a weight of variance 1 / inputs.

@@ -1,6 +1,7 @@
-"""Coefficients of few bits: whole numbers and one scale a layer, symmetric around 0 (efficiency-1 §2.D2).
+"""Quantised coefficients: integers of few bits and one scale per layer, symmetric around 0.
 
-The largest magnitude of a row becomes 2^(bits - 1) - 1, so that 0 stays 0: with 2 bits there are -1, 0 and 1.
+NOLA (arXiv 2310.02556) quantises its coefficients but does not specify the quantiser. Here the largest magnitude of a
+row becomes 2^(bits - 1) - 1, so that 0 stays 0: with 2 bits there are -1, 0 and 1.
 """
 
 from __future__ import annotations

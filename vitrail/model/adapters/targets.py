@@ -65,7 +65,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def square(numbers: int) -> tuple[int, int]:
-    """Sides of the matrix of so many numbers that is nearest to a square (efficiency-1 §2.D2).
+    """Sides of the matrix of so many entries that is nearest to a square, for kernels as in NOLA (arXiv 2310.02556).
 
     >>> square(64 * 3 * 7 * 7), square(16 * 3 * 3 * 3)
     ((96, 98), (18, 24))

@@ -1,7 +1,7 @@
-"""AdaViT: before each block a small network decides on patches, heads and branches (efficiency-2 §2.2.4).
+"""AdaViT: before each block a small network selects patches, heads and branches (Meng et al. 2022, arXiv 2111.15668).
 
-Whoever is dropped in a block goes around it and may be back in the next one. Tokens x [batch, tokens, width]; gates are
-0 or 1: of tokens [batch, tokens], of heads [batch, heads], of the two branches [batch, 2].
+A token that is dropped in a block bypasses it and may be kept again in the next one. Tokens x [batch, tokens, width];
+gates are 0 or 1: of tokens [batch, tokens], of heads [batch, heads], of the two branches [batch, 2].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gates:
 
 
 class Decision(nn.Module):
-    """Logits of keeping: of a patch from its own token, of heads and branches from the class token (eq. 5.2).
+    """Logits of keeping: of a patch from its own token, of heads and branches from the class token.
 
     Biases start at 3 and weights near 0, so that training begins with 95 % kept, whatever the image.
     """
@@ -131,7 +131,7 @@ class AdavitPolicy(AdaptivePolicy):
         return gate + (soft - soft.detach())
 
     def losses(self, trace: Trace) -> dict[str, Tensor]:
-        """Squared differences of the shares of patches, heads and branches from those aimed at (eq. 5.3), weighted."""
+        """Squared differences of the shares of patches, heads and branches from their targets, weighted."""
         config, total = self.config, trace.losses["patches"].new_zeros(())
         for name, target in (("patches", config.patches), ("heads", config.heads), ("branches", config.branches)):
             share = trace.losses[name]
@@ -194,7 +194,7 @@ class _Gated(Passage):
 
 
 def _mixed(block: Block, i: int, tokens: Tokens, gates: Gates, probe: Probe | None) -> Tensor:
-    """The mixing operation on all tokens, kept ones and oneself as keys, heads times their gates."""
+    """The mixing operation on all tokens, kept ones and the token itself as keys, heads times their gates."""
     mixer, x = cast("SoftmaxMixer", block.attn), tokens.sequence
     q, k, v = mixer.shown(block.norm1(x), tokens, i, probe)
     seen = (gates.tokens.detach() > 0)[:, None, None]
@@ -221,7 +221,7 @@ def _packed(block: Block, tokens: Tokens, gates: Gates) -> Tensor:
     kept, on = gates.tokens > 0, gates.branches > 0
     inside = kept & on[:, :1], kept & on[:, 1:]
     sizes = torch.stack([inside[0].sum(), inside[1].sum(), kept.sum(1).amax()])
-    mixing, channels, most = (int(n) for n in sizes.tolist())  # the host waits once a block
+    mixing, channels, most = (int(n) for n in sizes.tolist())  # one synchronisation per block
     flat = x.flatten(0, 1)
     if mixing:
         rows, offsets, place = pack(x, inside[0], mixing)

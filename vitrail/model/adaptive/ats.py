@@ -1,4 +1,4 @@
-"""ATS: each image keeps the tokens that its class token attends to (efficiency-1 §2.A).
+"""ATS: each image keeps the tokens that its class token attends to (Fayyaz et al. 2022, arXiv 2111.15667).
 
 Inside the attention of a block, scores of patches give a distribution, a fixed set of points is drawn from its inverse,
 and only the drawn patches are queries; all tokens are still their keys and values. The class token's row of the map
@@ -78,7 +78,7 @@ class AtsPolicy(AdaptivePolicy):
         self.fixed = False  # whether `capacity` is all the room there is: who sets it looks at `trace.overflow`
 
     def set_cap(self, cap: Sequence[float]) -> None:
-        """Sampling points from now on, for all layers or one a layer, as `Ats.cap` says."""
+        """Sampling points from now on, for all layers or one per layer, as `Ats.cap`."""
         many = tuple(cap) * len(self.at) if len(cap) == 1 else tuple(cap)
         if len(many) != len(self.at) or any(c <= 0 for c in many):
             raise ValueError(f"a cap is a positive number, one for all or one for each of {len(self.at)} layers: {cap}")
@@ -253,7 +253,7 @@ def _as_rows(tokens: Tokens) -> Tokens:
 
 
 def _refuse_bad(scores: Tensor, tokens: Tokens) -> None:
-    """Where asking costs nothing, an image of NaNs is an error; elsewhere its own logits are NaN, and nobody else's."""
+    """Where asking costs nothing, an image of NaNs is an error; elsewhere only its own logits are NaN."""
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
     bad = (~scores.isfinite().all(1)).nonzero().flatten().tolist()
@@ -266,8 +266,9 @@ def _refuse_bad(scores: Tensor, tokens: Tokens) -> None:
 def _unevenness(row: Tensor, prefix: int, mask: Tensor | None) -> Tensor:
     """Squared distance of the class token's attention [batch, heads, tokens] from an even one, summed over heads.
 
-    Zero exactly where attention is even: what an attack brings down to keep all tokens (efficiency-2 §2.4). Even means
-    1 / tokens, of those that are there in this layer; the class token's own column is left out (§2.10).
+    Zero exactly where attention is even: the loss that SlowFormer's attack on ATS minimises (Navaneet et al. 2023,
+    arXiv 2310.02544). Even means 1 / tokens, over the tokens present in this layer; as in the authors' code, the class
+    token's own column is left out.
     """
     row = row.float()
     count = float(row.shape[-1]) if mask is None else mask.sum(1, dtype=torch.float32)[:, None, None]

@@ -1,7 +1,7 @@
-"""A-ViT: every token halts on its own, when the scores in its first channel add up to 1 (efficiency-2 §2.2.3).
+"""A-ViT: every token halts on its own, when the scores in its first channel add up to 1.
 
-A token's output is the mean of what the blocks made of it, weighted by its halting scores; the block at which it halts
-gets what is left to 1. Halted tokens are neither updated nor seen by others any more.
+Yin et al. 2022, arXiv 2112.07658. A token's output is the mean of its block outputs, weighted by its halting scores;
+the block at which it halts gets the remainder to 1. Halted tokens are neither updated nor attended to.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AvitPolicy(AdaptivePolicy):
         return torch.cat([EARLY * early, (1 - EARLY) * late]) if len(late) else early
 
     def losses(self, trace: Trace) -> dict[str, Tensor]:
-        """`ponder`: blocks that a token takes plus the remainder (eq. 5.1), mean over tokens and images. `prior`: the
+        """`ponder`: blocks that a token takes plus the remainder, mean over tokens and images. `prior`: the
         divergence of each image's mean halting scores, scaled to sum 1, from the prior; mean over images."""
         halting = trace.losses["halting"]
         halting = (halting / halting.sum(1, keepdim=True).clamp_min(1e-6)).clamp(LEAST, MOST)
@@ -97,7 +97,7 @@ class _Halting(Passage):
         self.policy, self.start = policy, tokens
         x = tokens.sequence
         shape, device = x.shape[:2], x.device
-        self.all = tokens.mask is None  # nobody is missing: no mask is needed
+        self.all = tokens.mask is None  # no token is missing: no mask is needed
         self.real = torch.ones(shape, dtype=torch.bool, device=device) if tokens.mask is None else tokens.mask
         self.count = self.real.sum(1, dtype=torch.float32)
         self.place: Tensor | None = None
@@ -131,10 +131,10 @@ class _Halting(Passage):
         return super().end(self.start.but(self.out.to(self.start.sequence.dtype)))
 
     def _input(self, tokens: Tokens) -> Tokens:
-        """Tokens for a block: halted ones are zeros and nobody's key."""
+        """Tokens for a block: halted ones are zeros and masked as keys."""
         if tokens.offsets is not None or self.all:
             return replace(tokens, mask=None)
-        # An image without any is computed with all, since a softmax over nothing is no number; nobody reads it.
+        # An image without any is computed with all, since a softmax over nothing is NaN; its result is not used.
         mask = self.alive | ~self.alive.any(1, keepdim=True)
         return replace(tokens, sequence=tokens.sequence.masked_fill(~self.alive[..., None], 0.0), mask=mask)
 
@@ -171,7 +171,7 @@ class _Halting(Passage):
         return torch.zeros_like(self.real).flatten().index_copy(0, self.place, kept).view_as(self.real)
 
     def _may_cut(self, block: Block, probe: Probe | None) -> bool:
-        """Whether halted tokens can really be taken out: nobody looks at them or differentiates, shapes may change."""
+        """Whether halted tokens can really be removed: none is requested or differentiated, shapes may change."""
         if probe is not None and any(not name.startswith("kept.") for name in (*probe.want, *probe.given)):
             return False
         if torch.is_grad_enabled() or block.training or torch.compiler.is_compiling() or self.alive.is_meta:

@@ -1,4 +1,4 @@
-"""The dial of an adaptive model: what it may spend, found on images where it cannot be computed."""
+"""The compute budget of an adaptive model, measured on images where it cannot be computed."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def set_budget(
     gmacs: float | None = None,
     images: Iterable[Tensor] | Tensor | None = None,
 ) -> float | None:
-    """Let an ATS model spend less or more from now on, in place and without training (efficiency-1 §2.A).
+    """Let an ATS model spend less or more from now on, in place and without training.
 
     One of: `tokens`, the sampling points of every layer, 2 or more; `ratio`, their share of the patches that enter, at
-    most 1; `gmacs`, a mean cost in 10^9 multiply-accumulates an image, for which `images` (batches as the model takes
+    most 1; `gmacs`, a mean cost in 10^9 multiply-accumulates per image, for which `images` (batches as the model takes
     them, or one) are needed to find the share, or the number of points where a share of 1 costs less than that.
 
     Several points may fall on one patch, so that even `ratio=1` saves. More points than patches keep more of them:
     `tokens` may be any number with which points times patches stays countable (`check_points`), and the cost goes up to
     that of the model without sampling, or close to it where scores are very uneven. A share never means fewer points
     than the policy's `least` (8). Returns the mean cost on `images` where they are given. Raises `ValueError` for a
-    model without a dial, and for a cost out of reach, with the range that can be had. Figures that the model had before
-    are forgotten: they were of another budget.
+    model without such a budget, and for a cost out of reach, with the range that can be had. Metrics stored with the
+    model are dropped: they belong to another budget.
     """
     if sum(x is not None for x in (tokens, ratio, gmacs)) != 1:
         raise ValueError("set_budget takes one of tokens, ratio and gmacs")
@@ -74,9 +74,9 @@ def calibrate(model: Classifier, images: Iterable[Tensor], batch: int, margin: f
     """Fix the room that packed batches of this size get after each sampling layer in what `model.optimize()` gives, so
     that nothing waits for the host; the model itself keeps making room as it is needed.
 
-    Rows an image: the mean over `images` plus `margin` standard errors of a batch's mean. A batch that needs more all
-    the same is noticed (`trace.overflow`), computed again, told the first time and counted (`recomputed`). Returns the
-    rows, one a layer.
+    Rows per image: the mean over `images` plus `margin` standard errors of a batch's mean. A batch that needs more all
+    the same is noticed (`trace.overflow`), computed again, warned about the first time and counted (`recomputed`).
+    Returns the rows, one value per layer.
     """
     policy = _policy(model)
     counts = _leaving(model, policy, images)
@@ -88,7 +88,7 @@ def calibrate(model: Classifier, images: Iterable[Tensor], batch: int, margin: f
 
 @torch.no_grad()
 def matched_caps(model: Classifier, images: Iterable[Tensor]) -> tuple[float, ...]:
-    """Patches that the model keeps on these images, mean, one whole number a sampling layer and at least 2.
+    """Patches that the model keeps on these images, mean, one whole number per sampling layer and at least 2.
 
     With them a control keeps as many tokens: `Ats(sampling="uniform", cap=matched_caps(model, images))`.
     """

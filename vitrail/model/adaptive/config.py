@@ -10,7 +10,7 @@ from vitrail.schema import Count, Fraction, NotNegative, Positive, Whole
 
 @dataclass(frozen=True)
 class Ats:
-    """Adaptive token sampling: each image keeps the tokens that its class token attends to (efficiency-1 §2.A).
+    """Adaptive token sampling: each image keeps the tokens that its class token attends to (ATS, arXiv 2111.15667).
 
     It has no parameters and can be switched on in any trained ViT.
     """
@@ -19,13 +19,13 @@ class Ats:
     layers: tuple[Whole, ...] = ()
     """Blocks that sample, counted from 0 (none: from a quarter of the depth to the last; 3 to 11 of 12)."""
     cap: tuple[Positive, ...] = (1.0,)
-    """Sampling points, for all layers or one a layer: above 1 a number, up to 1 a share of the patches that enter the
+    """Sampling points, for all layers or one per layer: above 1 a number, up to 1 a share of the patches that enter the
     block. No more than that many are kept. Several points may fall on one patch, so a number may exceed the patches."""
     least: Count = 8
     """A share never asks for fewer points than this."""
     sampling: Literal["inverse", "nearest", "top", "random", "uniform"] = "inverse"
     """`inverse`: the strict inverse of the distribution function; `nearest`: the token whose value of it is nearest, as
-    the paper says and its stated property forbids (§5 item 1); `top`: the highest scores; `random`: the inverse at
+    the paper words it, which contradicts the property it states; `top`: the highest scores; `random`: the inverse at
     points that are drawn anew, so that a token with the share s of all scores is kept with probability 1 - (1 - s)^K;
     `uniform`: the control that ignores scores, as many distinct tokens as there are points, all equally likely."""
     order: Literal["raster", "sorted"] = "raster"
@@ -40,13 +40,13 @@ class Ats:
     """How a batch with different counts is held: rows of one table, or padded and masked. `auto`: packed for inference
     on CUDA, padded elsewhere."""
     capacity: tuple[Positive, ...] = ()
-    """Packed, in an optimised model: rows an image for which room is made after each sampling block, on average over a
-    batch; calibration finds them. None: the host asks the device after every block how much room is needed."""
+    """Packed, in an optimised model: rows per image that are allocated after each sampling block, averaged over a
+    batch; set by calibration. None: the host synchronises with the device after every block to learn the size."""
 
 
 @dataclass(frozen=True)
 class Avit:
-    """A-ViT: each token halts when its own halting scores add up to 1 (efficiency-2 §2.2.3). No parameters."""
+    """A-ViT: each token halts when its own halting scores add up to 1 (arXiv 2112.07658). No parameters."""
 
     kind: Literal["avit"] = "avit"
     gate_scale: Positive = 10.0
@@ -70,7 +70,7 @@ class Avit:
 
 @dataclass(frozen=True)
 class Adavit:
-    """AdaViT: a small network before each block decides on patches, heads and branches (efficiency-2 §2.2.4)."""
+    """AdaViT: a small network before each block selects patches, heads and branches (arXiv 2111.15668)."""
 
     kind: Literal["adavit"] = "adavit"
     patches: Fraction = 0.5

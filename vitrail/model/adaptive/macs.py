@@ -1,4 +1,4 @@
-"""Multiply-accumulates of an adaptive pass, from its trace (efficiency-2 §2.6.1)."""
+"""Multiply-accumulates of an adaptive forward pass, computed from its trace."""
 
 from __future__ import annotations
 

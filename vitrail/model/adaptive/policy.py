@@ -1,4 +1,4 @@
-"""What every adaptive policy is: the way of a batch through the blocks of a trunk."""
+"""Base class of adaptive policies: how a batch passes through the blocks of a trunk."""
 
 from __future__ import annotations
 

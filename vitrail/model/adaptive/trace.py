@@ -1,4 +1,4 @@
-"""What an adaptive forward pass spent: tokens, heads and branches of every block for every image."""
+"""Trace of an adaptive forward pass: tokens, heads and branches used by every block for every image."""
 
 from __future__ import annotations
 

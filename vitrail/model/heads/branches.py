@@ -21,7 +21,7 @@ from vitrail.model.trunk import Trunk
 
 
 class Branch(nn.Module):
-    """Last layers of a network: tokens [batch, patches, width] to one vector an image, [batch, features]."""
+    """Last layers of a network: tokens [batch, patches, width] to one vector per image, [batch, features]."""
 
     features: int
 
@@ -70,11 +70,11 @@ class StageBranch(Branch):
 
 
 class BranchesHead(Head):
-    """Several copies of a network's last layers, each with a classifier, and their gated ensemble (heads §3.5).
+    """Several copies of a network's last layers, each with a classifier, and their gated ensemble (ONE).
 
     The stack holds the branches' logits and, last, those of the ensemble, sum_k gate_k z_k, which is the prediction.
     The gate reads the mean of the shared features: a linear layer, BatchNorm, ReLU and softmax, as ONE has it (Lan, Zhu
-    and Gong 2018, section 3.2). What is embedded are the vectors of all branches, one after the other.
+    and Gong 2018, arXiv 1806.04606, section 3.2). The embedding is the concatenation of the branches' vectors.
     """
 
     own_norm = True
@@ -110,7 +110,7 @@ class BranchesHead(Head):
         return torch.cat([each, together], 1)
 
     def biases(self) -> list[list[Tensor]]:
-        """The ensemble has none: where all branches agree, their weighted mean is what they say."""
+        """The ensemble has none: where all branches agree, their weighted mean equals each of them."""
         branches: list[list[Tensor]] = [[layer.bias] for layer in self.fc if isinstance(layer, nn.Linear)]
         return [*branches, []]
 
@@ -137,8 +137,9 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
 def branch_stages(make: Callable[[], CifarResNet], head: Branches, classes: int) -> tuple[CifarResNet, BranchesHead]:
     """The first two stages of a CIFAR ResNet, and branches of the third: the split that gives the printed counts.
 
-    With 100 classes and three branches depth 32 has 1.186 M parameters (1.19 stated). Depth 110 with bottlenecks has
-    2.962 M (2.96 stated; with plain blocks it would be 4.37 M, so the R110 of that table has bottlenecks).
+    As in Table D of Ryu et al. 2023 (arXiv 2310.16483): with 100 classes and three branches depth 32 has 1.186 M
+    parameters (1.19 stated). Depth 110 with bottlenecks has 2.962 M (2.96 stated; with plain blocks it would be 4.37 M,
+    so the R110 of that table has bottlenecks).
     """
     if head.blocks is not None:
         raise ValueError("a CIFAR ResNet branches at its last stage; leave model.head.blocks out")

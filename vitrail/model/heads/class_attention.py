@@ -17,8 +17,8 @@ from vitrail.model.tokens import Tokens
 class ClassAttentionMixer(nn.Module):
     """Attention from learned queries to the patches, and to the queries themselves where `token_in_keys`.
 
-    CaiT (eq. 3.8-3.12) and PatchConvNet have one query, the class token; there may be one for each class. Names follow
-    timm.
+    CaiT (Touvron et al. 2021, arXiv 2103.17239) and PatchConvNet have one query, the class token; there may be one per
+    class. Names follow timm.
     """
 
     def __init__(self, width: int, heads: int, token_in_keys: bool, qkv_bias: bool = True) -> None:
@@ -60,7 +60,7 @@ class ClassAttentionMixer(nn.Module):
 
 
 class ClassSimaMixer(ClassAttentionMixer):
-    """The same without softmax (SimA, efficiency-1 §2.B): q and k are normalised over tokens.
+    """The same without softmax (SimA, arXiv 2206.08898): q and k are normalised over tokens.
 
     The norm of q needs the queries of all tokens, though only the class token's is read. Entries of its map may be
     negative, so it shows none.
@@ -80,7 +80,7 @@ class ClassSimaMixer(ClassAttentionMixer):
 
 
 class ClassMlpMixer(nn.Module):
-    """One linear map over [class token, patches], shared by all channels (ResMLP's class-MLP, §6.1)."""
+    """One linear map over [class token, patches], shared by all channels (class-MLP of ResMLP, arXiv 2105.03404)."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -38,16 +38,16 @@ class Mean:
 
 @dataclass(frozen=True)
 class Distilled:
-    """Class token and distillation token, a linear classifier each (DeiT, architectures-and-training §4.2)."""
+    """Class token and distillation token, a linear classifier each (DeiT, arXiv 2012.12877)."""
 
     kind: Literal["distilled"] = "distilled"
     fusion: Literal["logits", "softmax"] = "logits"
-    """Mean of logits (timm and the published weights), or sum of probabilities (the thesis)."""
+    """Mean of logits (timm and the published weights), or sum of probabilities (the paper)."""
 
 
 @dataclass(frozen=True)
 class ClassAttention:
-    """Layers in which a class token reads the patches by attention (CaiT §5.3, XCiT)."""
+    """Layers in which a class token reads the patches by attention (CaiT, arXiv 2103.17239; XCiT, arXiv 2106.09681)."""
 
     kind: Literal["class_attention"] = "class_attention"
     layers: Count = 2
@@ -61,14 +61,14 @@ class ClassAttention:
     token_in_keys: bool = True
     """The class token is among the keys and values."""
     attention: Literal["softmax", "sima"] = "softmax"
-    """sima: without softmax, as in the body (its code does so; efficiency-1 §5 item 4)."""
+    """sima: without softmax, as in the trunk (as in the authors' code; the paper, arXiv 2206.08898, leaves it open)."""
     style: Literal["cait", "xcit"] = "cait"
     """xcit: normalised tokens are what is added to, and patches are rewritten along, as its weights need."""
 
 
 @dataclass(frozen=True)
 class ClassMlp:
-    """As class attention, with one learned linear map over patches in its place (ResMLP §6.1)."""
+    """As class attention, with one learned linear map over patches in its place (ResMLP, arXiv 2105.03404)."""
 
     kind: Literal["class_mlp"] = "class_mlp"
     layers: Count = 2
@@ -77,15 +77,15 @@ class ClassMlp:
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """One attention layer that pools patches into a learned vector, or into one for each class (PatchConvNet §7.1)."""
+    """Attention pooling of the patches, with one learned query or one per class (PatchConvNet, arXiv 2112.13692)."""
 
     kind: Literal["attention_pool"] = "attention_pool"
     heads: Count = 1
     queries: Literal["one", "per_class"] = "one"
     mlp_ratio: Positive = 3.0
     layerscale: NotNegative | None = None
-    """Start of LayerScale (none: as the trunk, else 1: all that patches say goes through it, and a small one opens
-    slowly)."""
+    """Start of LayerScale (none: as the trunk, else 1: all information of the patches passes through it, and a small
+    gain opens slowly)."""
     token_in_keys: bool = False
     """The learned vector is among the keys and values, as in the authors' code (only with one query)."""
     qkv_bias: bool = False
@@ -96,11 +96,11 @@ class AttentionPool:
 
 @dataclass(frozen=True)
 class SecondOrder:
-    """Class token and second-order pooling of the word tokens (SoT, heads §2.3-2.6)."""
+    """Class token and second-order pooling of the patch tokens (SoT, arXiv 2104.10935, sections 3.2 and 3.3)."""
 
     kind: Literal["second_order"] = "second_order"
     pooling: Literal["mean", "covariance", "cross_covariance"] = "cross_covariance"
-    """The papers' GAP, GCP (matrix square root) and MGCrP."""
+    """GAP, GCP (matrix square root) and MGCrP of the paper."""
     fusion: Literal["sum", "concat", "aggregate_all", "late", "class_only", "words_only"] = "sum"
     normalization: Literal["none", "scale", "signed_root", "layernorm", "svpn", "svpn_fast"] = "svpn_fast"
     """Of each cross-covariance matrix: singular-value power normalisation exact (svpn) or by power iteration."""
@@ -114,7 +114,7 @@ class SecondOrder:
     rows: Count = 14
     columns: Count = 14
     center: Literal["none", "channel", "scalar"] = "none"
-    """What is subtracted before the product: nothing (paper), channel means, one mean a head (authors' code)."""
+    """What is subtracted before the product: nothing (paper), channel means, one mean per head (authors' code)."""
     root_steps: Count = 3
     """Newton-Schulz steps of the covariance's square root."""
     drop: Fraction = 0.0
@@ -126,7 +126,7 @@ class SecondOrder:
 
 @dataclass(frozen=True)
 class Gramian:
-    """Several small heads, each querying the features with their own Gram matrix (GA, heads §3.1-3.2)."""
+    """Several small heads, each querying the features with its Gram matrix (Ryu et al. 2023, arXiv 2310.16483)."""
 
     kind: Literal["gramian"] = "gramian"
     heads: Count = 5
@@ -145,7 +145,7 @@ class Gramian:
     """Weight of the divergence between the heads' mean and each head; negative pushes heads apart.
 
     It is relative to the loss of each head, whatever that is: the authors average both over images and classes (binary
-    cross entropy), and beside a loss that is summed over classes or has none, so is the divergence. Where five heads of
+    cross entropy), and with a loss that is summed over classes or has none, so is the divergence. Where five heads of
     100 classes begin to differ, -0.8 pushes them apart with about 0.06 of the task's gradient at the logits."""
     reduction: Literal["task", "mean", "batch"] = "task"
     """Divergence reduced as the loss of each head; or always averaged over images and classes, or over images only."""
@@ -157,7 +157,7 @@ class Gramian:
 
 @dataclass(frozen=True)
 class Branches:
-    """Several copies of a network's last layers and a gate that weighs them (ONE, heads §3.5)."""
+    """Several copies of a network's last layers and a gate that weighs them (ONE, arXiv 1806.04606)."""
 
     kind: Literal["branches"] = "branches"
     branches: Count = 3
@@ -167,7 +167,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Projected:
-    """A linear classifier, and beside it an embedding through a projector (Grafit, architectures-and-training §3.2)."""
+    """A linear classifier and, in parallel, an embedding through a projector (Grafit, arXiv 2011.12982)."""
 
     kind: Literal["projected"] = "projected"
     pool: Literal["mean", "class_token"] = "mean"
@@ -177,12 +177,12 @@ class Projected:
     hidden: Count = 4096
     """Of the projector's inner layer."""
     norm: bool = False
-    """BatchNorm inside the projector (the thesis' parameter counts leave no room for it)."""
+    """BatchNorm inside the projector (Grafit's parameter counts leave no room for it)."""
     last_norm: bool = False
     """BatchNorm without weights behind the projector, as SimSiam has it."""
     judged: Literal["projector", "trunk"] = "projector"
-    """What neighbours, probes and clusters compare: Grafit's embedding is the projector's, while methods without labels
-    are judged in front of a projector that only their loss needs (efficiency-1 §2.H)."""
+    """Representation on which kNN, linear probes and clustering are evaluated: Grafit uses the projector's output,
+    self-supervised methods the trunk's, in front of a projector that only their loss needs."""
 
 
 @dataclass(frozen=True)

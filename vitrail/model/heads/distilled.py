@@ -10,10 +10,10 @@ from vitrail.model.tokens import Tokens
 
 
 class DistilledHead(Head):
-    """A classifier on the class token and one on the distillation token (architectures-and-training §4.2).
+    """A classifier on the class token and one on the distillation token (DeiT, arXiv 2012.12877).
 
     Classifier 0 learns from labels, classifier 1 from a teacher. They are fused by the mean of logits, as timm does and
-    the published weights expect, or by the sum of their softmax, as the thesis says: the two can disagree.
+    the published weights expect, or by the sum of their softmax, as in the paper: the two can disagree.
     """
 
     prefix = 2

@@ -1,4 +1,6 @@
-"""Gramian attention heads: several small classifiers, each querying the features with its Gram matrix (GA, heads §3).
+"""Gramian attention heads: several small classifiers, each querying the features with its Gram matrix (GA).
+
+Ryu, Han and Lim 2023, arXiv 2310.16483; details follow the released code (Lab-LVM/imagenet-models, GA).
 
 features [batch, tokens, width]; what belongs to heads lies side by side as in a grouped convolution,
 [batch, heads * channels], so that all heads are one matrix product and any of them can be cut out of every tensor.
@@ -76,7 +78,7 @@ class GramianHead(Head):
         return token + self.ls2(self.mlp(token))
 
     def maps(self, tokens: Tokens) -> Tensor:
-        """Where the class tokens look, `[batch, heads * attention heads, patches]`: a map a head and attention head."""
+        """Attention maps of the class tokens, `[batch, heads * attention heads, patches]`."""
         token = self.gram_token(tokens).to(self.fc.weight.dtype)
         return self.attention.maps(token, *_features(tokens))
 
@@ -107,7 +109,7 @@ class GramianHead(Head):
     def fuse(self, stack: Tensor) -> Tensor:
         """Mean of the heads' logits; the auxiliary classifier has no part in it.
 
-        The paper sums, which decides alike; but probabilities of a sum are as many times too sure as there are heads.
+        The paper sums: the same argmax, but logits scaled by the number of heads, so probabilities are overconfident.
         """
         return stack[:, : self.heads].mean(1)
 
@@ -132,8 +134,8 @@ class GramianHead(Head):
         """A smaller head: only the heads of these numbers, with their weights; this one is left as it is.
 
         The auxiliary classifier goes too, except that with no heads at all it is what remains. Without one, a new
-        `MeanHead` remains, to be trained on the frozen trunk (linear probe) or with it (fine-tuning): heads §3.6, say
-        which way was used. Raises `ValueError` for a number that is no head or comes twice.
+        `MeanHead` remains, to be trained on the frozen trunk (linear probe) or with it (fine-tuning). The paper does
+        not say which it used, so report it. Raises `ValueError` for a number that is no head or comes twice.
         """
         if len(set(indices)) != len(indices) or not all(0 <= i < self.heads for i in indices):
             raise ValueError(f"heads to keep must be different numbers from 0 to {self.heads - 1}, not {list(indices)}")
@@ -247,7 +249,7 @@ class HeadwiseNorm(nn.Module):
 
 
 class GramLayer(nn.Module):
-    """One ConvNeXt block a head at the contracted width, `[batch, tokens, heads * width]`."""
+    """One ConvNeXt block per head at the contracted width, `[batch, tokens, heads * width]`."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -272,7 +274,7 @@ class GramLayer(nn.Module):
 class ClassAttention(nn.Module):
     """The class token of every head queries itself and the features (CaiT's class attention with an inner width).
 
-    With one query a head, keys and values of the features need not be formed: q . W_k f = (W_k^T q) . f and
+    With one query per head, keys and values of the features need not be formed: q . W_k f = (W_k^T q) . f and
     sum a W_v f = W_v sum a f. The query is brought to the width of the features instead, and every attention head costs
     two vectors of that width: E / attention heads times fewer products (24 in the released models), and no tensor of
     heads x tokens x width. Statistics of LayerNorm are the same for all heads, so the features are normalised once; a

@@ -1,4 +1,4 @@
-"""What every head is: tokens -> a stack of logits."""
+"""Base class of all heads: tokens -> a stack of logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def represent(self, tokens: Tokens) -> Tensor:
-        """The vector by which neighbours, probes and clusters judge an image, `[batch, width]`."""
+        """The representation that kNN, linear probes and clustering use, `[batch, width]`."""
         return self.embed(tokens)
 
     def forward(self, tokens: Tokens) -> Tensor:
@@ -73,12 +73,12 @@ class Head(nn.Module):
         return all(part.requires_grad and not part.is_meta and not part.any() for part in parts)
 
     def maps(self, tokens: Tokens) -> Tensor | None:
-        """Where the head looks: `[batch, maps, patches]`, rows that sum to 1; none where it has no maps."""
+        """Attention maps of the head: `[batch, maps, patches]`, rows that sum to 1; none where it has no maps."""
         return None
 
 
 class LinearHead(Head):
-    """`copies` linear classifiers on one vector an image (architectures-and-training §2.3), fused by their mean.
+    """`copies` linear classifiers on one vector per image, fused by their mean.
 
     With `hidden`, a linear map to so many features stands before them: parameters without a new kind of feature. With
     `mlp`, too, BatchNorm and ReLU stand between the two maps.

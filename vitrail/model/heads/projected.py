@@ -1,4 +1,4 @@
-"""A projected embedding beside a linear classifier."""
+"""A projected embedding in parallel with a linear classifier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def projector(config: Projected, width: int) -> nn.Module:
 
 
 class ProjectedHead(Head):
-    """Logits from the pooled features, embeddings through a projector (Grafit, architectures-and-training §3.2).
+    """Logits from the pooled features, embeddings through a projector (Grafit, arXiv 2011.12982).
 
     Pooled features are the class token where `pool` says so, else the mean of the patches.
     """
@@ -52,7 +52,7 @@ class ProjectedHead(Head):
         nn.init.zeros_(self.fc.bias)
 
     def pooled(self, tokens: Tokens) -> Tensor:
-        """What the trunk says of an image, [batch, width]."""
+        """The trunk's representation of an image, [batch, width]."""
         if self.prefix:
             return tokens.sequence[:, 0]
         return MeanHead.pool(tokens)

@@ -1,6 +1,8 @@
-"""Second-order head: the word tokens speak as well as the class token (SoT, heads §2.3-2.6).
+"""Second-order head: classifies from the class token and second-order statistics of the patch tokens (SoT).
 
-words [batch, tokens, width], mask [batch, tokens]; a pooled vector is [batch, features]
+Xie et al. 2021, arXiv 2104.10935, sections 3.2 and 3.3. The patch tokens of a text model are its word tokens.
+
+words (patch tokens) [batch, tokens, width], mask [batch, tokens]; a pooled vector is [batch, features]
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ WITH_CLASS_TOKEN = ("sum", "concat", "late", "class_only")
 
 
 class SecondOrderHead(Head):
-    """Class token and pooled word tokens, fused before the softmax or after it.
+    """Class token and pooled patch tokens, fused before the softmax or after it.
 
-    `fc` classifies the class token (with `concat` both vectors, with the width of both), `fc_words` the pooled words.
-    Words are the tokens behind the prefix; with `class_token="last"` the last real token is the class token and the
-    others are words. Tokens that `mask` leaves out change nothing, whatever they hold. An image all of whose words are
-    left out pools to zeros on every device (finding out would stop an accelerator at every step); a sequence too short
-    to hold any word is a ValueError.
+    `fc` classifies the class token (with `concat` both vectors, with the width of both), `fc_words` the pooled patch
+    tokens. Patch tokens are those behind the prefix; with `class_token="last"` the last real token is the class token
+    and the others are patch tokens. Masked tokens change nothing, whatever they hold. An image whose patch tokens are
+    all masked pools to zeros (detecting this would synchronise with the device at every step); a sequence without any
+    patch token is a ValueError.
 
     `late` gives two classifiers, class token first, each with its own loss; `late_rule` says how `fuse` joins them.
     """
@@ -90,7 +92,7 @@ class SecondOrderHead(Head):
         return stack.float().log_softmax(-1).logsumexp(1) - math.log(stack.shape[1])
 
     def _vectors(self, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
-        """The class token [batch, width] and the pooled words [batch, features], where the fusion uses them."""
+        """The class token [batch, width] and the pooled patch tokens [batch, features], where the fusion uses them."""
         token, words, mask = self._split(tokens)
         if self.pool is None:
             return token, None
@@ -135,11 +137,11 @@ class SecondOrderHead(Head):
 
 def _classify(fc: nn.Linear | None, vector: Tensor) -> Tensor:
     assert fc is not None
-    return fc(vector.to(fc.weight.dtype))  # pooled vectors are float32 also in a model of halves
+    return fc(vector.to(fc.weight.dtype))  # pooled vectors are float32 also in a half-precision model
 
 
 class MeanPooling(nn.Module):
-    """The mean of the words (GAP)."""
+    """The mean of the patch tokens (GAP)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,9 +154,9 @@ class MeanPooling(nn.Module):
 
 
 class CovariancePooling(nn.Module):
-    """Square root of one covariance, upper triangle (GCP, heads §2.4).
+    """Square root of one covariance, upper triangle (GCP; SoT, table 2).
 
-    The words are first brought to the width whose triangle is as long as the cross-covariances would be.
+    Patch tokens are first projected to the width whose triangle is as long as the cross-covariances would be.
     """
 
     def __init__(self, config: SecondOrder, width: int) -> None:
@@ -175,7 +177,7 @@ class CovariancePooling(nn.Module):
 
 
 class CrossCovariancePooling(nn.Module):
-    """Normalised cross-covariances of two projections of the words, several heads side by side (MGCrP, eq. 2-3).
+    """Normalised cross-covariances of two projections of the patch tokens, concatenated over heads (MGCrP, eq. 2-3).
 
     Every head projects the whole width: one matrix product, rows of all heads first, then columns of all heads.
     """
@@ -202,7 +204,7 @@ class CrossCovariancePooling(nn.Module):
 
 
 class PowerNorm(nn.Module):
-    """Exact singular-value power normalisation of every matrix."""
+    """Exact singular-value power normalisation of every matrix (SoT, section 3.3.1)."""
 
     host_decision = "a singular value decomposition waits for the device"
 
@@ -215,10 +217,10 @@ class PowerNorm(nn.Module):
 
 
 class FastPowerNorm(nn.Module):
-    """Singular-value power normalisation by power iteration.
+    """Singular-value power normalisation by power iteration (SoT, section 3.3.2).
 
-    The iteration's start is learned and shared by all images and heads (authors' code): one iteration suffices where it
-    has come to point along the usual first singular vector (heads §4).
+    The initial vector is learned and shared by all images and heads (authors' code): one iteration suffices once it
+    points along the typical first singular vector.
     """
 
     def __init__(self, config: SecondOrder) -> None:
@@ -253,7 +255,7 @@ class ScaleNorm(nn.Module):
 class SignedRootNorm(nn.Module):
     """Signed root of every entry, then unit length (EPN).
 
-    Length of the whole representation, as the paper words it; the authors' code takes it along the rows (heads §2.6).
+    Length of the whole representation, as the paper words it; the authors' code normalises along the rows.
     """
 
     def forward(self, matrices: Tensor) -> Tensor:
@@ -268,14 +270,14 @@ class RowNorm(nn.LayerNorm):
 
 
 def build_pooling(config: SecondOrder, width: int) -> MeanPooling | CovariancePooling | CrossCovariancePooling:
-    """The pooling of `config.pooling`: words, mask -> [batch, features]."""
+    """The pooling of `config.pooling`: patch tokens, mask -> [batch, features]."""
     if config.pooling == "mean":
         return MeanPooling(width)
     return CovariancePooling(config, width) if config.pooling == "covariance" else CrossCovariancePooling(config, width)
 
 
 def build_normalization(config: SecondOrder) -> nn.Module:
-    """The normalisation of `config.normalization`: [batch, heads, rows, columns] -> as many numbers an image."""
+    """The normalisation of `config.normalization`: [batch, heads, rows, columns] -> as many values per image."""
     match config.normalization:
         case "none":
             return nn.Identity()
@@ -314,7 +316,7 @@ def _check(config: SecondOrder) -> None:
 
 
 def _used(config: SecondOrder) -> dict[str, bool]:
-    """Whether a setting has any effect beside the others."""
+    """Whether a setting has any effect given the others."""
     pooled = config.fusion != "class_only"
     second = pooled and config.pooling != "mean"
     cross = pooled and config.pooling == "cross_covariance"

@@ -10,7 +10,7 @@ from vitrail.schema import Fraction, Positive
 
 @dataclass(frozen=True)
 class Softmax:
-    """Scaled dot-product attention (architectures-and-training §2.3)."""
+    """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762)."""
 
     kind: Literal["softmax"] = "softmax"
     qkv_bias: bool = True
@@ -19,7 +19,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class TalkingHeads:
-    """Attention whose heads are mixed before and after the softmax (CaiT, architectures-and-training §5.4)."""
+    """Attention whose heads are mixed before and after the softmax (as in CaiT, arXiv 2103.17239)."""
 
     kind: Literal["talking_heads"] = "talking_heads"
     qkv_bias: bool = True
@@ -28,7 +28,7 @@ class TalkingHeads:
 
 @dataclass(frozen=True)
 class LinearPatches:
-    """One learned matrix over patches, shared by all channels (ResMLP, architectures-and-training §6.1)."""
+    """One learned matrix over patches, shared by all channels (ResMLP, arXiv 2105.03404)."""
 
     kind: Literal["linear_patches"] = "linear_patches"
 
@@ -58,7 +58,7 @@ class NoMixing:
 
 @dataclass(frozen=True)
 class GatedConv:
-    """1x1, depth-wise 3x3 and 1x1 convolutions with squeeze-and-excitation (PatchConvNet §7.1)."""
+    """1x1, depth-wise 3x3 and 1x1 convolutions with squeeze-and-excitation (PatchConvNet, arXiv 2112.13692)."""
 
     kind: Literal["gated_conv"] = "gated_conv"
     squeeze: Fraction = 0.25
@@ -66,7 +66,7 @@ class GatedConv:
 
 @dataclass(frozen=True)
 class Sima:
-    """Attention without softmax: q and k normalised over tokens, products in the cheaper order (efficiency-1 §2.B)."""
+    """Attention without softmax: q and k normalised over tokens, products in either order (SimA, arXiv 2206.08898)."""
 
     kind: Literal["sima"] = "sima"
     qkv_bias: bool = True
@@ -107,7 +107,8 @@ class CosFormer:
     kind: Literal["cosformer"] = "cosformer"
     qkv_bias: bool = True
     reweight: bool = False
-    """Near patches weigh more, by cosines of distances (never converged, says efficiency-1 §2.B5; costs four times)."""
+    """Near patches weigh more, by cosines of distances; costs four times as much and did not converge in the
+    experiments of SimA (arXiv 2206.08898)."""
 
 
 MixerConfig = (

@@ -1,7 +1,7 @@
-"""Attentions of linear cost that SimA is compared with: features of q times features of k, in either order.
+"""Attentions of linear cost, to be compared with SimA: features of q times features of k, in either order.
 
 q, k, v [batch, heads, tokens, dim]; out = f(q) (g(k)ᵀ v), divided by the row sums f(q) Σ g(k) where features are
-positive and of any length (efficiency-1 §2.B5).
+positive and not normalised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vitrail.model.tokens import Probe, Tokens
 
 
 class KernelMixer(QkvMixer):
-    """What the three have in common; a subclass says what the features are."""
+    """Base class of the three; a subclass defines the features."""
 
     shows = ("input", "q", "k", "v", "attention")
     divided: ClassVar[bool] = True
@@ -76,8 +76,8 @@ class CosFormerMixer(KernelMixer):
     """Features relu, and with `reweight` a preference for near patches (CosFormer, arXiv 2202.08791).
 
     On a grid the weight is cos(Δrow) cos(Δcolumn), angles from 0 to π/2: a product of cosines of differences is a sum
-    of four products, so there are four times as many features (efficiency-1 §2.B6). Class tokens have no place; they
-    stand in the middle of the grid.
+    of four products, so there are four times as many features. Class tokens have no position; they are placed in the
+    middle of the grid.
     """
 
     def __init__(self, width: int, heads: int, qkv_bias: bool = True, reweight: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What every mixer is: tokens in, tokens out, and the names of what it can show."""
+"""Base class of all mixers: tokens in, tokens out, and the names of the intermediates they expose."""
 
 from __future__ import annotations
 

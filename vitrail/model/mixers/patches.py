@@ -10,7 +10,7 @@ from vitrail.model.tokens import Probe, Tokens
 
 
 class FixedPatches(Mixer):
-    """A mixer over a fixed number of patches: another image size, padding or class tokens are refused in words."""
+    """A mixer over a fixed number of patches: rejects other image sizes, padding and class tokens."""
 
     takes_prefix = False
 
@@ -29,7 +29,7 @@ class FixedPatches(Mixer):
 
 
 class LinearPatchesMixer(FixedPatches):
-    """X -> A X with A [patches, patches] shared by all channels, and a bias for each patch (ResMLP, eq. 4.2)."""
+    """X -> A X with A [patches, patches] shared by all channels, and a bias per patch (ResMLP, arXiv 2105.03404)."""
 
     def __init__(self, grid: tuple[int, int]) -> None:
         super().__init__(grid)
@@ -46,7 +46,7 @@ class LinearPatchesMixer(FixedPatches):
 
 
 class PatchMlpMixer(FixedPatches):
-    """Two linear layers over patches with a GELU between (ablation of ResMLP, architectures-and-training §6.2)."""
+    """Two linear layers over patches with a GELU between (ablation of ResMLP, arXiv 2105.03404)."""
 
     def __init__(self, grid: tuple[int, int], ratio: float) -> None:
         super().__init__(grid)
@@ -91,7 +91,7 @@ class GridMixer(Mixer):
 
 
 class PatchConvMixer(GridMixer):
-    """A 3x3 convolution: full, depth-wise, or depth-wise then 1x1 (architectures-and-training §6.2)."""
+    """A 3x3 convolution: full, depth-wise, or depth-wise then 1x1 (ablations of ResMLP, arXiv 2105.03404)."""
 
     def __init__(self, width: int, style: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every attention begins and ends with: one linear layer to q, k and v, another from the mixed values."""
+"""Base class of attention mixers: one linear layer to q, k and v, another from the mixed values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class QkvMixer(Mixer):
         return q, k, v
 
     def shown(self, x: Tensor, tokens: Tokens, layer: int, probe: Probe | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; they, and what they are made of, captured or replaced where somebody asks for it."""
+        """q, k and v; they, and what they are made of, captured or replaced where requested."""
         if probe is None:
             return self.project(x, tokens)
         q, k, v = self.project(probe(f"input.{layer}", x), tokens)

@@ -10,7 +10,9 @@ from vitrail.model.tokens import Probe, Tokens
 
 
 class SimaMixer(QkvMixer):
-    """q̂ k̂ᵀ v, every channel of q and k divided by its norm over the image's own tokens (SimA, efficiency-1 §2.B).
+    """q̂ k̂ᵀ v, every channel of q and k divided by its norm over the image's own tokens (SimA).
+
+    Koohpayegani and Pirsiavash 2022, arXiv 2206.08898.
 
     No exponential, and no 1/√d: entries of the map [batch, heads, tokens, tokens] may be negative and lie in
     [-dim, dim]. Either product may come first, the result is the same.
@@ -28,7 +30,7 @@ class SimaMixer(QkvMixer):
         return self.hat(q, tokens) @ self.hat(k, tokens).mT
 
     def hat(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """q̂ of q, or k̂ of k; its length over channels is SimA's saliency of a token (efficiency-1 §2.B7)."""
+        """q̂ of q, or k̂ of k; its l2 norm over channels is SimA's saliency of a token."""
         return normalised(without_padding(x, tokens), self.norm)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Softmax attention: the fused kernel, and the map itself where somebody asks for it."""
+"""Softmax attention: the fused kernel, and the attention map itself where it is requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.model.tokens import Probe, Tokens
 
 
 class SoftmaxMixer(QkvMixer):
-    """Multi-head scaled dot-product attention (architectures-and-training §2.3, eq. 3.1).
+    """Multi-head scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
     sequence, input [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads];
     map [batch, heads, tokens, tokens]
@@ -33,7 +33,7 @@ class SoftmaxMixer(QkvMixer):
         return scores if tokens.mask is None else scores.masked_fill(~tokens.mask[:, None, None], float("-inf"))
 
     def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
-        """The attention map, computed beside the fused kernel."""
+        """The attention map, computed without the fused kernel."""
         return self.scores(q, k, tokens).softmax(-1)
 
     def mix(self, parts: tuple[Tensor, Tensor, Tensor], tokens: Tokens, attention: Tensor | None = None) -> Tensor:
@@ -49,7 +49,7 @@ class SoftmaxMixer(QkvMixer):
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
         if probe is not None and not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
-            probe = None  # nobody looks at this layer: the fused kernel runs
+            probe = None  # nothing of this layer is requested: the fused kernel runs
         if tokens.offsets is not None:
             if probe is not None:
                 raise ValueError("q, k, v and maps of packed tokens cannot be shown; use adaptive form padded")

@@ -10,7 +10,7 @@ from vitrail.model.tokens import Tokens
 
 
 class TalkingHeadsMixer(SoftmaxMixer):
-    """Attention whose heads are mixed linearly before and after the softmax (CaiT, architectures-and-training §5.4).
+    """Attention whose heads are mixed linearly before and after the softmax (as in CaiT, arXiv 2103.17239).
 
     The map [batch, heads, tokens, tokens] must exist to be mixed, so no fused kernel applies; its rows no longer sum
     to 1. Names follow timm's CaiT.
