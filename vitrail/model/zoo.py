@@ -93,19 +93,23 @@ def vits() -> Rows:
     for size, parameters, macs in (("tiny", 5.7, 1.3), ("small", 22.0, 4.6), ("base", 86.6, 17.5)):
         stated = Stated(parameters, macs)
         published = f"deit_{size}_patch16_224"
-        rows[f"deit_{size}"] = Spec(plain_vit(size), ClassToken(), "DeiT, table 3.1", stated, published)
+        rows[f"deit_{size}"] = Spec(plain_vit(size), ClassToken(), "DeiT, arXiv 2012.12877", stated, published)
     rows["deit_base_384"] = Spec(
-        plain_vit("base", image_size=384), ClassToken(), "DeiT, table 3.5", Stated(86.9, 55.4), "deit_base_patch16_384"
+        plain_vit("base", image_size=384),
+        ClassToken(),
+        "DeiT, arXiv 2012.12877",
+        Stated(86.9, 55.4),
+        "deit_base_patch16_384",
     )
     for size, parameters in (("tiny", 6.0), ("small", 22.0), ("base", 87.0)):
         published = f"deit_{size}_distilled_patch16_224"
         rows[f"deit_{size}_distilled"] = Spec(
-            plain_vit(size), Distilled(), "DeiT distilled, table 3.5", Stated(parameters), published
+            plain_vit(size), Distilled(), "DeiT distilled, arXiv 2012.12877", Stated(parameters), published
         )
     rows["deit_base_distilled_384"] = Spec(
         plain_vit("base", image_size=384),
         Distilled(),
-        "DeiT distilled, table 3.5",
+        "DeiT distilled, arXiv 2012.12877",
         Stated(87.0, 55.5),
         "deit_base_distilled_patch16_384",
     )
@@ -119,7 +123,7 @@ def vits() -> Rows:
         rows[f"deit3_{size}"] = Spec(plain_vit(size, **DEIT3), ClassToken(), source, stated, known)
     for name, changes in (("huge52", {"depth": 52}), ("huge26x2", {"depth": 26, "parallel": 2})):
         trunk = plain_vit("huge", **DEIT3, **changes)
-        rows[f"deit3_{name}"] = Spec(trunk, ClassToken(), "DeiT III, table 6.6", Stated(1000.0))
+        rows[f"deit3_{name}"] = Spec(trunk, ClassToken(), "DeiT III, arXiv 2204.07118", Stated(1000.0))
     return rows
 
 
@@ -158,7 +162,7 @@ def caits() -> Rows:
     rows: Rows = {}
     for name, (depth, width, parameters, macs, drop_path, layerscale) in CAIT.items():
         trunk = cait_trunk(depth, width, drop_path, layerscale)
-        source = "CaiT, tables 3.15 and 3.16" if name != "b12" else "CaiT-B12, table 6.13"
+        source = "CaiT, arXiv 2103.17239" if name != "b12" else "CaiT-B12, arXiv 2204.07118"
         size = CAIT_TIMM.get(name)
         published = None if size is None else f"cait_{name}_{size}"
         rows[f"cait_{name}"] = Spec(trunk, ClassAttention(), source, Stated(parameters, macs), published)
@@ -207,7 +211,7 @@ def resmlps() -> Rows:
     )
     for name, changes, head, parameters, macs in ablations:
         trunk = resmlp_trunk(384, 12, **changes)
-        rows[f"resmlp_s12_{name}"] = Spec(trunk, head, "ResMLP, table 4.3", Stated(parameters, macs))
+        rows[f"resmlp_s12_{name}"] = Spec(trunk, head, "ResMLP, arXiv 2105.03404", Stated(parameters, macs))
     return rows
 
 
@@ -289,7 +293,7 @@ def xcits() -> Rows:
         head = ClassAttention(style="xcit", attention="sima")
         rows[f"xcit_{name}_sima"] = Spec(replace(trunk, mixer=Sima()), head, "SimA, tables 2.4 and 2.5", stated)
     trunk = plain_vit("small", mixer=Sima(), drop_path=0.05, drop_path_rule="uniform")
-    rows["deit_small_sima"] = Spec(trunk, ClassToken(), "SimA, table 2.4", Stated(22.0, 4.6))
+    rows["deit_small_sima"] = Spec(trunk, ClassToken(), "SimA, arXiv 2206.08898", Stated(22.0, 4.6))
     return rows
 
 
@@ -354,7 +358,11 @@ def cifar_resnets() -> Rows:
     for depth in (20, 32, 44, 56, 110):
         stated = {32: 0.470, 110: 1.734}.get(depth)
         rows[f"cifar_resnet{depth}"] = Spec(
-            CifarResNet(depth=depth), Mean(), "ResNet on CIFAR (heads §3.5)", Stated(stated), classes=100
+            CifarResNet(depth=depth),
+            Mean(),
+            "ResNet on CIFAR, He et al. 2016, section 4.2",
+            Stated(stated),
+            classes=100,
         )
     for depth, parameters, macs in ((29, 0.34, 0.05), (65, 0.71, 0.10), (110, 1.17, 0.17)):
         rows[f"cifar_resnet{depth}_bottleneck"] = Spec(
