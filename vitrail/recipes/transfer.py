@@ -88,8 +88,8 @@ def transfer_fgvc() -> RunConfig:
     """Fine-grained data from ImageNet weights: one cell of the grid over which mean and spread are reported.
 
     Source:    Gramian heads, appendix A.1; batch, momentum and the grid (7 learning rates 1e-4 to 1e-1, 7 ratios of
-               weight decay to learning rate 1e-6 to 1e-3, and 0) are those of Kornblith et al. 2019, from memory; images
-               at 256, centre crop of 224
+               weight decay to learning rate 1e-6 to 1e-3, and 0) are those of Kornblith et al. 2019, from memory;
+               images at 256, centre crop of 224
     Command:   vitrail train transfer-fgvc --data cub/ --model.name timm:resnet50 --optim.lr 0.01
     Expect:    the paper, over its grid: ResNet-50 79.2 +- 1.7 on CUB; not run here
     """
