@@ -1,6 +1,6 @@
 """Effect of the seed: spread of a metric over seeds, and correlation between metrics.
 
-As in DeiT III (Touvron et al. 2022, arXiv 2204.07118): n runs that differ in nothing else, their standard deviation and
+As in RSB (Wightman et al. 2021, arXiv 2110.00476): n runs that differ in nothing else, their standard deviation and
 range, whether the best seed on one test set is the best on another, and whether early metrics predict the
 final ones.
 """
