@@ -31,7 +31,7 @@ Not as the paper: the base is small and learned CIFAR-100 alone; budgets are for
 moves weights away from their random start, for 15 epochs; the toy's images are Fashion-MNIST's, not MNIST's. Rates of
 few shots are chosen with as few images of the third data set (without one: of the target, by validation images).
 
-Expected (efficiency-1 §2.D5, §4.3): full >= LoRA, NOLA > linear; NOLA with fewer numbers as good as LoRA of rank 1; 4
+Expected (NOLA, arXiv 2310.02556): full >= LoRA, NOLA > linear; NOLA with fewer numbers as good as LoRA of rank 1; 4
 bits cost nothing, 3 bits in training cost NOLA less than LoRA; from scratch dense > NOLA > PRANC, LoRA; the toy's loss
 is lower and its time shorter with NOLA than with PRANC; with few shots adapters beat full fine-tuning.
 """

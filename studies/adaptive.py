@@ -13,7 +13,7 @@ run with nothing else on the accelerator; all the rest took 13 minutes of one H2
 with attacks of 300 steps instead of 1,000. `--pixels` resizes images (each size has a folder of its own): 56 for 196
 tokens, 128 for 64 tokens with sixteen times the pixels, on which SlowFormer's patches of 64 of 224 pixels are learned.
 
-Expected (efficiency-1 §2.A6, A7, §4.3; efficiency-2 §6.2, 19 to 27): sampling loses little without training, several
+Expected (ATS, arXiv 2111.15667; SlowFormer, arXiv 2310.02544): sampling loses little without training, several
 blocks lose less than one, the first block is the worst; the class token scores better than a random one, inverse
 sampling better than the highest scores and than as many tokens drawn uniformly. A learned patch drives cost up where
 random, targeted and untargeted patches do not; it grows with its area and with eps, keeps accuracy where it is asked
@@ -79,7 +79,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     **{f"size {size}": {"size": size} for size in (4, 12, 16)},  # of 32 pixels
     **{f"eps {eps}": {"change": "perturbation", "eps": eps} for eps in (8, 16, 32)},
 }
-OF_AVIT: dict[str, dict[str, Any]] = {  # the thesis varies these on A-ViT alone
+OF_AVIT: dict[str, dict[str, Any]] = {  # SlowFormer varies these on A-ViT alone
     "released prior": {"prior": "released"},
     "centre": {"place": "centre"},
     "another start": {"seed": 1000},

@@ -11,7 +11,7 @@ it: the same command goes on where a kill, or `--minutes`, ended it, and trains 
 comes first, for all seeds; averages, sweeps, other data and mixtures for one seed, and for the others where time is
 left. Learning rates are chosen on validation images; everything reported is of test images.
 
-Expected (attention-transfer §4.3): scratch < distill <= fine-tune; random teachers hurt, copied ones more; a fine-tuned
+Expected (arXiv 2411.09702): scratch < distill <= fine-tune; random teachers hurt, copied ones more; a fine-tuned
 teacher is no worse; copied q beats copied k and v, distilled q and features lose to distilled maps; averages over
 examples or queries hurt most; last layers matter more than first ones, more heads are better; a teacher from other data
 costs copies more than fine-tuning; under shift distillation loses more than fine-tuning; an ensemble of the two gains

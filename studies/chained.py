@@ -3,7 +3,7 @@
     python studies/chained.py resolution cifar100.npz        E22: low resolution first, against the target throughout
     python studies/chained.py attention cifar100.npz cifar10.npz      E26: attention-only fine-tuning on few images
     python studies/chained.py teachers cifar10.npz           E7: a convolutional against a transformer teacher
-    python studies/chained.py removed cifar100.npz           heads §7 item 18: trunks without the heads they grew under
+    python studies/chained.py removed cifar100.npz           trunks without the heads they grew under
     ... --smoke                                              a minute on a CPU, on whatever data are named
 
 Everything lands in runs/studies, finished runs are never repeated, and the report is that of `vitrail compare`. Where
@@ -69,7 +69,7 @@ def made(config: RunConfig) -> Path:
 def resolution(data: str, smoke: bool) -> list[Study]:
     """Trained at 24 pixels and fine-tuned at 32, against 32 throughout; the same images, three quarters of the tokens.
 
-    Expected (T6.6): at least as good, at lower cost.
+    Expected (DeiT III, arXiv 2204.07118): at least as good, at lower cost.
     """
     base = changed(recipe("small-deit3"), {"data.uri": data, **SHORT}, smoke)
     studies = []
@@ -88,7 +88,7 @@ def resolution(data: str, smoke: bool) -> list[Study]:
 def attention(source: str, target: str, smoke: bool) -> list[Study]:
     """A ViT from one data set fine-tuned on a tenth of another: all of it, its attention, its head.
 
-    Expected (section 6.3.5.1): attention alone about as good as all.
+    Expected (Touvron et al. 2022, arXiv 2203.09795): attention alone about as good as all.
     """
     base = made(changed(recipe("small-deit"), {"data.uri": source, **SHORT}, smoke))
     tuned = changed(
@@ -107,7 +107,7 @@ def attention(source: str, target: str, smoke: bool) -> list[Study]:
 def teachers(data: str, smoke: bool) -> list[Study]:
     """A student of a ResNet and of a ViT, both trained here on the same images.
 
-    Expected (T3.2): the convolutional teacher is the better one of two that are about as accurate.
+    Expected (DeiT, table 2): the convolutional teacher is the better one of two that are about as accurate.
     """
     plain = {"data.augment.mixup": 0.0, "data.augment.cutmix": 0.0}  # teachers of few epochs
     sgd = {"data.batch": 250, "optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 5e-4, "optim.epochs": 16.0}
@@ -126,7 +126,7 @@ def teachers(data: str, smoke: bool) -> list[Study]:
 def removed(data: str, smoke: bool) -> list[Study]:
     """Trunks of studies/heads-resnet.yaml without the heads they were trained under: a linear classifier of their mean.
 
-    Expected (heads §3.5, table B): trunks that grew under Gramian heads are the better ones.
+    Expected (Gramian heads, arXiv 2310.16483, table B): trunks that grew under Gramian heads are the better ones.
     """
     grown = read_study(Path(__file__).with_name("heads-resnet.yaml"))
     wanted = {name: grown.variants[name] for name in ("mean", "gramian-1", "gramian-5")}

@@ -4,12 +4,12 @@
     python studies/features.py tokens runs/studies/distillation --data cifar10.npz --only token two-tokens
     python studies/features.py disagreement runs/studies/distillation --data cifar10.npz --teacher WEIGHTS
 
-Separability (E18, T2.1): the images of each coarse class are cut at random into two halves, and a linear classifier is
-fitted to the resulting labels on frozen features; its *training* accuracy over ten cuts says how much the features keep
-apart that the labels did not name. A trunk with random weights is the floor. 'conditioned' gives the classifier the
-coarse class. Tokens (E8, section 3.3): cosine of class and distillation token as learned, and of the two after the last
-block. Disagreement (E9, T3.4): the share of test images on which two decide differently; every variant against the
-teacher and the labels.
+Separability (E18; Grafit, arXiv 2011.12982): the images of each coarse class are cut at random into two halves, and a
+linear classifier is fitted to the resulting labels on frozen features; its *training* accuracy over ten cuts says how
+much the features keep apart that the labels did not name. A trunk with random weights is the floor. 'conditioned' gives
+the classifier the coarse class. Tokens (E8; DeiT, arXiv 2012.12877): cosine of class and distillation token as learned,
+and of the two after the last block. Disagreement (E9; DeiT, table 4): the share of test images on which two decide
+differently; every variant against the teacher and the labels.
 """
 
 from __future__ import annotations

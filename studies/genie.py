@@ -34,7 +34,7 @@ away. Both compare ways of making images with one another at equal budgets; neit
 Nothing is chosen by test figures: r are all reported; guidance and steps of DPM-Solver++ are fixed before. Whom a
 rare class is confused with is found on val. Everything reported is of test images, or of images made from them.
 
-Expected (efficiency-2 §6.2, 28 to 35): the oracle agrees more, and the source is further, with rising r; the class
+Expected (GeNIe, arXiv 2312.02548): the oracle agrees more, and the source is further, with rising r; the class
 switches in a jump; P(source) and P(target) overlap more at medium r than from noise alone; GeNIe-Ada >= the best fixed
 r > weak, and small r hurt; images for the rarest classes lift these and cost the others about a point; cost in
 proportion to r; the way back ends further from the original the larger the first r.

@@ -1,4 +1,4 @@
-"""What the study of GeNIe made, to look at (efficiency-2 §3.10).
+"""Figures of the study of GeNIe (arXiv 2312.02548).
 
 OUT/samples.png      images from noise alone, a row for each class
 OUT/sweep.png        rows: images of one class; columns: the same made into another with rising noise r

@@ -2,7 +2,7 @@
 
     python studies/heads.py [--seeds 3] [--quick] [--heads mean sum] [--steps 200] [--workers 2] [--out FOLDER]
 
-Token sets are drawn from Gaussians and given to the heads directly, without a trunk. Three tasks (heads §7 item 12):
+Token sets are drawn from Gaussians and given to the heads directly, without a trunk. Three tasks:
 
     covariance   4 classes, equal token means and channel variances; signs of correlations between channels differ
     mean         4 classes, different token means, equal covariances
@@ -137,7 +137,7 @@ def best_possible(task: str, seed: int, count: int) -> float:
 # Heads, and what each is expected to reach (written before it was first trained; none: left open)
 
 CROSS = SecondOrder(heads=2, rows=8, columns=8, fusion="words_only")
-# The published weight of -0.8 is for 1000 classes and a divergence averaged over classes (heads §7 item 17).
+# The published weight of -0.8 is for 1000 classes and a divergence averaged over classes (arXiv 2310.16483).
 GRAMIAN = Gramian(gram_width=WIDTH, decorrelation=-0.8 * CLASSES / 1000, reduction="mean")
 
 HEADS: dict[str, HeadConfig] = {

@@ -33,7 +33,7 @@ Learning rate and last norm on the ResNet-18 are the best of `settings` for each
 made when it is not there), on CIFAR-10, long tails, wrong and coarse labels too; those of students are the best of
 `rates`. The rest is as in the small- recipes, except: ResNet-18 with a 3x3 first convolution (`resnet18_32`),
 projector and predictor of 1024 and 128 (BYOL-asym's ResNet-18 in the paper of ISD), weight decay 5e-4, a bank of 16,384
-(smaller than the data set; 16K is on par with 128K, MSF, figure 4). ISD is in its own settings for a ResNet-18.
+(smaller than the data set; 16K is on par with 128K in arXiv 2105.07269). ISD is in its own settings for a ResNet-18.
 
 Expected (the papers of CompRes, ISD, MSF, CMSF): MSF > BYOL-asym, CMSF >= MSF, w/s >= s/s; supervised CMSF loses less
 to wrong labels than cross entropy and keeps more of the fine classes under coarse labels; CompRes > regression > from

@@ -18,10 +18,10 @@ are padded to one length.
 
 Learning rates are chosen with seed 0 on a tenth of train (Matthews correlation), one for each head, way of tuning and
 data set; runs that are reported train on all of train and are judged on dev, once, by their last
-weights. The second-order head has one head of 64 x 64 with dropout 0.5 (heads §2.9); separators are no words and the
-class token has no pooler.
+weights. The second-order head has one head of 64 x 64 with dropout 0.5 (SoT, arXiv 2104.10935); separators are no words
+and the class token has no pooler.
 
-Expected (heads §2.10, table 6, BERT-base): both above class alone by 3.2 (CoLA, Matthews x 100) and 2.2 points (RTE).
+Expected (SoT, table 6, BERT-base): both above class alone by 3.2 (CoLA, Matthews x 100) and 2.2 points (RTE).
 Grammar: words alone are enough for order errors; what two distant words say together is the class token's.
 """
 

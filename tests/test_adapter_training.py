@@ -372,7 +372,7 @@ def test_heads_cannot_be_left_out_below_an_adapter() -> None:
 
 
 def test_the_recipe_of_a_resnet_trains_as_many_numbers_as_the_paper() -> None:
-    """19 convolutions of 500, a classifier of 2000, 1376 of norms: 12,876 (efficiency-1 §2.D4)."""
+    """19 convolutions of 500, a classifier of 2000, 1376 of norms: 12,876 (NOLA, arXiv 2310.02556)."""
     config = recipe("nola-resnet").model
     assert config.adapter is not None
     model = apply(create_model(config.name, classes=10), config.adapter)

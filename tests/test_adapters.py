@@ -1,4 +1,4 @@
-"""Adapters on any model: counts and identities of efficiency-1 §2.D and §4.2, switching, routing, merging, refusals."""
+"""Adapters on any model: counts and identities of NOLA (arXiv 2310.02556), switching, routing, merging, refusals."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def made(model: nn.Module, layer: str) -> Tensor:
     return weight.detach()
 
 
-# Counts of efficiency-1 §2.D4, on the meta device
+# Counts of NOLA (Koohpayegani et al. 2023, arXiv 2310.02556), on the meta device
 
 QV = ("qv",)
 MLP = ("mlp",)
@@ -179,7 +179,7 @@ COUNTS: list[tuple[str, Callable[[], nn.Module], AdapterConfig, int]] = [
         49_152,
     ),
 ]
-# Printed for LoRA of rank 4 on GPT-2, but not what r (m + n) gives: 0.350 M (medium) and 0.770 M (large). §2.D4
+# Printed for LoRA of rank 4 on GPT-2, but not what r (m + n) gives: 0.350 M (medium) and 0.770 M (large).
 NOT_EQUAL = {393_216: 350_000, 737_280: 770_000}
 
 
@@ -281,7 +281,7 @@ def test_the_rank_of_a_change_is_at_most_its_own(shared: bool) -> None:
 @pytest.mark.parametrize("side", [6, 10])
 @pytest.mark.parametrize(("rank", "count"), [(1, 2), (2, 4), (4, 4), (2, 12)])
 def test_changes_of_nola_cover_as_many_dimensions_as_pairs_of_bases(side: int, rank: int, count: int) -> None:
-    """§2.D5: the covariance of changes has rank min(k l, d²), whatever the rank of a change."""
+    """NOLA: the covariance of changes has rank min(k l, d²), whatever the rank of a change."""
     model = apply(nn.Sequential(nn.Linear(side, side)), Nola(rank=rank, coefficients=count, targets=("0",)))
     group: Any = bank_of(model).adapter("default").group(0)  # type: ignore[union-attr]
     factors = {}

@@ -1,4 +1,4 @@
-"""AdaViT against a twin that computes one image and one head at a time, on kept tokens alone (efficiency-2 §2.2.4)."""
+"""AdaViT against a twin that computes one image and one head at a time, on kept tokens alone (arXiv 2111.15668)."""
 
 from __future__ import annotations
 

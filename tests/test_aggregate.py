@@ -13,7 +13,7 @@ from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.gramian import GramianHead
 from vitrail.model.tokens import reset
 
-RELEASED = [  # stage widths, blocks of stage 3, taps, final width, parameters in millions (heads §4)
+RELEASED = [  # stage widths, blocks of stage 3, taps, final width, parameters in millions, of the authors' code
     ((96, 192, 384), 9, 2, 688, 47.82),
     ((96, 192, 384), 9, 2, 768, 54.35),
     ((96, 192, 384), 27, 4, 688, 70.12),

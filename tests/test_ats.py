@@ -1,4 +1,4 @@
-"""Adaptive token sampling in a trunk: what is kept, that nothing else changes, and its dial (efficiency-1 §4.2)."""
+"""Adaptive token sampling in a trunk: what is kept, that nothing else changes, and its dial (arXiv 2111.15667)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_it_samples_from_a_quarter_of_the_depth_on() -> None:
 
 @pytest.mark.parametrize("share", ["1", "0.87", "0.865", "0.72"])
 def test_a_share_asks_for_its_floor_and_never_for_fewer_than_eight(share: str) -> None:
-    """max(floor(rho * patches), 8) in exact fractions (efficiency-1 §2.A2); no more can be kept than there are."""
+    """max(floor(rho * patches), 8) in exact fractions; no more can be kept than there are."""
     policy = ats(cap=(float(share),)).policy
     assert isinstance(policy, AtsPolicy)
     patches = list(range(1, 400))

@@ -1,4 +1,4 @@
-"""Patches against the compute of adaptive models (efficiency-2 §2.3 to §2.6, §6.1)."""
+"""Patches against the compute of adaptive models (SlowFormer, Navaneet et al. 2023, arXiv 2310.02544)."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_victim_stays_as_it_was(policy: str) -> None:
     assert not torch.equal(objective.patch.levels, start)
 
 
-# Item 8 and the losses of §2.4
+# The losses of SlowFormer
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -142,7 +142,7 @@ def test_the_gap_is_that_of_means_over_seeds(of_study: None, tmp_path: Path) -> 
     ids=["ViT-L", "iNaturalist 2018", "ViT-B, below scratch", "boxes of COCO"],
 )
 def test_the_gap_of_printed_figures(of_study: None, value: float, scratch: float, tune: float, percent: float) -> None:
-    """attention-transfer §2.5, §2.14, §2.17, §2.18."""
+    """As printed by Li et al. 2024 (arXiv 2411.09702)."""
     from attention_tables import recovered
 
     assert round(100 * recovered(value, [scratch] * 2, [tune] * 2), 1) == percent

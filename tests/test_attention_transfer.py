@@ -1,4 +1,4 @@
-"""Attention transfer: the exact checks of attention-transfer §4.1, who may teach whom, the kernel, whole runs."""
+"""Attention transfer (Li et al. 2024, arXiv 2411.09702): exact checks, who may teach whom, the kernel, whole runs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_student_that_is_its_teacher_copies_what_it_would_have_computed(target
 @pytest.mark.parametrize("heads", ["all", "3,0"])
 @pytest.mark.parametrize("target", ["q", "k", "v"])
 def test_one_copied_part_works_with_the_students_own_others(target: str, heads: str) -> None:
-    """softmax(q_t k_s) v_s and so on (§2.6), walked through by hand."""
+    """softmax(q_t k_s) v_s and so on, walked through by hand."""
     student, teacher = vit(), vit()
     with torch.no_grad():
         expected = walk(student, walk(teacher), target, heads)[-1]["logits"]
@@ -178,7 +178,7 @@ def test_a_teacher_is_never_updated_and_never_trains(mode: str) -> None:
 
 
 def test_parameters_without_effect_are_counted() -> None:
-    """ViT-L, all heads: 24 * 2 * (1024^2 + 1024) (§2.1)."""
+    """ViT-L, all heads: 24 * 2 * (1024^2 + 1024)."""
     made = transfer(vit(), vit(), mode="copy")
     assert unused_parameters(made.model) == 3 * 2 * (32 * 32 + 32)
     assert f"{unused_parameters(made.model):,}" in made.notes[0]
@@ -394,7 +394,7 @@ def test_rates_of_the_recipes() -> None:
 
 
 def test_attention_is_nearly_uniform_at_the_start() -> None:
-    """Independent unit tokens, weights of deviation 0.02 (§4.1 item 14)."""
+    """Independent unit tokens, weights of deviation 0.02."""
     for width, heads in ((1024, 16), (192, 3)):
         x = torch.randn(2, 197, width)
         q, k = (x @ (torch.randn(width, width) * 0.02) for _ in range(2))

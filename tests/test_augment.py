@@ -199,7 +199,7 @@ def test_a_simple_crop_is_a_window_of_the_reflected_image_with_its_shorter_side_
 
 
 def test_a_simple_crop_covers_more_of_an_image_than_a_resized_one():
-    """architectures-and-training §10.2 item 21: 0.75 against 0.43 of a picture of 500 x 375, on average."""
+    """Covered area: 0.75 against 0.43 of a picture of 500 x 375, on average."""
     row, column = np.mgrid[0:375, 0:500]
     image = Image.fromarray(np.stack([column * 255 // 499, row * 255 // 374, 0 * row], -1).astype(np.uint8))
 

@@ -1,4 +1,4 @@
-"""A-ViT against a twin that walks token by token and really leaves halted tokens out (efficiency-2 §2.2.3, §6.1)."""
+"""A-ViT against a twin that walks token by token and really leaves halted tokens out (arXiv 2112.07658)."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ def test_a_twin_has_the_same_classes_size_and_drop_path() -> None:
     theirs = twin(ours, META)
     assert (theirs.size, theirs.classes) == (64, 1000)
     rates = {m.drop_prob for m in theirs.module.modules() if isinstance(m, timm.layers.DropPath)}
-    assert rates == {0.05}  # CaiT-XXS24, table 3.16
+    assert rates == {0.05}  # CaiT-XXS24, arXiv 2103.17239
 
 
 def conditions(train: bool) -> Conditions:

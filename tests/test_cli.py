@@ -267,7 +267,7 @@ def test_show_tells_all_of_one_thing(name: str, capsys: pytest.CaptureFixture[st
 def test_show_gives_a_recipe_the_values_of_the_model_that_is_named(
     model: str, drop_path: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DeiT III, table 6.14."""
+    """Drop path by size as DeiT III prints it (arXiv 2204.07118)."""
     code, out, _ = ask(capsys, "show", "deit3-1k-400", "--model.name", model)
     assert code == 0
     assert yaml.safe_load(out)["model"]["drop_path"] == drop_path
@@ -281,7 +281,7 @@ def test_show_gives_a_recipe_the_values_of_the_model_that_is_named(
 
 def test_show_gives_what_the_model_and_the_batch_decide(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = ask(capsys, "show", "cait-400", "--model.name", "cait_m48", "--json")
-    assert json.loads(out)["resolved"] == {"model.drop_path": 0.4, "model.image_size": 224}  # CaiT, table 3.16
+    assert json.loads(out)["resolved"] == {"model.drop_path": 0.4, "model.image_size": 224}  # CaiT, arXiv 2103.17239
     _, out, _ = ask(capsys, "show", "deit-300", "--data.batch", "256", "--json")
     assert json.loads(out)["resolved"]["optim.lr"] == pytest.approx(5e-4 / 2)  # given at 512
     assert json.loads(out)["optimizer"] is None  # one takes all

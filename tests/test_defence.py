@@ -1,4 +1,4 @@
-"""Training against a growing set of patches (efficiency-2 §2.7)."""
+"""Training against a growing set of patches (SlowFormer, arXiv 2310.02544)."""
 
 from __future__ import annotations
 

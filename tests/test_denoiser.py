@@ -151,7 +151,7 @@ def test_several_labels_are_refused() -> None:
 # Schedules
 
 TABLE = {0.3: (0.768, 0.640), 0.5: (0.526, 0.851), 0.6: (0.401, 0.916), 0.7: (0.287, 0.958), 0.8: (0.192, 0.981)}
-TABLE[0.9] = (0.119, 0.993)  # efficiency-2 §3.2
+TABLE[0.9] = (0.119, 0.993)  # by the closed form of the schedule
 
 
 @pytest.mark.parametrize("r", TABLE)
@@ -198,7 +198,7 @@ def test_a_perfect_guess_gives_image_and_noise_back(name: str, prediction: str) 
 
 @pytest.mark.parametrize("r", TABLE)
 def test_noised_images_have_the_mean_and_deviation_of_the_table(r: float) -> None:
-    """§6.1, 14: 40,000 draws, so a mean is right to 4 / sqrt(40000) = 0.02 deviations with 99.99 %."""
+    """40,000 draws, so a mean is right to 4 / sqrt(40000) = 0.02 deviations with 99.99 %."""
     signal, share = TABLE[r]
     noise = normal_noise(torch.arange(40), 1, 25, 40).view(40_000, 1)
     seen = NoiseSchedule("scaled_linear").noised(torch.ones_like(noise), noise, torch.full((len(noise),), r))

@@ -104,7 +104,7 @@ def loss(own: Tensor, said: Tensor, target: Tensor = LABELS, **options: Any) -> 
     return objective(batch(target))["loss"]
 
 
-# Losses (architectures-and-training §10.2 item 8)
+# Losses (DeiT, Touvron et al. 2021, arXiv 2012.12877)
 
 
 def test_hard_distillation_from_a_teacher_that_says_the_labels_is_cross_entropy() -> None:

@@ -79,7 +79,7 @@ def test_linear_step_and_constant() -> None:
 
 
 def test_learning_rate_scales_with_the_batch() -> None:
-    # architectures-and-training §10.2 item 24
+    # DeiT (arXiv 2012.12877) and Grafit (arXiv 2011.12982)
     assert make_schedule(OptimConfig(lr=5e-4, lr_batch=512), 1024, 10**6).peak == pytest.approx(1e-3)
     assert make_schedule(OptimConfig(lr=0.1, lr_batch=256), 1024, 10**6).peak == pytest.approx(0.4)
 
@@ -242,7 +242,7 @@ def test_tune_head_of_a_timm_model_is_its_own_classifier(name: str) -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_sgd_looks_ahead_along_its_momentum_where_it_is_nesterovs(nesterov: bool) -> None:
-    """Nesterov (Grafit, architectures-and-training §3.5): p -= lr (g + m v) with v = m v + g; plain: p -= lr v."""
+    """Nesterov (Grafit, arXiv 2011.12982): p -= lr (g + m v) with v = m v + g; plain: p -= lr v."""
     torch.manual_seed(0)
     made = objective()
     config = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.9, nesterov=nesterov)

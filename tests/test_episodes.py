@@ -302,7 +302,7 @@ def test_a_hook_of_the_wrong_shape_is_refused() -> None:
 
 @pytest.mark.parametrize(("way", "shot", "extra"), [(5, 1, 4), (5, 5, 20), (8, 1, 7)])
 def test_images_made_from_the_other_classes_have_the_published_budget(way: int, shot: int, extra: int) -> None:
-    """5-way 1-shot: 4 a class; 5-shot: 20; 20-way 1-shot: 19, here 8-way: 7 (§6.1 item 16)."""
+    """5-way 1-shot: 4 a class; 5-shot: 20; 20-way 1-shot: 19, here 8-way: 7 (GeNIe, arXiv 2312.02548)."""
     source = torch.arange(400).repeat_interleave(8)
     target = torch.arange(8).repeat(400)
     features = torch.stack([source.float(), target.float()], 1)  # an image is what it was made of

@@ -67,7 +67,7 @@ def counted(diffuser: OwnDiffuser, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return rows
 
 
-# §6.1, 13: steps, and the two ends of r
+# Steps, and the two ends of r
 
 
 @pytest.mark.parametrize(("r", "steps"), LEVELS.items())
@@ -251,7 +251,7 @@ def test_a_classifier_is_no_diffuser() -> None:
         OwnDiffuser(create_model("vit_tiny_32", classes=2, depth=1, width=48, heads=3))
 
 
-# §6.1, 15: the choice of r
+# The choice of r
 
 
 def embedded(batch: int = 3, features: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -394,7 +394,7 @@ def test_prototypes_are_means_of_unit_vectors() -> None:
         prototypes_of(by_colour, images, torch.tensor([0, 0, 1]), 3)
 
 
-# §6.1, 16: budgets
+# Budgets
 
 
 def few_shot(way: int, shot: int) -> tuple[Tensor, Tensor]:

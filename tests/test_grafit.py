@@ -1,4 +1,4 @@
-"""Neighbours, instances, memory and retrieval against brute force (architectures-and-training §10.2 items 15-18)."""
+"""Neighbours, instances, memory and retrieval against brute force (Grafit, arXiv 2011.12982)."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_every_loss_over_embeddings_trains_the_projector_and_labels_alone_do_not
 
 
 def test_sizes_of_the_projectors_are_those_of_the_thesis() -> None:
-    """T2.7: 23.5 M, 32.9 M with the MLP, 23.8 M with a linear map to 128; counted in §3.2."""
+    """Grafit prints 23.5 M, 32.9 M with the MLP and 23.8 M with a linear map, which is one to 128."""
     trunk = 23_508_032
     for options, millions in (
         ({"projector": "mlp", "width": 256}, 32.945),
@@ -291,7 +291,7 @@ def test_conditioning_keeps_the_order_when_uniform_and_puts_the_true_coarse_clas
 
 
 def test_random_embeddings_reach_the_prior_and_with_an_oracle_the_prior_within_the_coarse_class() -> None:
-    """100 classes of 20, 5 to a coarse class: 1 % and 20 % (§10.2 item 18), both a little above for small classes."""
+    """100 classes of 20, 5 to a coarse class: 1 % and 20 %, both a little above for small classes."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(100).repeat_interleave(60)
     coarse = labels // 5
@@ -309,7 +309,7 @@ def test_random_embeddings_reach_the_prior_and_with_an_oracle_the_prior_within_t
 
 
 def test_retrieval_is_conditioned_on_the_coarse_class_that_neighbours_vote_for() -> None:
-    """Equations 2.5 and 2.6 image by image (§12 item 13), ranked by scikit-learn."""
+    """Grafit's conditioned score and kNN classifier image by image, ranked by scikit-learn."""
     torch.manual_seed(0)
     coarse_of = torch.tensor([0, 0, 1, 1, 1])
     fine, memory_fine = torch.randint(5, (12,)), torch.arange(60) % 5

@@ -42,7 +42,7 @@ def some_tokens(batch: int = 4, prefix: int = 0, width: int = WIDTH, grid: tuple
 
 
 def one_head_written_out(head: GramianHead, k: int, x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Logits of head k as heads §3.1 writes them: convolutions, explicit keys and values, no folding."""
+    """Logits of head k as in Gramian heads (arXiv 2310.16483): convolutions, explicit keys and values, no folding."""
     config, training = head.config, head.training
     own = {n: t.chunk(head.heads)[k].clone() if t.ndim else t for n, t in head.state_dict().items()}
     batch, d = len(x), config.gram_width

@@ -100,7 +100,7 @@ def test_probabilities_of_zero_and_one_belong_to_a_bin() -> None:
 
 
 def test_the_position_is_nothing_at_the_source_and_the_distance_at_the_target() -> None:
-    """§6.1 item 15."""
+    """The axis of GeNIe-Ada (arXiv 2312.02548)."""
     assert (axis_position(SOURCE, SOURCE, TARGET) == 0).all()
     torch.testing.assert_close(axis_position(TARGET, SOURCE, TARGET), (TARGET - SOURCE).norm(dim=1))
     half = axis_position((SOURCE + TARGET) / 2, SOURCE, TARGET)

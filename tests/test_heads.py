@@ -1,4 +1,4 @@
-"""Class attention, class-MLP, attention pooling, two tokens, copies: identities of §10.2, and heads on any trunk."""
+"""Class attention, class-MLP, attention pooling, two tokens, copies: their identities, and heads on any trunk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_class_attention_by_hand(token_in_keys: bool) -> None:
 
 
 def test_class_mlp_by_hand() -> None:
-    """A linear map over class token and patches in the place of attention, twice; patches stay as they were (§6.1)."""
+    """A linear map over class token and patches in the place of attention, twice; patches are unchanged (ResMLP)."""
     model = small("resmlp_s12_class_mlp", heads=1)
     patches = model.tokens(IMAGES).sequence
     x = model.head.cls_token.expand(2, -1, -1)
@@ -167,7 +167,7 @@ def test_two_tokens_two_classifiers_and_two_ways_to_fuse() -> None:
     torch.testing.assert_close(model(IMAGES), stack.mean(1))
     summed = small("deit_tiny", head=Distilled(fusion="softmax")).head.fuse(stack)
     torch.testing.assert_close(summed.exp(), stack.softmax(-1).mean(1))
-    # §10.2 item 9: the two rules can disagree.
+    # The two rules can disagree.
     torn = torch.tensor([[[9.0, 8.5, 0.0], [0.0, -8.0, 8.0]]])  # unsure but loud, sure but quiet
     assert small("deit_tiny", head=Distilled()).head.fuse(torn).argmax() == 0
     assert small("deit_tiny", head=Distilled(fusion="softmax")).head.fuse(torn).argmax() == 2

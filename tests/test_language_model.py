@@ -421,7 +421,7 @@ def size(kind: str) -> Any:
 def test_a_recipe_trains_as_many_numbers_as_the_paper_prints(
     name: str, model: str, changes: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
-    """efficiency-1 §2.D4, on transformers' own architectures, without memory."""
+    """NOLA (arXiv 2310.02556), on transformers' own architectures, without memory."""
     size(model).save_pretrained(tmp_path)
     (tmp_path / TOKENIZER).write_text(WORDS)
     sizes = {"llama2-13b": "text:meta-llama/Llama-2-13b-hf", "llama2-70b": "text:meta-llama/Llama-2-70b-hf"}

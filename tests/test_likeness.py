@@ -1,4 +1,4 @@
-"""CKA and the divergence of attention maps (attention-transfer §4.1 items 10 and 11)."""
+"""CKA and the divergence of attention maps (Li et al. 2024, arXiv 2411.09702)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_permuted_heads_are_the_same_function_and_bipartite_sees_it() -> None:
 
 
 def test_three_ways_of_one_average_pooling_lie_far_apart() -> None:
-    """§2.11: a uniform head beside an idle one, top and bottom halves, left and right halves; all of a 4x4 grid."""
+    """A uniform head beside an idle one, top and bottom halves, left and right halves; all of a 4x4 grid."""
     where = torch.arange(16)
     values = torch.randn(16, 3, dtype=torch.float64)
     uniform = torch.full((16,), 1 / 16, dtype=torch.float64)

@@ -183,7 +183,7 @@ def test_logit_adjustment_has_the_gradient_of_a_shifted_softmax() -> None:
 
 
 def test_equal_frequencies_shift_every_logit_alike() -> None:
-    """log 1 / (C - 1), so ranks stay; one half of the images is no shift at all (§6.1 item 17)."""
+    """log 1 / (C - 1), so ranks stay; one half of the images is no shift at all (LiVT, arXiv 2212.02015)."""
     torch.testing.assert_close(prior_shift(np.full(5, 8), binary=True), torch.full((5,), math.log(1 / 4)))
     assert prior_shift(np.array([50, 50]), binary=True).tolist() == [0, 0]
     logits, labels = said(images=20, classes=4)

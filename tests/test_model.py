@@ -116,7 +116,7 @@ def test_bicubic_positions_keep_their_norm_better_than_bilinear() -> None:
         assert torch.equal(moved[:, :1], positions[:, :1])
         return float(moved[:, 1:].norm(dim=-1).mean() / positions[:, 1:].norm(dim=-1).mean())
 
-    # architectures-and-training §10.2 item 11; two digits are printed, and of the last that it is "about" so
+    # Expected values have two digits, the last of them approximate; the last case is antialiased
     assert ratio("bilinear", False) == pytest.approx(0.68, abs=0.005)
     assert ratio("bicubic", False) == pytest.approx(0.86, abs=0.005)
     assert ratio("bicubic", True) == pytest.approx(0.83, abs=0.01)

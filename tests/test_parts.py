@@ -1,4 +1,4 @@
-"""Mixers, norms, gains, starts and folding: identities of architectures-and-training §10.2."""
+"""Mixers, norms, gains, starts and folding: their identities."""
 
 from __future__ import annotations
 
@@ -180,12 +180,12 @@ def test_gated_convolution_is_what_the_paper_draws() -> None:
 def test_patchconvnet_costs_by_area() -> None:
     model = create_model("patchconvnet_s60", device="meta")
     ratio = vitrail.cost(model, 384).macs / vitrail.cost(model, 224).macs
-    assert ratio == pytest.approx(2.936, abs=0.0005)  # §10.2 item 12; the areas' own ratio is 2.939
+    assert ratio == pytest.approx(2.936, abs=0.0005)  # by closed form; the ratio of the areas is 2.939
 
 
 def test_patchconvnet_takes_any_multiple_of_16_and_one_made_for_another_size_is_the_same_network() -> None:
     model, larger = small("patchconvnet_s20", heads=1), small("patchconvnet_s20", heads=1, image_size=96)
-    larger.load_state_dict(model.state_dict())  # §10.2 item 12: no parameter depends on the size
+    larger.load_state_dict(model.state_dict())  # no parameter depends on the size
     for height, width in ((16, 16), (48, 80), (96, 96)):
         images = torch.randn(1, 3, height, width)
         torch.testing.assert_close(model(images), larger(images))
@@ -264,7 +264,7 @@ def test_t_fixup_scales_values_and_projections() -> None:
 
 
 def test_rules_by_depth_are_those_of_cait() -> None:
-    # architectures-and-training §5.1, §5.2 and §12 item 1: the printed rule for drop path is never positive
+    # CaiT (arXiv 2103.17239) by its table of drop path: a rule min(0.1 depth / 12 - 1, 0) would never be positive
     assert [layerscale_init_for_depth(d) for d in (12, 18, 24, 36, 48)] == [0.1, 0.1, 1e-5, 1e-6, 1e-6]
     assert [drop_path_for_depth(d) for d in (6, 12, 24, 36, 48)] == pytest.approx([0, 0, 0.1, 0.2, 0.3])
 
@@ -326,7 +326,7 @@ def test_positions_of_sot_are_fixed_sinusoids() -> None:
 
 
 def test_the_class_token_of_sot_starts_as_its_weights_do() -> None:
-    """heads §2.1: a fixed table gives it no start of its own, so it is drawn with a deviation of 0.02."""
+    """Fixed positions give it no start of its own, so it is drawn with a deviation of 0.02."""
     assert create_model("sot_7_32").trunk.cls_token.std().item() == pytest.approx(0.02, rel=0.15)
 
 

@@ -186,7 +186,7 @@ def test_only_some_classes_can_be_chosen() -> None:
         only_classes(Predictions(made.index[:1], made.target[:1], logits[:1]), CLASSES, ["red"])
 
 
-# The cost of training (CMSF, Table A.24): passes in 1e8 and FLOPs in 1e18, as printed
+# The cost of training (CMSF, arXiv 2112.04607): passes in 1e8 and FLOPs in 1e18, as printed
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,13 @@ def test_a_recipe_says_where_it_is_from_and_what_to_expect(name: str) -> None:
     assert missing == []
 
 
-CAIT = {  # table 3.16: drop path and start of LayerScale
+CAIT = {  # arXiv 2103.17239: drop path and start of LayerScale
     **{"xxs24": (0.05, 1e-5), "xxs36": (0.1, 1e-6), "xs24": (0.05, 1e-5), "xs36": (0.1, 1e-6)},
     **{"s24": (0.1, 1e-5), "s36": (0.2, 1e-6), "s48": (0.3, 1e-6)},
     **{"m24": (0.2, 1e-5), "m36": (0.3, 1e-6), "m48": (0.4, 1e-6)},
 }
-PATCHCONVNET = {"s20": 0.0, "s36": 0.05, "s60": 0.15, "s120": 0.2, "b36": 0.2, "b60": 0.3, "b120": 0.4}  # table 5.8
+# PatchConvNet, arXiv 2112.13692: drop path by model
+PATCHCONVNET = {"s20": 0.0, "s36": 0.05, "s60": 0.15, "s120": 0.2, "b36": 0.2, "b60": 0.3, "b120": 0.4}
 DEIT3 = {"tiny": (0.0, 0.0), "small": (0.0, 0.0), "base": (0.1, 0.1), "large": (0.4, 0.3), "huge": (0.5, 0.5)}
 
 
@@ -89,7 +90,7 @@ def test_blocks_of_patchconvnet_drop_as_table_5_8_says(name: str) -> None:
         {PATCHCONVNET[name]},
         {1e-4 if name in ("s20", "s36", "s60") else 1e-6},
     )
-    # Fine-tuning drops 0.1 less (§7.3), never less than nothing.
+    # Fine-tuning has 0.1 less drop path, at least 0 (PatchConvNet, arXiv 2112.13692).
     finer = recipe("patchconvnet-resolution", f"patchconvnet_{name}").model.drop_path
     assert finer == pytest.approx(max(0, PATCHCONVNET[name] - 0.1))
 
@@ -99,7 +100,7 @@ def test_drop_path_of_deit3_is_that_of_table_6_14_and_grows_with_the_schedule(si
     small, large = DEIT3[size]  # ImageNet-1k, ImageNet-21k
     assert of_blocks("deit3-1k-400", f"deit3_{size}") == ({small}, {1e-4})
     rates = {name: recipe(f"deit3-{name}", f"deit3_{size}").model.drop_path for name in ("1k-800", "21k-90", "21k-240")}
-    # §8.2: 0.05 more for every 200 epochs beyond 400, and for 240 epochs on 21k
+    # DeiT III (arXiv 2204.07118): 0.05 more for every 200 epochs beyond 400, and for 240 epochs on 21k
     assert rates == pytest.approx({"1k-800": small + 0.1, "21k-90": large, "21k-240": large + 0.05})
 
 
@@ -153,7 +154,7 @@ def test_a_network_without_drop_path_is_given_none() -> None:
 
 
 def test_learning_rates_scale_with_the_batch() -> None:
-    """§10.2 item 24."""
+    """DeiT (arXiv 2012.12877) and Grafit (arXiv 2011.12982)."""
     deit = recipe("deit-300")
     curve = make_schedule(deit.optim, deit.data.batch, 1_281_167)
     assert curve.peak == pytest.approx(1e-3)

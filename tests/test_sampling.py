@@ -1,4 +1,4 @@
-"""Token samplers and the scores they sample (efficiency-1 §2.A, §4.2 ATS), against exact fractions and float64."""
+"""Token samplers and the scores they sample (ATS, arXiv 2111.15667), against exact fractions and float64."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def heads(batch: int = 2, tokens: int = 11, dim: int = 8) -> tuple[Tensor, Tenso
 
 
 def spelled_out(attention: Tensor, v: Tensor, prefix: int) -> Tensor:
-    """Step 3 of §2.A2, an image and a head at a time: attention [heads, tokens], v [heads, tokens, dim]."""
+    """The scores of ATS, an image and a head at a time: attention [heads, tokens], v [heads, tokens, dim]."""
     tokens = attention.shape[1]
     scores = [0.0] * (tokens - prefix)
     for head in range(len(attention)):

@@ -1,4 +1,4 @@
-"""Second-order tensor functions against closed forms, numpy's SVD and explicit loops (heads §2.4-2.6, §4, §7)."""
+"""Second-order tensor functions against closed forms, numpy's SVD and explicit loops (SoT, arXiv 2104.10935)."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_svpn_of_a_positive_matrix_is_its_power() -> None:
 
 
 def by_power_iteration(matrix: Matrix, alpha: float, iterations: int, starts: Sequence[Matrix]) -> Matrix:
-    """Equations 6-8, one matrix, loop by loop, as many singular values as starts."""
+    """Equations 6-8 of SoT, one matrix, loop by loop, as many singular values as starts."""
     rest, total = matrix.copy(), np.zeros_like(matrix)
     for start in starts[:-1]:
         u, s, v = power_iteration(rest, start, iterations)
@@ -306,7 +306,7 @@ def test_deflation_after_one_iteration_annihilates_the_start() -> None:
 
 
 def median_errors(fast: Callable[[Matrix, int, Matrix], Matrix]) -> list[float]:
-    """Median relative error against exact svPN with 1, 2 and 3 singular values, over 10 starts (heads §4)."""
+    """Median relative error against exact svPN with 1, 2 and 3 singular values, over 10 starts."""
     Q = decaying_covariances()
     exact = svpn(Q, 0.5).numpy()
     medians = []
@@ -348,9 +348,9 @@ def share_of_largest(matrices: Tensor, start: Tensor) -> Tensor:
 def test_errors_against_exact_svpn_are_those_of_the_table(
     decay: float, errors: tuple[float, ...], share: float | None
 ) -> None:
-    """heads §4, all rows in which it does not matter where a second pair starts.
+    """Errors of an independent numpy computation, for all rows in which it does not matter where a second pair starts.
 
-    The table does not tell how wide its tokens are, which moves figures by 0.01 (64 to 240 channels were tried).
+    The width of its tokens is not recorded, which moves errors by 0.01 (64 to 240 channels were tried).
     """
     Q, starts = covariances_of_projected_tokens(decay), random_matrix(20, 14)
     exact = svpn(Q, 0.5)
@@ -364,8 +364,8 @@ def test_errors_against_exact_svpn_are_those_of_the_table(
 
 
 def test_a_shared_start_along_the_usual_first_vector_makes_one_iteration_nearly_enough() -> None:
-    """heads §4: a median of 0.9998 of the largest singular value, against 0.907 of a random start, for one draw of
-    projections; of eight draws the first was 0.9968 or more and the second 0.88 or less."""
+    """Computed independently: a median of 0.9998 of the largest singular value, 0.907 from a random start, for one
+    draw of projections; of eight draws the first was 0.9968 or more and the second 0.88 or less."""
     Q = covariances_of_projected_tokens(0.5, shared=True)
     first = torch.linalg.svd(Q)[2][:, 0]
     aligned = first * (first @ first[0]).sign()[:, None]
@@ -374,7 +374,7 @@ def test_a_shared_start_along_the_usual_first_vector_makes_one_iteration_nearly_
 
 
 def test_error_table_at_one_iteration_with_the_authors_shared_start() -> None:
-    """(1,1) < (3,1) < (2,1), the order of heads §4, from the paper's equations alone."""
+    """(1,1) < (3,1) < (2,1), the order of the errors above, from the paper's equations alone."""
     one, two, three = median_errors(
         lambda many, r, start: np.stack([by_power_iteration(one, 0.5, 1, [start] * r) for one in many])
     )
@@ -434,7 +434,7 @@ def test_newton_schulz_converges_to_the_square_root() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_newton_schulz_takes_the_steps_of_isqrt(steps: int) -> None:
-    """heads §2.4, one matrix, as written: few steps do not converge, so what they are decides the feature."""
+    """As SoT writes it, one matrix: few steps do not converge, so what they are decides the feature."""
     X = random_matrix(6, 30).numpy()
     S, identity = X @ X.T / 30, np.eye(6)
     Y, Z = S / np.trace(S), identity

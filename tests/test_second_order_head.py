@@ -1,4 +1,4 @@
-"""The second-order head: sizes, invariances, fusions, and the whole default head by hand (heads §2.3-2.6, §4, §7)."""
+"""The second-order head: sizes, invariances, fusions, and the whole default head by hand (SoT, arXiv 2104.10935)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_exact_normalization_gives_shapes_on_the_meta_device() -> None:
 
 
 def test_default_head_by_hand() -> None:
-    """Explicit loops over images, heads and tokens; equations 1, 2, 3, 6 and 8."""
+    """Explicit loops over images, heads and tokens; equations 1, 2, 3, 6 and 8 of SoT."""
     head, tokens = make().double(), some_tokens()
     sequence = tokens.sequence.double()
     found = head.fuse(head(Tokens(sequence, 1, (3, 3)))).detach().numpy()

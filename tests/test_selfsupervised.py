@@ -1,4 +1,4 @@
-"""Objectives without labels against brute force and their identities (efficiency-1 §4.2)."""
+"""Objectives without labels against brute force and their identities."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
 
 
 def test_a_bank_weighs_and_its_search_costs_what_is_stated() -> None:
-    """128,000 rows of 512 in float32: 0.244 GiB, and 0.131 GFLOPs a query (efficiency-1 §4.1)."""
+    """128,000 rows of 512 in float32: 0.244 GiB, and 0.131 GFLOPs per query (MSF, arXiv 2105.07269)."""
     hundredth = Bank(1280, 512)
     assert round(100 * hundredth.rows.nbytes / 2**30, 3) == 0.244
     with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""SimA and the attentions it is compared with: identities of efficiency-1 §4.2, and the kernel against float64."""
+"""SimA and the attentions it is compared with: identities, and the kernel against float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINEAR: list[MixerConfig] = [
 
 
 def spelled_out(qkv: Tensor, p: int = 1) -> Tensor:
-    """Algorithm 1 of the thesis (efficiency-1 §2.B2) in float64, by torch's own normalisation."""
+    """SimA (Koohpayegani and Pirsiavash 2022, arXiv 2206.08898) in float64, by torch's own normalisation."""
     q, k, v = qkv.double().permute(2, 0, 3, 1, 4).unbind(0)
     return (F.normalize(q, p=p, dim=-2) @ F.normalize(k, p=p, dim=-2).mT @ v).transpose(1, 2)
 

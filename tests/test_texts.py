@@ -152,7 +152,7 @@ def test_an_unknown_task_or_folder_says_what_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not GLUE.is_dir(), reason="GLUE is not here; VITRAIL_DATA names the folder that holds glue/")
 def test_glue_has_as_many_sentences_as_it_says() -> None:
-    """heads §2.9."""
+    """Sizes of GLUE as SoT (arXiv 2104.10935, supplement D) uses it."""
     counts = {"CoLA": (8551, 1043), "RTE": (2490, 277)}
     for name, sizes in counts.items():
         data = open_data(GLUE / name, val_fraction=0)

@@ -140,7 +140,7 @@ def test_any_timm_model_keeps_its_own_classifier(name: str) -> None:
     ],
 )
 def test_networks_of_timm_are_counted_as_stated(name: str, parameters: int, giga: float, printed: float) -> None:
-    """Students of CompRes (efficiency-1 §4.1); its table prints up to a tenth more, for no stated reason."""
+    """Students of CompRess (arXiv 2010.14713); its table prints up to a tenth more, for no stated reason."""
     found = cost(create_model(f"timm:{name}", device="meta", classes=1000), 224)
     assert found.parameters == parameters
     assert round(found.macs / 1e9, 3) == giga == pytest.approx(printed, rel=0.1)

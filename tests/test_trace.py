@@ -1,4 +1,4 @@
-"""Multiply-accumulates of a trace against `cost`, a profiler and printed figures (efficiency-2 §2.6.1, §6.1)."""
+"""Multiply-accumulates of a trace against `cost`, a profiler and printed values (SlowFormer, arXiv 2310.02544)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_one_stage_of_sampling_costs_what_is_printed(stage: int, patches: int, g
     [(1.0, 4.60, 4.60), (0.87, 3.00, 3.06), (0.865, 2.97, 3.01), (0.72, 2.17, 2.20)],
 )
 def test_sampling_in_nine_blocks_costs_at_most_what_is_stated(share: float, patches: float, tokens: float) -> None:
-    """Every block keeps all it may: a share of its patches, as here, or of its tokens, which the table has (§4.1)."""
+    """Every block keeps all it may: a share of its patches, as here, or of its tokens."""
     model = create_model("deit_small", device="meta", adaptive=Ats(cap=(share,)))
     for stated, of_tokens in ((patches, 0), (tokens, 1)):
         counts = [197.0] * 4  # entering the first block to leaving the third

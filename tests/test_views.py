@@ -51,7 +51,7 @@ def batches(kind: type[TrainLoader], spec: ViewSpec, strong: AugmentConfig = STR
 
 def test_a_weak_view_is_a_crop_and_a_flip_and_nothing_else() -> None:
     assert replace(WEAK, scale=AugmentConfig().scale) == AugmentConfig()
-    assert (WEAK.crop, WEAK.scale, WEAK.flip) == ("resized", (0.2, 1.0), 0.5)  # MSF, L1724-1738
+    assert (WEAK.crop, WEAK.scale, WEAK.flip) == ("resized", (0.2, 1.0), 0.5)  # MSF, arXiv 2105.07269
 
 
 @pytest.mark.parametrize("kind", [TrainLoader, DeviceLoader])

@@ -35,8 +35,8 @@ def counted(name: str, size: int | None = None, **options: object) -> Cost:
     return cost(create_model(name, device="meta", **options), size, attention_products=attention)
 
 
-# Parameters by the closed forms of the specification, which reproduce the papers' rounded figures
-# (architectures-and-training §4.1, §5.4, §6.2, §7.2, §8.1; heads §3.5 and §4).
+# Parameters by closed forms, which reproduce the papers' rounded counts: DeiT (arXiv 2012.12877), CaiT (2103.17239),
+# ResMLP (2105.03404), PatchConvNet (2112.13692), DeiT III (2204.07118), SoT (2104.10935), Gramian heads (2310.16483).
 EXACT = {
     "deit_tiny": 5_717_416,
     "deit_small": 22_050_664,
@@ -94,7 +94,7 @@ EXACT = {
 # DeiT III follows timm: its class token has no position, so it counts one width less than the table.
 ONE_WIDTH_LESS = {name for name in EXACT if name.startswith("deit3")}
 
-MILLIONS = {  # as printed in heads §2.10, §3.5 and §4
+MILLIONS = {  # as SoT and Gramian heads print them
     "sot_tiny": "7.9900",
     "sot_small": "27.0173",
     "sot_base": "76.7814",
@@ -109,7 +109,7 @@ MILLIONS = {  # as printed in heads §2.10, §3.5 and §4
     "cifar_resnet110": "1.734",
 }
 
-MACS = {  # 10^9 at a size, as printed in architectures-and-training §4.1, §5.4, §6.2, §7.2, §8.1, §10.1
+MACS = {  # 10^9 at a size, as the papers of DeiT, CaiT, ResMLP, PatchConvNet and DeiT III print them
     ("deit_tiny", 224): "1.254",
     ("deit_small", 224): "4.599",
     ("deit_base", 224): "17.564",
@@ -235,7 +235,7 @@ def test_sot_counts_with_and_without_attention_products(name: str, without: floa
 
 @pytest.mark.parametrize(
     ("options", "parameters", "macs"),
-    [  # heads §4: the 7-layer model at 112 pixels, one class token
+    [  # SoT's 7-layer model at 112 pixels, one class token
         ({"head": ClassToken()}, 4.2298, 1.052),
         ({"head": ClassToken(), "stem": Patchify()}, 3.9915, 0.733),
         ({"head": ClassToken(), "stem": SotStem(block="resnet")}, 4.2916, 0.875),
@@ -258,7 +258,7 @@ def test_variants_of_the_seven_layer_sot(options: dict[str, object], parameters:
     ids=["words", "class token"],
 )
 def test_halves_of_the_tiny_sot(head: object, parameters: float, without: float, with_products: float) -> None:
-    # heads §4: 7.7 M, which the paper states of both together, is the count of the words alone (§5 item 2)
+    # SoT states 7.7 M for class and patch tokens together, which is the count of the patch tokens alone
     found = counted("sot_tiny", head=head)
     assert found.parameters / 1e6 == pytest.approx(parameters, abs=6e-5)
     assert found.macs / 1e9 == pytest.approx(with_products, abs=0.0005)
@@ -267,7 +267,7 @@ def test_halves_of_the_tiny_sot(head: object, parameters: float, without: float,
 
 @pytest.mark.parametrize(
     ("head", "stated"),
-    [  # heads §2.10, table 3b; what the table states of concat includes a class FC that it does not use (§4)
+    [  # SoT, table 3b; what the table states of concat includes a class FC that it does not use
         (ClassToken(hidden=1280), 5.57),
         (SecondOrder(fusion="aggregate_all", pooling="mean"), 4.22),
         (SecondOrder(fusion="aggregate_all", pooling="covariance"), 5.15),
@@ -288,7 +288,7 @@ def test_stated_parameters_of_every_fusion_and_pooling(head: object, stated: flo
 
 
 def test_dropout_of_the_pooled_words_grows_with_the_model() -> None:
-    # heads §2.7; all else of that table shows in the counts
+    # SoT, table S-1; all else of that table shows in the counts
     drops = {name: create_model(f"sot_{name}", device="meta").head.drop.p for name in ("tiny", "small", "base", "7")}
     assert drops == {"tiny": 0.0, "small": 0.5, "base": 0.7, "7": 0.0}
 
@@ -303,7 +303,7 @@ def test_dropout_of_the_pooled_words_grows_with_the_model() -> None:
 def test_class_attention_on_deit_small_counts_as_the_table(
     depth: int, layers: int, parameters: float, macs: float
 ) -> None:
-    # architectures-and-training §5.3
+    # CaiT's comparison of places of the class token
     found = counted("deit_small", depth=depth, head=ClassAttention(layers=layers))
     assert found.parameters / 1e6 == pytest.approx(parameters, abs=0.005)
     assert found.macs / 1e9 == pytest.approx(macs, abs=0.005)
@@ -316,7 +316,7 @@ def test_a_class_attention_block_has_as_many_parameters_as_a_block() -> None:
 
 
 def test_layerscale_costs_two_widths_a_block() -> None:
-    # architectures-and-training §10.1: 29,184 for S-36+2
+    # CaiT: 29,184 for S-36+2
     with_it = counted("cait_s36").parameters
     without = counted("cait_s36", layerscale=None).parameters
     assert with_it - without == 2 * 384 * (36 + 2) == 29_184
@@ -331,12 +331,12 @@ def test_a_deep_deit_small_counts_as_the_table() -> None:
 
 
 def test_heads_share_a_width_without_further_products() -> None:
-    # architectures-and-training §5.6 and §10.3: 4.6 G from 1 head to 24
+    # CaiT: 4.6 G from 1 head to 24
     assert len({counted("deit_small", heads=heads, depth=2).macs for heads in (1, 6, 24)}) == 1
 
 
 def test_averaged_patches_spare_a_token_in_every_block() -> None:
-    # architectures-and-training §5.3, "12+0 avg-pool"
+    # CaiT, 12 blocks and average pooling
     found = counted("deit_small", head=Mean())
     assert found.parameters / 1e6 == pytest.approx(22.05, abs=0.005)
     assert found.macs / 1e9 == pytest.approx(4.57, abs=0.005)
@@ -344,7 +344,7 @@ def test_averaged_patches_spare_a_token_in_every_block() -> None:
 
 @pytest.mark.parametrize(("name", "millions"), [("small", 22.21), ("base", 86.878), ("large", 304.765)])
 def test_deit3_at_384_has_more_positions(name: str, millions: float) -> None:
-    # architectures-and-training §8.1 and §10.1, with a class position
+    # By closed form, with a class position
     found = counted(f"deit3_{name}", image_size=384, class_position=True)
     assert found.parameters / 1e6 == pytest.approx(millions, abs=0.005 if name == "small" else 0.0005)
 
@@ -353,12 +353,12 @@ def test_deit3_at_384_has_more_positions(name: str, millions: float) -> None:
 def test_a_shift_behind_the_branches_of_resmlp_is_an_option_that_its_counts_do_not_have(
     name: str, millions: float
 ) -> None:
-    # architectures-and-training §6.1 and §12 item 2: 115.737 and 129.138 without it, 115.7 and 129.1 printed
+    # 115.737 and 129.138 without it; the paper prints 115.7 and 129.1
     assert counted(name, layerscale_shift=True).parameters / 1e6 == pytest.approx(millions, abs=0.0005)
 
 
 def test_patches_of_eight_cost_as_self_supervised_vits_state() -> None:
-    # architectures-and-training §6.3: ViT-S/8
+    # DINO's ViT-S/8 (arXiv 2104.14294)
     assert counted("vit_small", patch=8).macs / 1e9 == pytest.approx(22.41, abs=0.005)
 
 
@@ -435,7 +435,7 @@ def test_one_kept_gramian_head_leaves_the_parameters_of_table_c(depth: int, mill
 
 
 def test_memory_formula_of_table_e() -> None:
-    """heads §3.5 table E: input tensor and parameters, in MiB; its parameter column belongs to other models."""
+    """Gramian heads, table E: input tensor and parameters, in MiB; its parameter column belongs to other models."""
     for name, figures in (("vit_small", (157.6, 231.1, 378.1)), ("ga_vit_small", (179.2, 252.7, 399.7))):
         parameters = counted(name).parameters
         for batch, stated in zip((128, 256, 512), figures, strict=True):
@@ -443,7 +443,7 @@ def test_memory_formula_of_table_e() -> None:
 
 
 def closed_form(width: int, depth: int, patch: int, size: int, classes: int, tokens: int) -> tuple[int, int]:
-    """architectures-and-training §11, written out independently."""
+    """Parameters and MACs of a ViT, written out independently."""
     n, r = (size // patch) ** 2, 4
     block = 4 * width**2 + 4 * width + 2 * r * width**2 + r * width + width + 4 * width
     parameters = 3 * patch**2 * width + width + tokens * width + (n + tokens) * width + depth * block
@@ -463,7 +463,7 @@ def test_counts_follow_the_closed_form(width: int, depth: int, patch: int, size:
 
 
 def cait_closed_form(width: int, depth: int, heads: int, n: int, patch: int, classes: int) -> tuple[int, int]:
-    """architectures-and-training §11; n patches."""
+    """Parameters and MACs of a CaiT of n patches, written out independently."""
     own = 12 * width**2 + 15 * width
     parameters = 3 * patch**2 * width + 2 * width + n * width + depth * (own + 2 * (heads**2 + heads)) + 2 * own
     macs = 3 * patch**2 * width * n + depth * (12 * n * width**2 + 2 * n**2 * width + 2 * n**2 * heads**2)
@@ -486,7 +486,7 @@ def patchconvnet_closed_form(width: int, depth: int, size: int, classes: int, pu
     return stem + depth * block + pool + width * classes + classes, macs
 
 
-RESMLP = {  # parameters and MACs of what mixes n patches of d channels, norm and gain aside (§11)
+RESMLP = {  # parameters and MACs of what mixes n patches of d channels, norm and gain aside
     "linear": (LinearPatches(), lambda n, d: n**2 + n, lambda n, d: n**2 * d),
     "none": (NoMixing(), lambda n, d: 0, lambda n, d: 0),  # that branch keeps its norm and gain
     "mlp": (PatchMlp(), lambda n, d: 8 * n**2 + 5 * n, lambda n, d: 8 * n**2 * d),

@@ -1,4 +1,6 @@
-"""Images ranked by how near a teacher says they are, with its probabilities and its student's (ISD, figure 4.2).
+"""Images ranked by their similarity to a query under a teacher, with the probabilities of teacher and student.
+
+As in ISD (Tejankar et al. 2020, arXiv 2012.09259).
 
 p(i) = softmax over all other images i of cos(query, anchor i) / temperature: the teacher's against its own anchors,
 the student's against those that it learned to compare itself with. An image is never its own anchor.

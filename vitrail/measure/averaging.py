@@ -1,7 +1,7 @@
-"""Several models as one: their probabilities averaged, and what that gains over each (attention-transfer §2, L190).
+"""Ensembles: probabilities of several models averaged, and the gain over each (Li et al. 2024, arXiv 2411.09702).
 
 Probabilities are averaged, not logits, with equal weights. Two models of one recipe that differ in their seed gain
-something, too; so the gain of two different models means little without that control.
+too, so the gain of two different models means little without that control.
 """
 
 from __future__ import annotations

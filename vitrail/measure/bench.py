@@ -1,4 +1,4 @@
-"""What a benchmark found: one row for each model and form, with the conditions it was measured under."""
+"""Results of a benchmark: one row per model and form, with the conditions it was measured under."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What residual branches add to the stream: their gains, and their length beside it, by depth (CaiT F3.6, §5.7).
+"""Residual branches by depth: their LayerScale gains, and their norm relative to that of the stream.
 
-Branches are `mixing` (attention or what stands for it), `local` (XCiT's convolutions) and `channels` (the MLP); those
+As in CaiT (Touvron et al. 2021, arXiv 2103.17239).
+
+Branches are `mixing` (attention or its replacement), `local` (XCiT's convolutions) and `channels` (the MLP); those
 that stand side by side are summed. Known are blocks of ours and of plain timm ViTs: both name their parts alike.
 """
 

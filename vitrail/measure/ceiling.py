@@ -1,4 +1,4 @@
-"""What this machine can do at best: a large matrix product, and a copy larger than its caches."""
+"""Peak throughput of this machine: a large matrix product, and a copy larger than its caches."""
 
 from __future__ import annotations
 

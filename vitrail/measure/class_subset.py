@@ -1,4 +1,4 @@
-"""A model judged on some of its classes: the rest cannot be chosen (attention-transfer §3, evaluation under shift)."""
+"""Evaluation on a subset of a model's classes: the others cannot be predicted (as under shift, ImageNet-A or -R)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well clusters of embeddings are classes: cluster alignment and purity (efficiency-1 §2.H, CompRes)."""
+"""Agreement of clusters of embeddings with classes: cluster alignment (CompRess, arXiv 2010.14713) and purity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of finished runs is made of: runs, rows, costs, and what they come to as plain values."""
+"""Parts of a comparison of finished runs: runs, rows, costs, and their summary as plain values."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from vitrail.schema import Count, Range, Whole
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """Few-shot episodes (efficiency-2 §3.5)."""
+    """Few-shot episodes."""
 
     way: Annotated[int, Range(2)] = 5
     """classes of each"""
@@ -21,14 +21,14 @@ class EpisodeConfig:
     episodes: Annotated[int, Range(2)] = 600
     """how many"""
     support: Literal["judged", "train"] = "judged"
-    """labelled images are from the judged split, as queries are, or from train (§3.7)"""
+    """labelled images are from the judged split, as queries are, or from train"""
     episode_seed: Whole = 0
     """the same seed draws the same ones"""
 
 
 @dataclass(frozen=True)
 class LongTailConfig:
-    """Classes by their training images: Many, Med, Few (efficiency-2 §3.6)."""
+    """Classes by their training images: Many, Med, Few."""
 
     groups: Literal["counts", "thirds"] = "counts"
     """by `many` and `few`, or equally many classes in each, by rank"""

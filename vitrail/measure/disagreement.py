@@ -1,4 +1,4 @@
-"""How often models decide differently: of two models, and of each with the labels (architectures-and-training §4.5)."""
+"""Disagreement of predictions: of two models, and of each with the labels (DeiT, arXiv 2012.12877, table 4)."""
 
 from __future__ import annotations
 

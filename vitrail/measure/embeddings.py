@@ -1,4 +1,4 @@
-"""Embeddings of images as they lie: PCA energy, a map of the plane, neighbours, clusters (§3.8; efficiency-1 §2.C6)."""
+"""Structure of image embeddings: PCA energy (Grafit, arXiv 2011.12982), a 2-D map, neighbours, clusters."""
 
 from __future__ import annotations
 

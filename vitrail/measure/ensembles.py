@@ -1,4 +1,4 @@
-"""What several classifiers of one head do together: accuracy of each and of any subset, agreement, diversity.
+"""Ensembles of the classifiers of one head: accuracy of each and of any subset, agreement, diversity.
 
 Pure functions of stack [images, classifiers, classes] (logits) and target [images] of class numbers, in float64 on the
 CPU. Of equal scores the lower class number comes first.
@@ -21,7 +21,7 @@ MOST_FOR_ALL_SUBSETS = 12  # 4,095 subsets
 
 @dataclass(frozen=True)
 class Diversity:
-    """Strength and correlation of an ensemble (Breiman 2001, section 2; heads §3.2). Undefined figures are NaN."""
+    """Strength and correlation of an ensemble (Breiman 2001, section 2). Undefined metrics are NaN."""
 
     strength: float
     """Mean margin of the ensemble: share (or probability) of the true class minus that of the best other."""

@@ -1,8 +1,9 @@
-"""Few-shot episodes on frozen features: N classes, K labelled images of each, judged on others (efficiency-2 §3.5).
+"""Few-shot episodes on frozen features: N classes, K labelled images of each, evaluated on other images.
 
 Everything is embedded once; an episode is a choice of rows, by seed and number, and a linear classifier is fitted to
-each. Images made for the labelled ones (by diffusion, mixing, augmentation) come in through a hook, and methods are
-compared on the same episodes with equally many images.
+each. Images generated from the labelled ones (by diffusion, mixing, augmentation) are added by a hook, and methods are
+compared on the same episodes with equally many images. The protocol is that of GeNIe (Koohpayegani et al. 2023, arXiv
+2312.02548).
 """
 
 from __future__ import annotations
@@ -213,10 +214,10 @@ def compare_few_shot(
 
 
 def aimed_at(features: Tensor, source: Tensor, target: Tensor) -> Extra:
-    """The hook of GeNIe: for each class, the images made for it out of the labelled images of the episode's others.
+    """The hook of GeNIe: for each class, images generated for it from labelled images of the episode's other classes.
 
-    `features` [made, width] of images made from row `source` [made] for class `target` [made]; (way - 1) * shot join
-    each class (§3.5). Raises `ValueError` for two images of one pair, and later for a pair that is needed and missing.
+    `features` [made, width] of images generated from row `source` [made] for class `target` [made]; (way - 1) * shot
+    are added to each class. Raises `ValueError` for two images of one pair, and later for a missing pair.
     """
     most = int(target.max()) + 1
     key = source.long() * most + target.long()

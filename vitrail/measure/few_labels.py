@@ -1,7 +1,7 @@
-"""What embeddings are worth when few images have a label (efficiency-1 §2.H; CompRes A.3.5).
+"""Evaluation of embeddings with few labels (CompRess, Koohpayegani et al. 2020, arXiv 2010.14713).
 
-Everything is embedded once; then a few training images are drawn, several times over, and the others are judged by
-their nearest neighbours among the drawn and by a linear classifier of the drawn. Mean and spread are over draws.
+Everything is embedded once; then a few training images are drawn, several times, and the test images are classified
+by their nearest neighbours among the drawn and by a linear classifier fitted to them. Mean and spread are over draws.
 """
 
 from __future__ import annotations

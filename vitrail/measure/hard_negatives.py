@@ -1,4 +1,4 @@
-"""How good and how hard images are that were made from one class for another (efficiency-2 §3.3, §3.8)."""
+"""Quality and hardness of images generated from one class for another (GeNIe, arXiv 2312.02548)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Hardness:
 
 
 def hardness(support: Tensor, made: Tensor, source: Tensor, target: Tensor, *, normalise: bool = True) -> Hardness:
-    """What an SVM that saw real labelled images alone says of made ones (§3.8; softmax of its decisions).
+    """Probabilities of generated images under an SVM fitted to real labelled images alone (softmax of its decisions).
 
     `support` [episodes, way, shot, width]; `made` [episodes, images, width] from class `source` for class `target`
     [episodes, images], counted within the episode.
@@ -96,10 +96,10 @@ def histogram_overlap(first: Floats, second: Floats, bins: int = BINS) -> float:
 
 
 def axis_position(moved: Tensor, source: Tensor, target: Tensor, *, printed: bool = False) -> Tensor:
-    """How far an embedding has gone from its source towards the target: 0 at the source, their distance at the target.
+    """Position of an embedding between source and target: 0 at the source, their distance at the target.
 
     `moved` [..., width] -> [...]: (moved - source) . (target - source) / ||target - source||. `printed` divides by
-    ||moved - source|| instead, as the algorithm's box has it in error (§3.3); a moved that is the source is then at 0.
+    ||moved - source|| instead, as GeNIe's algorithm box has it in error; `moved` equal to `source` is then at 0.
     """
     gone, axis = moved - source, target - source
     length = (gone if printed else axis).norm(dim=-1).expand(gone.shape[:-1])

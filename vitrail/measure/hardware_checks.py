@@ -1,6 +1,6 @@
-"""The hardware-relative claims of architectures-and-training §10.3 as data, and what this machine says of them.
+"""Hardware-dependent claims of DeiT, CaiT, PatchConvNet and DeiT III as data, and their check on this machine.
 
-Ratios are compared, never absolute values: the document measured on other hardware.
+Ratios are compared, never absolute values: the papers measured on other hardware.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ EXPLICIT_BASE, EXPLICIT_BASE_384 = Subject("deit_base", explicit=True), Subject(
 
 
 def head_claims(explicit: bool) -> tuple[Claim, ...]:
-    """More heads at DeiT-S's width (table 3.21): the same MACs, fewer images a second."""
+    """More heads at DeiT-S's width (CaiT, arXiv 2103.17239): the same MACs, fewer images/s."""
     one = Subject("deit_small", heads=1, explicit=explicit)
     how = "explicit" if explicit else "fused"
     return tuple(
@@ -115,7 +115,7 @@ def head_claims(explicit: bool) -> tuple[Claim, ...]:
 
 
 def area_claims() -> tuple[Claim, ...]:
-    """PatchConvNet's memory grows no faster than the area (table 5.2); 5 % are left for chance."""
+    """PatchConvNet's memory grows no faster than the area (arXiv 2112.13692); 5 % tolerance for noise."""
     return tuple(
         Claim(
             f"PatchConvNet S60 at {size} / 224, area x{area(size):.2f}: linear",

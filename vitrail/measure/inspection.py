@@ -1,4 +1,4 @@
-"""What `vitrail inspect` found: how each model looks, and how two of them relate."""
+"""Results of `vitrail inspect`: attention and embeddings of each model, and how two models relate."""
 
 from __future__ import annotations
 

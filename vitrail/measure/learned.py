@@ -1,14 +1,15 @@
-"""What a model has learned, apart from where it looks: gains, ratios, tokens, matrices, spectra, embeddings.
+"""Learned quantities of a model other than attention maps: gains, ratios, tokens, matrices, spectra, embeddings.
 
-    scales, ratios    LayerScale and ‖branch‖ / ‖stream‖ by depth (§5.7)           any trunk of residual branches
-    cosines           class token against distillation token by depth (§4.5)       distilled heads
-    sparsity, rows    of patch mixing (§6.6)                                       ResMLP
-    spectra           before and after normalisation (heads §2.5, §2.11)           second-order heads
-    agreement         of classifiers, pair by pair (heads §3.2)                    heads with several
-    energy, plane     of embeddings (§3.8)                                         all
+    scales, ratios    LayerScale and ‖branch‖ / ‖stream‖ by depth (CaiT)           any trunk of residual branches
+    cosines           class token and distillation token by depth (DeiT)           distilled heads
+    sparsity, rows    of patch mixing (ResMLP)                                     ResMLP
+    spectra           before and after normalisation (SoT, section 3.3.1)          second-order heads
+    agreement         of classifiers, pair by pair                                 heads with several
+    energy, plane     of embeddings (Grafit)                                       all
     neighbours        of the chosen images; clusters of all                        all
 
-A part that a model does not have is empty. Only embeddings outlive their batch.
+A part that a model does not have is empty. Only embeddings outlive their batch. Papers: CaiT, arXiv 2103.17239; DeiT,
+2012.12877; ResMLP, 2105.03404; SoT, 2104.10935; Grafit, 2011.12982.
 """
 
 from __future__ import annotations

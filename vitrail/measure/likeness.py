@@ -1,5 +1,5 @@
-"""How alike two models are inside: linear CKA of features, and the divergence of attention maps (attention-transfer
-§2.10, §2.11)."""
+"""Similarity of two models' internals: linear CKA of features (Kornblith et al. 2019, arXiv 1905.00414), and the
+divergence of attention maps (Li et al. 2024, arXiv 2411.09702)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def attention_divergence(first: Tensor, second: Tensor, matching: Matching = "di
     """Divergence of two models' maps [images, heads, queries, keys] in one layer, under a matching of heads.
 
     `direct`: head i with head i; `bipartite`: one to one, the least in total; `minimum`: every head of the first with
-    its nearest of the second; `averaged`: of the mean over heads. Models that compute the same may be far apart
-    (three ways of one average pooling, §2.11): this tells maps apart, not functions.
+    its nearest of the second; `averaged`: of the mean over heads. Models that compute the same function may be far
+    apart (average pooling by one head or by several, say): this compares maps, not functions.
     """
     if matching == "averaged":
         return float(jensen_shannon(first.double().mean(1), second.double().mean(1)).mean())

@@ -1,4 +1,4 @@
-"""Accuracy of frequent and of rare classes: Many, Med and Few by their training images (efficiency-2 §3.6)."""
+"""Accuracy of frequent and of rare classes: Many, Med and Few by their number of training images."""
 
 from __future__ import annotations
 

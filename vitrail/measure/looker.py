@@ -1,4 +1,4 @@
-"""What a model looks at and which tokens it keeps, gathered over batches of images."""
+"""Attention maps and kept tokens of a model, collected over batches of images."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Seen:
         return made
 
     def saliency(self) -> tuple[Tensor, Tensor] | None:
-        """Lengths of q̂ and k̂ over all channels, [batch, patches] each, in the last SimA layer (efficiency-1 §2.B7)."""
+        """Norms of q̂ and k̂ over all channels, [batch, patches] each, in the last SimA layer (arXiv 2206.08898)."""
         if self.sima is None:
             return None
         mixer, prefix = _mixers(self.trunk)[self.sima], self.prefix(self.sima)

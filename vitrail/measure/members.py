@@ -1,4 +1,4 @@
-"""What the several classifiers of one head do together (Gramian heads, ONE; heads §3.2), as an evaluator."""
+"""Evaluator of the classifiers of one head (Gramian heads, arXiv 2310.16483; ONE, arXiv 1806.04606)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def judge_members(
     """The evaluator "members": accuracy of each classifier and of their sum, strength and correlation (Breiman).
 
     A head with one classifier has a strength and no correlation; one that was trained with an auxiliary classifier also
-    has what that gives alone, all heads removed (heads §3.6). Raises `ValueError` where several labels may hold.
+    reports that one alone, all heads removed. Raises `ValueError` where several labels may hold.
     """
     if not isinstance(model, Classifier) or model.multilabel:
         raise ValueError("members: strength and correlation are of classifiers that name one class an image")

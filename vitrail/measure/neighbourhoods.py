@@ -1,4 +1,4 @@
-"""How pure neighbourhoods are, and how far away the next images of one's own class (efficiency-1 §2.F, §2.G6)."""
+"""Purity of neighbourhoods (MSF, arXiv 2105.07269), and ranks of the nearest images of the same class."""
 
 from __future__ import annotations
 

@@ -127,10 +127,10 @@ class Divergences:
 
 
 def transfer_account(teacher: Classifier, student: Classifier) -> dict[str, Any] | str:
-    """What attention transfer from one model to the other carries and costs (attention-transfer §2.20).
+    """Size and cost of attention transfer from one model to the other (Li et al. 2024, arXiv 2411.09702).
 
-    Numbers an image of all maps, and of all q and k from which maps can be made; multiply-accumulates of inference with
-    attention copy (both models) and with attention distillation (the student alone). A sentence where they do not fit.
+    Values per image of all maps, and of all q and k from which maps can be computed; multiply-accumulates of inference
+    with attention copy (both models) and with attention distillation (the student alone). A message if they do not fit.
     """
     for model in (teacher, student):
         if not isinstance(model.trunk, Trunk) or not map_layers(model):

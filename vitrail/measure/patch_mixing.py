@@ -1,4 +1,4 @@
-"""ResMLP's matrices over patches: rows as pictures, and how sparse they are beside the MLP's (§6.6, F4.2-4.3).
+"""ResMLP's patch-mixing matrices: rows as images, and their sparsity compared with the MLP's (arXiv 2105.03404).
 
 A [patches, patches] of a block mixes patches, B and C are the two layers of its MLP.
 """

@@ -1,4 +1,4 @@
-"""What a finished run said of each test image, kept so that runs can be compared image by image."""
+"""Predictions of a finished run for each test image, stored so that runs can be compared image by image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear classifier on frozen features: a whole grid of learning rates and decays in one pass (efficiency-1 §2.H).
+"""Linear probe on frozen features: a whole grid of learning rates and weight decays in one pass.
 
 All points of the grid see the same batches, so their weights lie side by side, [grid * classes, features], and a step
 is one matrix product for all of them. The best point is chosen on validation images, and test images are read once.

@@ -1,4 +1,4 @@
-"""How well embeddings find images of the same class, at every granularity (architectures-and-training §3.3-3.4)."""
+"""Retrieval and kNN classification by embeddings, at every granularity (Grafit, arXiv 2011.12982)."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def knn_probabilities(
     temperature: float = TEMPERATURE,
     own: Tensor | None = None,
 ) -> Tensor:
-    """On-the-fly classification: [queries, classes] from the k nearest of the memory (eq. 2.6).
+    """On-the-fly classification: [queries, classes] from the k nearest of the memory (Grafit).
 
-    `own` [queries] is each query's own row of the memory, which does not count.
+    `own` [queries] is each query's own row of the memory, which is excluded.
     """
     cosines, rows = nearest(queries, memory, min(k, len(memory) - (own is not None)), own)
     return neighbour_probabilities(cosines, rows, memory_labels, classes, temperature)
@@ -121,7 +121,7 @@ def knn_accuracy(
 ) -> dict[int, float]:
     """Top-1 share of right answers for each number of neighbours; one search serves all.
 
-    `own` [queries] is each query's own row of the memory, which does not count.
+    `own` [queries] is each query's own row of the memory, which is excluded.
     """
     classes = int(max(labels.max(), memory_labels.max())) + 1
     most = min(max(neighbours), len(memory) - (own is not None))
@@ -163,7 +163,7 @@ def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
 
 
 def coarse_bonus(probabilities: Tensor, memory_coarse: Tensor) -> Tensor:
-    """log p / (1 - p) of each item's coarse class for each query: [queries, items] from [queries, coarse] (eq. 2.5)."""
+    """log p / (1 - p) of each item's coarse class for each query: [queries, items] from [queries, coarse]."""
     sure = probabilities.double().clamp(CERTAIN, 1 - CERTAIN)
     return (sure.log() - (-sure).log1p()).float()[:, memory_coarse]
 
@@ -261,8 +261,8 @@ def judge_retrieval(
 ) -> Findings:
     """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level, and R@k.
 
-    With a taxonomy also conditioned on the coarsest level as its neighbours predict it (architectures-and-training §12
-    item 13; the thesis takes a classifier's own probabilities where there is one), and with that level known.
+    With a taxonomy also conditioned on the coarsest level as the neighbours predict it (Grafit takes a classifier's own
+    probabilities where there is one), and with that level known.
     """
     queries, memory = _both(model, data, device, autocast)
     levels = list(_granularities(data, queries, memory).values())

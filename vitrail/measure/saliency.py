@@ -5,9 +5,9 @@
     head                  the head's own map: class attention, attention pooling; of the class where it has one for each
     gradient_attention    maps times their gradients, layer upon layer (Chefer et al. 2021)
     grad_cam              features weighted by their mean gradient (Selvaraju et al. 2017), for any trunk
-    sima                  lengths of the normalised keys of the last SimA layer (efficiency-1 §2.B7)
+    sima                  norms of the normalised keys of the last SimA layer (Koohpayegani and Pirsiavash 2022)
 
-Nothing needs to be said of a model's inside: every trunk here knows its grid. `grad_cam` reads the last tokens from
+No layer names are needed: every trunk here knows its grid. `grad_cam` reads the last tokens from
 which the class logit can be changed at all: after the last block where the head reads patches, before it where the head
 reads the class token alone. Without a class token, rows are weighed by the head's own map, else all alike.
 """
@@ -211,9 +211,9 @@ class Voice:
 
 
 def voices(model: Classifier, images: Tensor, classes: Tensor) -> list[Voice]:
-    """Class token, words, and both (heads §2.11), where a head adds logits of the two; else nothing.
+    """Class token, patch tokens, and both (SoT, supplement E), where a head adds logits of the two; else nothing.
 
-    `classes` [batch] are those that maps are of.
+    `classes` [batch] are the classes that maps explain.
     """
     head = model.head
     if not isinstance(head, SecondOrderHead) or head.fc is None or head.fc_words is None or model.policy is not None:

@@ -1,7 +1,8 @@
-"""What the seed alone changes: spread of a figure over seeds, and what one figure of a seed says of another.
+"""Effect of the seed: spread of a metric over seeds, and correlation between metrics.
 
-The seed study of architectures-and-training §8.4: n runs that differ in nothing else, their standard deviation and
-range, whether the best seed on one test set is the best on another, and whether early figures foretell the final ones.
+As in RSB (Wightman et al. 2021, arXiv 2110.00476): n runs that differ in nothing else, their standard deviation and
+range, whether the best seed on one test set is the best on another, and whether early metrics predict the
+final ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an ATS model would keep if it drew its tokens by another rule: top-K beside inverse transform (figure 2.2)."""
+"""Tokens that ATS (arXiv 2111.15667) keeps under other rules: top-K compared with inverse transform sampling."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def disagreement_matrix(groups: Sequence[Sequence[Member]]) -> Floats:
 
 
 def seed_study(members: Sequence[Member], figure: str) -> dict[str, Any]:
-    """What only the seed changed (§8.4): spread of the final figure, correlations, early looks and the end."""
+    """Effect of the seed: spread of the final metric, correlations, early and final evaluations."""
     final = [float(m.figures[figure]) for m in members]
     courses = [m.course(figure) for m in members]
     sets = {members[0].split: final}

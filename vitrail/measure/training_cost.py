@@ -1,4 +1,4 @@
-"""What training with and without labels costs, counted in passes of a network (CMSF eq. A.1; efficiency-1 §2.G5).
+"""Cost of training with and without labels, in passes of a network (CMSF, Navaneet et al. 2021, arXiv 2112.04607).
 
     passes = (forward + backward) x iterations x epochs,  FLOPs = (forward + 2 backward) x FLOPs of one pass
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FULL_SIZE = 224
-RESNET50 = 3.9e9  # of one pass, as eq. A.1 has it; multiply-accumulates
+RESNET50 = 3.9e9  # of one pass, as CMSF has it; multiply-accumulates
 IMAGENET = 1_281_167
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a model where images have no labels: whether its embeddings tell them apart."""
+"""Metrics that need no labels: whether embeddings distinguish images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which words a decision hangs on: gradient times input, token by token (heads §2.11).
+"""Influence of words on a prediction: gradient times input, token by token.
 
-A stand-in for the relevance methods of the paper: the gradient of one logit by the word embeddings, times those
-embeddings, summed over the width.
+A stand-in for the relevance methods of SoT (Xie et al. 2021, arXiv 2104.10935, supplement E): the gradient of one logit
+with respect to the word embeddings, times those embeddings, summed over the width.
 """
 
 from __future__ import annotations

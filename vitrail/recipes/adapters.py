@@ -1,4 +1,7 @@
-"""Few numbers for a task: LoRA and NOLA on frozen trunks, and NOLA from scratch (efficiency-1 §2.D3)."""
+"""Parameter-efficient adaptation: LoRA and NOLA on frozen trunks, and NOLA from scratch.
+
+NOLA: Koohpayegani et al. 2023, arXiv 2310.02556; LoRA: Hu et al. 2021, arXiv 2106.09685.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ FEW = RunConfig(
 
 
 def nola_vit() -> RunConfig:
-    """A ViT-B for a new task from ten images a class, as a seed and 49,152 numbers besides the classifier.
+    """A ViT-B for a new task from ten images per class: a seed and 49,152 coefficients besides the classifier.
 
-    Source:    efficiency-1 §2.D3; k = l = 1024 is inferred from the printed 47K (of 2^20); the rate is one of 5e-3,
-               1e-3, 5e-4; scale, schedule and augmentation are not given: 1, cosine, flips
+    Source:    NOLA; k = l = 1024 is inferred from the printed 47K (of 2^20); the learning rate is one of 5e-3, 1e-3,
+               5e-4; scale, schedule and augmentation are not given: 1, cosine, flips
     Command:   vitrail train nola-vit --data photos/
     Expect:    the paper, CIFAR-10 / CIFAR-100 / CUB / Caltech-101: 92.2 / 81.3 / 81.7 / 90.6 %; not run here
     """
@@ -59,8 +62,8 @@ def nola_vit() -> RunConfig:
 def lora_vit() -> RunConfig:
     """The same with LoRA on queries, keys and values.
 
-    Source:    efficiency-1 §2.D3. The paper's 147,456 numbers are one rank for the fused layer, or queries and values
-               alone; as its text says q, k and v, each with a rank of its own, here are 221,184
+    Source:    NOLA. The paper's 147,456 parameters are rank 1 on the fused layer, or on queries and values alone; its
+               text says q, k and v, each with a rank of its own, which gives the 221,184 used here
     Command:   vitrail train lora-vit --data photos/
     Expect:    the paper, CIFAR-10 / CIFAR-100 / CUB / Caltech-101: 93.1 / 81.6 / 82.4 / 90.8 %; not run here
     """
@@ -68,10 +71,10 @@ def lora_vit() -> RunConfig:
 
 
 def nola_resnet() -> RunConfig:
-    """A ResNet-20 from scratch, in the subspace that 12,876 numbers span around its random start.
+    """A ResNet-20 from scratch, in the subspace that 12,876 parameters span around its random initialisation.
 
-    Source:    efficiency-1 §2.D3: 19 convolutions of 250 + 250, the classifier of 1000 + 1000, norms as they are; rank,
-               length and augmentation are not given: 8 (fewer than the 10 classes), 200 epochs, crops and flips
+    Source:    NOLA: 19 convolutions of 250 + 250, the classifier of 1000 + 1000, norms as they are; rank, length
+               and augmentation are not given: 8 (fewer than the 10 classes), 200 epochs, crops and flips
     Command:   vitrail train nola-resnet --data cifar10.npz
     Expect:    the paper: 82.4 % on CIFAR-10 (dense 88.9); not run here
     """

@@ -1,4 +1,9 @@
-"""Models that spend by the image, and attacks on what they save (efficiency-1 §2.A, §2.B; efficiency-2 §2)."""
+"""Models with input-dependent compute, SimA, and attacks on the compute that adaptive models save.
+
+ATS: Fayyaz et al. 2022, arXiv 2111.15667; SimA: Koohpayegani and Pirsiavash 2022, arXiv 2206.08898; A-ViT: Yin et al.
+2022, arXiv 2112.07658; AdaViT: Meng et al. 2022, arXiv 2111.15668; attacks and defence: SlowFormer, Navaneet et al.
+2023, arXiv 2310.02544.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +23,9 @@ from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.mixers.config import Sima
 from vitrail.recipes.deit import AUGMENT, small_deit
 
-ATTACKED = Ats(layers=tuple(range(3, 10)), cap=(197.0,))  # chapter 5 samples in fewer blocks than chapter 2
+ATTACKED = Ats(layers=tuple(range(3, 10)), cap=(197.0,))  # SlowFormer samples in fewer blocks than ATS
 TINY_WEIGHTS = (1.0, 0.2, 0.2, 0.2, 0.01, 0.01, 0.01)  # of its sampling blocks, in the attack
-SMALL_AVIT = Avit(gate_center=5.0, ponder=0.01)  # published weights press too lightly on a short run (§6.2)
+SMALL_AVIT = Avit(gate_center=5.0, ponder=0.01)  # the published loss weights are too small for a short run
 
 BY_MODEL = {
     "avit": {
@@ -148,9 +153,9 @@ def _tuned(name: str, model: str, adaptive: AdaptiveConfig, *, batch: int, lr: f
 
 
 def ats_finetune() -> RunConfig:
-    """ATS: a trained DeiT gets used to seeing only the tokens it asks for.
+    """ATS: a trained DeiT, fine-tuned on the tokens that it samples.
 
-    Source:    appendix A.1.1; warm-up and decay are DeiT's, not stated
+    Source:    ATS, appendix; warm-up and weight decay are not stated: DeiT's
     Command:   vitrail train ats-finetune --data imagenet/ --model.name deit_small
     Hardware:  the authors': 8 RTX 6000
     Expect:    the paper: S 79.8 -> 79.7 % at 2.9 of 4.6 GMACs; not run here
@@ -162,7 +167,7 @@ def ats_finetune() -> RunConfig:
 def sima() -> RunConfig:
     """SimA: attention without softmax, from scratch.
 
-    Source:    section 2.2.4; XCiT is trained for 400 epochs there
+    Source:    SimA; XCiT is trained for 400 epochs there
     Command:   vitrail train sima --data imagenet/ --model.name deit_small_sima
     Hardware:  the authors': 8 RTX 6000, about 100 hours
     Expect:    the paper: DeiT-S 79.8 %, as with softmax; not run here
@@ -210,10 +215,10 @@ def _attack(name: str, model: ModelConfig, *, batch: int, lr: float, epochs: flo
 
 
 def attack() -> RunConfig:
-    """One patch for all images that makes an adaptive model spend more; `vitrail attack` begins here.
+    """A universal patch that raises the compute of an adaptive model; `vitrail attack` starts from this.
 
     Command:   vitrail attack RUN; or vitrail train attack --data photos/ --model.name NAME --model.weights RUN
-    Source:    SlowFormer, section 5.3; 300 steps are ours, it says that 1000 are plenty
+    Source:    SlowFormer; 300 steps are ours, the paper calls 1000 enough
     Expect:    CIFAR-100, 8 of 32 pixels: 5 % of what ATS saves, 12 % of A-ViT's, 8 % of AdaViT's (studies/adaptive.py)
     """
     made = _attack("attack", ModelConfig(trunk={"adaptive": Ats()}), batch=128, lr=0.2)
@@ -223,8 +228,8 @@ def attack() -> RunConfig:
 def attack_ats_tiny() -> RunConfig:
     """SlowFormer against ATS in DeiT-Ti.
 
-    Command:   vitrail train attack-ats-tiny --data imagenet/; then vitrail attack --resume RUN judges it
-    Source:    section 5.4, appendix A.8; victims are most likely not fine-tuned (§2.2.2)
+    Command:   vitrail train attack-ats-tiny --data imagenet/; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer, appendix; victims are most likely not fine-tuned, which the paper does not state
     Hardware:  the authors': 4 RTX 3090
     Expect:    the paper: 0.84 -> 1.0 of 1.3 GMACs, success 35 %, 70.3 -> 1.2 %; not run here
     """
@@ -234,8 +239,8 @@ def attack_ats_tiny() -> RunConfig:
 def attack_ats_small() -> RunConfig:
     """SlowFormer against ATS in DeiT-S.
 
-    Command:   vitrail train attack-ats-small --data imagenet/; then vitrail attack --resume RUN judges it
-    Source:    section 5.4, appendix A.8
+    Command:   vitrail train attack-ats-small --data imagenet/; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer, appendix
     Hardware:  the authors': 4 RTX 3090
     Expect:    the paper: 3.1 -> 4.0 of 4.6 GMACs, success 60 %, 79.2 -> 1.0 %; not run here
     """
@@ -246,8 +251,8 @@ def attack_ats_small() -> RunConfig:
 def attack_ats_base() -> RunConfig:
     """SlowFormer against ATS in DeiT-B.
 
-    Command:   vitrail train attack-ats-base --data imagenet/; then vitrail attack --resume RUN judges it
-    Source:    section 5.4, appendix A.8
+    Command:   vitrail train attack-ats-base --data imagenet/; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer, appendix
     Hardware:  the authors': 4 RTX 3090
     Expect:    the paper: 12.6 -> 15.4 of 17.6 GMACs, success 52 %, 81.3 -> 0.2 %; not run here
     """
@@ -262,8 +267,8 @@ def _victim(name: str) -> ModelConfig:
 def attack_avit() -> RunConfig:
     """SlowFormer against A-ViT.
 
-    Command:   vitrail train attack-avit --data imagenet/ --model.weights RUN; then vitrail attack --resume judges it
-    Source:    section 5.4, appendix A.8; 4 epochs for patches of 32 pixels and less
+    Command:   vitrail train attack-avit --data imagenet/ --model.weights RUN; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer, appendix; 4 epochs for patches of 32 pixels and less
     Hardware:  the authors': 4 RTX 3090
     Expect:    the paper: T 0.87 -> 1.26 of 1.26 GMACs, success 100 %, 71.4 -> 4.7 %; not run here
     """
@@ -272,10 +277,10 @@ def attack_avit() -> RunConfig:
 
 
 def attack_avit_defence() -> RunConfig:
-    """The quick attack that a defence makes again and again: 500 steps at a high rate.
+    """The short attack that adversarial training repeats: 500 steps at a high learning rate.
 
     Command:   vitrail train attack-avit-defence --data imagenet/ --model.weights RUN
-    Source:    section 5.3.3
+    Source:    SlowFormer
     Expect:    the paper: success 34 % against a defended A-ViT-T (of the full attack); not run here
     """
     made = replace(attack_avit(), recipe="attack-avit-defence")
@@ -285,8 +290,8 @@ def attack_avit_defence() -> RunConfig:
 def attack_adavit() -> RunConfig:
     """SlowFormer against AdaViT.
 
-    Command:   vitrail train attack-adavit --data imagenet/ --model.weights RUN; then vitrail attack --resume judges it
-    Source:    section 5.4, appendix A.8; whether 128 images are a GPU's or all is not said
+    Command:   vitrail train attack-adavit --data imagenet/ --model.weights RUN; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer, appendix; whether 128 images are per GPU or in total is not stated
     Hardware:  the authors': 4 RTX 3090
     Expect:    the paper: 2.25 -> 3.2 of 4.6 GMACs, success 40 %, 77.3 -> 0.4 %; not run here
     """
@@ -297,8 +302,8 @@ def attack_adavit() -> RunConfig:
 def attack_cifar() -> RunConfig:
     """SlowFormer against A-ViT on CIFAR-10 at 224 pixels.
 
-    Command:   vitrail train attack-cifar --data cifar10.npz --model.weights RUN; then vitrail attack --resume judges it
-    Source:    section 5.5: images resized to 256, crop of 224; length not stated, 1000 steps are what A.8 needs
+    Command:   vitrail train attack-cifar --data cifar10.npz --model.weights RUN; evaluate: vitrail attack --resume RUN
+    Source:    SlowFormer: images resized to 256, crop of 224; length not stated, 1000 steps as in its appendix
     Expect:    the paper: 0.11 -> 0.58 of 1.26 GMACs, success 41 %, 95.8 -> 60.2 %; not run here
     """
     made = replace(attack_avit(), recipe="attack-cifar")
@@ -306,10 +311,10 @@ def attack_cifar() -> RunConfig:
 
 
 def defence() -> RunConfig:
-    """A-ViT trained on images that carry patches made against itself.
+    """A-ViT trained adversarially, on images that carry patches learned against it.
 
     Command:   vitrail train defence --data imagenet/ --model.weights RUN; then vitrail attack on what it leaves
-    Source:    section 5.3.3; length, rate and share of clean images are not stated: ours
+    Source:    SlowFormer; length, learning rate and share of clean images are not stated: ours
     Expect:    the paper: T 65.8 % and success 34 % under attack, after 4.7 % and 100 %; not run here
     """
     base = _tuned("defence", "deit_tiny", Avit(), batch=512, lr=1e-4, epochs=30)

@@ -1,4 +1,4 @@
-"""Attention transfer, and the masked autoencoders it takes attention from (attention-transfer §2.3, §2.4)."""
+"""Attention transfer (Li et al. 2024, arXiv 2411.09702), and its teachers: MAE (He et al. 2021, arXiv 2111.06377)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ BY_MODEL: dict[str, dict[str, dict[str, Any]]] = {
     "attention-copy-part": {  # as large a part of the depth as 15 of 24
         size: {"objective.teacher": name, "objective.layers": PARTS[size]} for size, name in TEACHERS.items()
     },
-    "attention-distill": {  # three quarters of the depth; the paper does not say (§2.17)
+    "attention-distill": {  # three quarters of the depth; the paper does not state it
         "vit_base": {"objective.teacher": TEACHERS["vit_base"], "objective.layers": "first:9"},
         "vit_huge": {"objective.teacher": TEACHERS["vit_huge"], "objective.layers": "first:24"},
     },
@@ -154,7 +154,7 @@ def mae_pretrain() -> RunConfig:
 def mae_finetune() -> RunConfig:
     """All weights of a masked autoencoder, tuned for ImageNet: the "full transfer" of attention transfer.
 
-    Source:    MAE, table 9 (attention-transfer §2.3)
+    Source:    MAE, table 9
     Command:   vitrail train mae-finetune --data imagenet/ --model.weights runs/mae-pretrain-... [--model.name vit_base]
     Expect:    the papers: B 83.6, L 85.7-85.9, H 86.9 %; not run here
     """
@@ -170,7 +170,7 @@ def mae_finetune() -> RunConfig:
 def mae_scratch() -> RunConfig:
     """A ViT from scratch as the authors of MAE tuned it: the "no transfer" of attention transfer.
 
-    Source:    MAE, table 11 (attention-transfer §2.3)
+    Source:    MAE, table 11
     Command:   vitrail train mae-scratch --data imagenet/ --model.name vit_base
     Expect:    the papers: B 82.3-82.5, L 82.6-83.0, H 83.0-83.1 %; not run here
     """
@@ -189,9 +189,9 @@ def mae_scratch() -> RunConfig:
 def attention_copy() -> RunConfig:
     """Attention copy: a new ViT-L that uses the attention maps of a frozen, pre-trained one.
 
-    Source:    attention transfer, appendix (attention-transfer §2.4); the lowest rate, 2e-3, is absolute (peak 8e-3);
-               the class token is classified here, the mean of the patches there; the last block has 0.75 of the
-               head's rate, as MAE's, in the authors' code all of it
+    Source:    attention transfer, appendix; the lowest learning rate, 2e-3, is absolute (peak 8e-3); the class token is
+               classified here, the mean of the patch tokens there; the last block has 0.75 of the head's learning rate,
+               as in MAE, in the authors' code all of it
     Command:   vitrail train attention-copy --data imagenet/ [--objective.teacher RUN]
     Expect:    the paper: L 85.1 % (scratch 83.0, fine-tuned 85.7); not run here
     """
@@ -223,10 +223,10 @@ def attention_copy_part() -> RunConfig:
 
 
 def attention_distill() -> RunConfig:
-    """Attention distillation: a new ViT-L whose attention is drawn to that of a pre-trained one.
+    """Attention distillation: a new ViT-L trained to match the attention maps of a pre-trained one.
 
-    Source:    attention transfer, appendix (attention-transfer §2.4): 18 layers, weight 3 for the main result; all
-               other results of the paper have weight 1; drop path is shared with the teacher, as in the authors' code
+    Source:    attention transfer, appendix: 18 layers, weight 3 for the main result; all other results of the paper
+               have weight 1; drop path is shared with the teacher, as in the authors' code
     Command:   vitrail train attention-distill --data imagenet/ [--objective.weight 1]
     Expect:    the paper: L 85.7 % (scratch 83.0, fine-tuned 85.7); not run here
     """

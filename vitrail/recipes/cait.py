@@ -35,9 +35,9 @@ STATED = {
 
 
 def cait_400() -> RunConfig:
-    """CaiT on ImageNet-1k from scratch; drop path and LayerScale come with the model (table 3.16).
+    """CaiT on ImageNet-1k from scratch; drop path and LayerScale come with the model.
 
-    Source:    section 3.7
+    Source:    CaiT; drop path and LayerScale by model as the paper prints them
     Command:   vitrail train cait-400 --data imagenet/ --model.name cait_s24
     Expect:    the paper: S36 83.4 %, M36 83.7 %; not run here
     """
@@ -53,7 +53,7 @@ def cait_400() -> RunConfig:
 def cait_384() -> RunConfig:
     """CaiT fine-tuned at 384 pixels.
 
-    Source:    section 3.7; its numbers are DeiT III's (§12 item 15)
+    Source:    CaiT; the settings it leaves out are those of DeiT III (arXiv 2204.07118)
     Command:   vitrail train cait-384 --data imagenet/ --model.weights RUN
     Expect:    the paper: S36 83.4 -> 84.8 %; not run here
     """
@@ -70,7 +70,7 @@ def cait_384() -> RunConfig:
 def cait_distilled() -> RunConfig:
     """CaiT with hard distillation and no distillation token.
 
-    Source:    table 3.20
+    Source:    CaiT, ablation from DeiT-S to CaiT
     Command:   vitrail train cait-distilled --data imagenet/
     Expect:    the paper: S36 at 384 pixels 84.8 -> 85.2 %; not run here
     """

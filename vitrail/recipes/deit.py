@@ -72,7 +72,7 @@ STATED = {
 def deit_300() -> RunConfig:
     """DeiT's own recipe: a plain ViT on ImageNet-1k from scratch.
 
-    Source:    table 3.9; RandAugment is timm's, as there; drop path rises linearly
+    Source:    DeiT, table 9; RandAugment is timm's, as there; drop path rises linearly
     Command:   vitrail train deit-300 --data imagenet/ --model.name deit_small
     Hardware:  the authors': 8 V100 (Ti, S: under 3 days on 4)
     Expect:    the paper: Ti 72.2, S 79.8, B 81.8 %; not run here, for want of ImageNet
@@ -89,7 +89,7 @@ def deit_300() -> RunConfig:
 def deit_1000_distilled() -> RunConfig:
     """DeiT with a distillation token and a convolutional teacher, the long schedule.
 
-    Source:    tables 3.3 and 3.5; teacher RegNetY-16GF (82.9 %)
+    Source:    DeiT, tables 3 and 5; teacher RegNetY-16GF (82.9 %)
     Command:   vitrail train deit-1000-distilled --data imagenet/ --model.name deit_small_distilled
     Expect:    the paper: Ti 76.6, S 82.6, B 84.2 %; not run here
     """
@@ -106,7 +106,7 @@ def deit_1000_distilled() -> RunConfig:
 def deit_resolution() -> RunConfig:
     """Fine-tuning at a higher resolution, with training's augmentation kept.
 
-    Source:    section 3.4 and, for the numbers it leaves out, DeiT III section 6.3.6 (§12 item 15)
+    Source:    DeiT and, for the settings it leaves out, DeiT III (arXiv 2204.07118)
     Command:   vitrail train deit-resolution --data imagenet/ --model.weights runs/deit-300-... --model.name deit_base
     Expect:    the paper: B 81.8 -> 83.1 %; not run here
     """

@@ -20,10 +20,10 @@ from vitrail.recipes.deit import AUGMENT as DEIT_AUGMENT
 
 DROP_1K = {"tiny": 0.0, "small": 0.0, "base": 0.1, "large": 0.4, "huge": 0.5, "huge52": 0.5, "huge26x2": 0.5}
 DROP_21K = {**DROP_1K, "large": 0.3}
-"""Drop path by size (table 6.14)."""
+"""Drop path by size, as the paper prints it."""
 
 
-LOW = {"huge": 154, "huge52": 126, "huge26x2": 126}  # of 14 pixels a patch (table 6.6)
+LOW = {"huge": 154, "huge52": 126, "huge26x2": 126}  # of 14 pixels per patch side
 
 
 def _drops(
@@ -142,7 +142,7 @@ STATED = {
 def deit3_1k_400() -> RunConfig:
     """DeiT III on ImageNet-1k from scratch: 3-Augment, binary cross entropy, LAMB.
 
-    Source:    table 6.1, drop path by size from table 6.14; the authors' code binarises mixed targets, as here
+    Source:    DeiT III, table 1; drop path by size as it prints it; the authors' code binarises mixed targets, as here
     Command:   vitrail train deit3-1k-400 --data imagenet/ --model.name deit3_large
     Expect:    the paper: S 80.4, B 83.1, L 84.2 %; not run here
     """
@@ -164,7 +164,7 @@ def deit3_1k_400() -> RunConfig:
 def deit3_1k_800() -> RunConfig:
     """DeiT III for 800 epochs: more decay, 0.05 more drop path for every 200 epochs.
 
-    Source:    section 6.4
+    Source:    DeiT III
     Command:   vitrail train deit3-1k-800 --data imagenet/
     Expect:    the paper: S 81.4, B 83.7, L 84.5 %; not run here
     """
@@ -180,7 +180,7 @@ def deit3_1k_800() -> RunConfig:
 def deit3_lowres() -> RunConfig:
     """Training at a lower resolution; `deit3-resolution --model.image_size 224` follows.
 
-    Source:    table 6.6
+    Source:    DeiT III; the effect is that of FixRes (Touvron et al. 2019, arXiv 1906.06423)
     Command:   vitrail train deit3-lowres --data imagenet/ --model.image_size 192
     Expect:    the paper: B 83.5 % after fine-tuning at 224, against 83.1 % trained there; not run here
     """
@@ -191,7 +191,7 @@ def deit3_lowres() -> RunConfig:
 def deit3_21k_90() -> RunConfig:
     """DeiT III on ImageNet-21k: simple random crops, no mixup, cross entropy.
 
-    Source:    table 6.1
+    Source:    DeiT III, table 1
     Command:   vitrail train deit3-21k-90 --data imagenet21k/
     Expect:    the paper, after 21k -> 1k: S 82.6, B 85.2, L 86.8 %; not run here
     """
@@ -208,7 +208,7 @@ def deit3_21k_90() -> RunConfig:
 def deit3_21k_240() -> RunConfig:
     """DeiT III on ImageNet-21k, the long schedule.
 
-    Source:    section 6.4
+    Source:    DeiT III
     Command:   vitrail train deit3-21k-240 --data imagenet21k/
     Expect:    the paper, after 21k -> 1k: S 83.1, B 85.7, L 87.0 %; not run here
     """
@@ -224,7 +224,7 @@ def deit3_21k_240() -> RunConfig:
 def deit3_21k_to_1k() -> RunConfig:
     """From ImageNet-21k weights to ImageNet-1k.
 
-    Source:    table 6.1
+    Source:    DeiT III, table 1
     Command:   vitrail train deit3-21k-to-1k --data imagenet/ --model.weights RUN
     Expect:    see deit3-21k-90
     """
@@ -252,9 +252,9 @@ def deit3_resolution() -> RunConfig:
 
 
 def rsb_a2() -> RunConfig:
-    """ResNet strikes back, A2: the ResNet-50 against which ViT recipes are compared.
+    """ResNet strikes back, A2: the ResNet-50 with which ViT recipes are compared.
 
-    Source:    table 6.1, column RSB
+    Source:    RSB (Wightman et al. 2021, arXiv 2110.00476), as DeiT III prints it in table 1
     Command:   vitrail train rsb-a2 --data imagenet/
     Expect:    the paper: 79.7 +- 0.1 % over 100 seeds; not run here
     """

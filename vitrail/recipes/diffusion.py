@@ -1,4 +1,4 @@
-"""Diffusion models of our own: what makes images where nothing can be downloaded (efficiency-2 §3)."""
+"""Diffusion models from scratch: the generator of GeNIe (arXiv 2312.02548) where no weights can be downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grafit: fine representations from coarse labels (architectures-and-training §3.5)."""
+"""Grafit: fine representations from coarse labels (Touvron et al. 2020, arXiv 2011.12982)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATED = {
 def grafit_imagenet() -> RunConfig:
     """Grafit on ImageNet with coarse labels.
 
-    Source:    sections 2.4.3 and 2.5.1; SGD's momentum 0.9, decay 1e-4, copy's momentum 0.99 are ours
+    Source:    Grafit; SGD's momentum 0.9, weight decay 1e-4 and the EMA momentum 0.99 are ours
     Command:   vitrail train grafit-imagenet --data imagenet.csv --data.level coarse
     Expect:    the paper: 69.1 % kNN, 42.9 % mAP on the fine classes; not run here
     """
@@ -53,10 +53,10 @@ def grafit_imagenet() -> RunConfig:
 
 
 def grafit_transfer() -> RunConfig:
-    """A trunk that Grafit trained, on another data set.
+    """Transfer of a trunk trained by Grafit to another data set.
 
-    Source:    sections 2.4.6 and 2.5.4: an MLP classifier, better than one linear map where the projector was an MLP
-               (`--model.head.hidden none --model.head.mlp false` for that); SGD's momentum 0.9, decay 1e-4 are ours
+    Source:    Grafit: an MLP classifier, better than a linear one where the projector was an MLP
+               (`--model.head.hidden none --model.head.mlp false` for that); momentum 0.9 and weight decay 1e-4 are ours
     Command:   vitrail train grafit-transfer --data flowers/ --model.weights RUN [--optim.tune head]
     Expect:    the paper, ResNet-50 from ImageNet: flowers 98.2 %, cars 92.5 %, food 89.5 %; not run here
     """
@@ -71,7 +71,7 @@ def grafit_transfer() -> RunConfig:
 def grafit_cifar100() -> RunConfig:
     """Grafit on CIFAR-100's twenty coarse classes.
 
-    Source:    sections 2.4.3 and 2.5.1
+    Source:    Grafit
     Command:   vitrail train grafit-cifar100 --data cifar100.npz
     Expect:    the paper: 77.7 % kNN, 55.7 % mAP on the hundred fine classes; not run here
     """

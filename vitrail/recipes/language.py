@@ -1,4 +1,8 @@
-"""Language models: NOLA and LoRA on GPT-2 and LLaMA-2 (efficiency-1 §2.D3), and small ones from scratch."""
+"""Language models: NOLA and LoRA on GPT-2 and LLaMA-2, and small ones from scratch.
+
+NOLA: Koohpayegani et al. 2023, arXiv 2310.02556; LoRA: Hu et al. 2021, arXiv 2106.09685; QLoRA: Dettmers et al. 2023,
+arXiv 2305.14314.
+"""
 
 from __future__ import annotations
 
@@ -103,12 +107,12 @@ ALPACA = RunConfig(
 
 
 def nola_gpt2() -> RunConfig:
-    """GPT-2 M writes what a table says, as a seed and 96,000 numbers.
+    """GPT-2 M for table-to-text generation: a seed and 96,000 coefficients.
 
-    Source:    efficiency-1 §2.D3: k = l = 1000, 500 or 250, on queries and values or (`mlp`) on both layers of the MLP.
+    Source:    NOLA: k = l = 1000, 500 or 250, on queries and values or (`mlp`) on both layers of the MLP.
                Length penalty and warm-up (500 steps) as in LoRA's code, but no dropout on the adapter
     Command:   vitrail train nola-gpt2 --data e2e/ [--model.name text:gpt2-large]
-    Expect:    the paper, BLEU on E2E: 70.0 (M), 70.5 (L, 144,000 numbers), with its own script; not run here
+    Expect:    the paper, BLEU on E2E: 70.0 (M), 70.5 (L, 144,000 coefficients), with its own script; not run here
     """
     adapter = Nola(rank=8, coefficients=1000, targets=("qv",), train_head=False)
     return replace(E2E, recipe="nola-gpt2", model=replace(E2E.model, adapter=adapter))
@@ -130,10 +134,10 @@ def lora_gpt2() -> RunConfig:
 
 
 def nola_llama2() -> RunConfig:
-    """LLaMA-2 follows instructions, as a seed and 57,344 numbers (7B; 13B: 143,360, 70B: 573,440).
+    """Instruction tuning of LLaMA-2: a seed and 57,344 coefficients (7B; 13B: 143,360, 70B: 573,440).
 
-    Source:    efficiency-1 §2.D3: k = l = 128, 256, 512 for 7B, 13B, 70B. Clipping and a constant rate as in QLoRA's
-               code; length not given: 512. The base has 8 bits there and float32 here, 28 GB for 7B: 70B is too large
+    Source:    NOLA: k = l = 128, 256, 512 for 7B, 13B, 70B. Clipping and a constant learning rate as in QLoRA's code;
+               length not given: 512. The base has 8 bits there and float32 here, 28 GB for 7B: 70B is too large
                for one accelerator
     Command:   vitrail train nola-llama2 --data alpaca_data.json [--model.name text:meta-llama/Llama-2-13b-hf]
     Expect:    the paper, validation loss: 1.01 (7B), 0.97 (13B), 0.90 (70B); not run here
@@ -145,7 +149,7 @@ def nola_llama2() -> RunConfig:
 def lora_llama2() -> RunConfig:
     """The same with LoRA of rank 1.
 
-    Source:    efficiency-1 §2.D3: 2,498,560 numbers for 7B, 3,911,680 for 13B, 12,943,360 for 70B
+    Source:    NOLA: 2,498,560 parameters for 7B, 3,911,680 for 13B, 12,943,360 for 70B
     Command:   vitrail train lora-llama2 --data alpaca_data.json
     Expect:    the paper, validation loss: 1.04 (7B), 0.96 (13B), 0.92 (70B); not run here
     """

@@ -1,4 +1,4 @@
-"""Few images of many classes: LiVT, masked autoencoding and then balanced BCE (efficiency-2 §3.6)."""
+"""Long-tailed recognition: LiVT (Xu et al. 2022, arXiv 2212.02015), masked autoencoding and then balanced BCE."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ STATED: dict[str, dict[str, Any]] = {
 def livt_pretrain() -> RunConfig:
     """The first stage of LiVT: masked autoencoding of the unbalanced data, without labels.
 
-    Source:    efficiency-2 §3.6; the thesis takes the authors' checkpoint, whose settings are MAE's
+    Source:    LiVT, whose settings are MAE's (arXiv 2111.06377, table 8); GeNIe (arXiv 2312.02548) takes its checkpoint
     Command:   vitrail train livt-pretrain --data imagenet-lt.csv
-    Expect:    nothing by itself; fine-tuned without balance (the thesis' row MAE): 54.5 %; not run here
+    Expect:    nothing by itself; fine-tuned without balanced BCE (row MAE of the paper): 54.5 %; not run here
     """
     return replace(mae_pretrain(), recipe="livt-pretrain", model=ModelConfig(name="vit_base", drop_path=0.0))
 
@@ -53,10 +53,11 @@ def livt_pretrain() -> RunConfig:
 def livt() -> RunConfig:
     """The second stage of LiVT: fine-tuning with balanced BCE, for a long tail of rare classes.
 
-    Source:    efficiency-2 §3.6; the released run has batches of 2048, the thesis 1024 with the same rate. Whether
-               generated images count as training images of their class is not said: --objective.count_generated
+    Source:    LiVT; its released run has batches of 2048, GeNIe (arXiv 2312.02548) 1024 with the same learning rate.
+               Whether generated images count as training images of their class is not stated there:
+               --objective.count_generated
     Command:   vitrail train livt --data imagenet-lt.csv --model.weights runs/livt-pretrain-...
-    Expect:    the thesis: 60.9 % (Many 73.6, Med 56.4, Few 41.0); not run here, for want of ImageNet-LT
+    Expect:    the papers: 60.9 % (Many 73.6, Med 56.4, Few 41.0); not run here, for want of ImageNet-LT
     """
     return RunConfig(
         recipe="livt",

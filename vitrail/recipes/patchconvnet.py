@@ -17,7 +17,7 @@ AUGMENT = AugmentConfig(rand_ops=2, rand_magnitude=9, rand_std=0.5, rand_style="
 
 
 def less_drop_path(name: str) -> dict[str, float]:
-    """Fine-tuning drops 0.1 less than training did (table 5.8)."""
+    """Drop path of fine-tuning: 0.1 below that of training, at least 0."""
     trunk = ZOO[name].trunk
     assert isinstance(trunk, TrunkConfig)
     return {"model.drop_path": max(0.0, round(trunk.drop_path - 0.1, 3))}
@@ -72,9 +72,9 @@ BY_MODEL = {
 
 
 def patchconvnet_1k() -> RunConfig:
-    """PatchConvNet on ImageNet-1k from scratch; drop path comes with the model (table 5.8).
+    """PatchConvNet on ImageNet-1k from scratch; drop path comes with the model.
 
-    Source:    section 5.2.3; smoothing 0.1 and 5 epochs of warm-up, which it leaves out, are DeiT's
+    Source:    PatchConvNet; smoothing 0.1 and 5 epochs of warm-up, which it leaves out, are DeiT's
     Command:   vitrail train patchconvnet-1k --data imagenet/ --model.name patchconvnet_s60
     Expect:    the paper: S60 82.1, S120 83.2, B60 83.5, B120 84.1 %; not run here
     """
@@ -90,7 +90,7 @@ def patchconvnet_1k() -> RunConfig:
 def patchconvnet_resolution() -> RunConfig:
     """PatchConvNet fine-tuned at a higher resolution, with 0.1 less drop path.
 
-    Source:    section 5.2.3
+    Source:    PatchConvNet
     Command:   vitrail train patchconvnet-resolution --data imagenet/ --model.weights RUN --model.image_size 384
     Expect:    not run here
     """
@@ -107,7 +107,7 @@ def patchconvnet_resolution() -> RunConfig:
 def patchconvnet_21k() -> RunConfig:
     """PatchConvNet on ImageNet-21k.
 
-    Source:    section 5.2.3
+    Source:    PatchConvNet
     Command:   vitrail train patchconvnet-21k --data imagenet21k/
     Expect:    not run here
     """
@@ -123,7 +123,7 @@ def patchconvnet_21k() -> RunConfig:
 def patchconvnet_21k_to_1k() -> RunConfig:
     """From ImageNet-21k weights to ImageNet-1k.
 
-    Source:    section 5.2.3; weight decay is not stated: that of pre-training
+    Source:    PatchConvNet; weight decay is not stated: that of pre-training
     Command:   vitrail train patchconvnet-21k-to-1k --data imagenet/ --model.weights RUN
     Expect:    not run here
     """
@@ -140,7 +140,7 @@ def patchconvnet_21k_to_1k() -> RunConfig:
 def patchconvnet_per_class() -> RunConfig:
     """One pooling map for every class, fine-tuned from one map.
 
-    Source:    section 5.4
+    Source:    PatchConvNet
     Command:   vitrail train patchconvnet-per-class --data imagenet/ --model.weights RUN
     Expect:    the paper: from scratch 81.1 %, fine-tuned about as one map; not run here
     """

@@ -1,4 +1,4 @@
-"""Second-order and Gramian heads (heads §2.8, §3.3)."""
+"""Second-order heads (SoT, Xie et al. 2021, arXiv 2104.10935) and Gramian heads (Ryu et al. 2023, arXiv 2310.16483)."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ BY_MODEL = {
 
 
 def sot() -> RunConfig:
-    """SoT: class token and second-order pooling of words, on ImageNet-1k.
+    """SoT: class token and second-order pooling of patch tokens, on ImageNet-1k.
 
-    Source:    table S-3 and the authors' code
+    Source:    SoT, table S-3 and the authors' code
     Command:   vitrail train sot --data imagenet/ --model.name sot_small
     Expect:    the paper: Tiny 80.3, Small 82.7, Base 83.5 %; not run here
     """

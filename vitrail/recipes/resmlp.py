@@ -47,7 +47,7 @@ STATED = {
 def resmlp_400() -> RunConfig:
     """ResMLP on ImageNet-1k with LAMB; everything that is not stated is DeiT's.
 
-    Source:    section 4.3.1; why drop path is 0.1: see the top of this file
+    Source:    ResMLP; why drop path is 0.1: see the top of this file
     Command:   vitrail train resmlp-400 --data imagenet/ --model.name resmlp_s24
     Expect:    the paper: S12 76.6, S24 79.4, S36 79.7 %; not run here
     """
@@ -63,7 +63,8 @@ def resmlp_400() -> RunConfig:
 def resmlp_oldstyle_90() -> RunConfig:
     """ResMLP trained as ResNets once were: SGD, steps, crops and flips.
 
-    Source:    table 4.1 names it only; rate 0.1 at 256, decay 1e-4 and drops every 30 epochs are ResNet's usual
+    Source:    ResMLP, which only names it; learning rate 0.1 at 256, weight decay 1e-4 and drops every 30 epochs are
+               ResNet's usual
     Command:   vitrail train resmlp-oldstyle-90 --data imagenet/ --model.name resmlp_s12
     Expect:    the paper: S12 69.2 %, 7.4 below the modern recipe; not run here
     """
@@ -88,7 +89,7 @@ def resmlp_oldstyle_90() -> RunConfig:
 def resmlp_distilled() -> RunConfig:
     """ResMLP with DeiT's teacher, hard labels, no token.
 
-    Source:    section 4.3.1
+    Source:    ResMLP
     Command:   vitrail train resmlp-distilled --data imagenet/
     Expect:    the paper: S12 77.8, S24 80.8 %; not run here
     """

@@ -1,7 +1,13 @@
-"""Representations without labels, or with few (efficiency-1 §2.E-2.G; DINO: §2.B4).
+"""Self-supervised and semi-supervised representation learning.
+
+BYOL: Grill et al. 2020, arXiv 2006.07733; MoCo-v2: Chen et al. 2020, arXiv 2003.04297; ISD: Tejankar et al. 2020, arXiv
+2012.09259; MSF: Koohpayegani et al. 2021, arXiv 2105.07269; CMSF: Navaneet et al. 2021, arXiv 2112.04607; SupCon:
+Khosla et al. 2020, arXiv 2004.11362; DINO: Caron et al. 2021, arXiv 2104.14294; UniSiam: Lu et al. 2022, arXiv
+2207.09176; CompRess: Koohpayegani et al. 2020, arXiv 2010.14713; SimA: Koohpayegani and Pirsiavash 2022, arXiv
+2206.08898; ResMLP: Touvron et al. 2021, arXiv 2105.03404.
 
 Where the papers give the teacher weak views (crop and flip) and the model strong ones, so do these recipes; BYOL, MoCo
-and ISD on a ResNet-18 have two strong ones. Learning rates that drop at epochs of a list are a cosine here. DINO's
+and ISD on a ResNet-18 have two strong ones. Step schedules are replaced by a cosine here. DINO's
 large views differ in blur and solarising in its paper, and its small ones are not solarised; here all have the mean of
 the two large ones, and saturation is jittered as much as brightness and contrast, where it has half of that.
 """
@@ -144,9 +150,9 @@ def paper(
 
 
 def byol_asym() -> RunConfig:
-    """BYOL, one way: predict what a slow copy of oneself says of another view.
+    """Asymmetric BYOL: predict the momentum encoder's embedding of another view.
 
-    Source:    ISD, L1491-1497
+    Source:    ISD, its BYOL-asym baseline
     Command:   vitrail train byol-asym --data imagenet/
     Expect:    the paper: 69.3 % linear, 55.0 % 1-NN on ImageNet; not run here
     """
@@ -154,9 +160,9 @@ def byol_asym() -> RunConfig:
 
 
 def moco_v2() -> RunConfig:
-    """MoCo-v2: tell the other view of an image from 65,536 others.
+    """MoCo-v2: contrast the other view of an image with a queue of 65,536 negatives.
 
-    Source:    CompRes, section 2.3.4
+    Source:    MoCo-v2; schedule, momentum and learning rate as CompRess has them
     Command:   vitrail train moco-v2 --data imagenet/
     Expect:    the paper: 67.5 % linear, 50.9 % 1-NN on ImageNet; not run here
     """
@@ -167,7 +173,7 @@ def moco_v2() -> RunConfig:
 def isd_r18() -> RunConfig:
     """ISD on a ResNet-18: one temperature, no projector.
 
-    Source:    ISD, section 4.1.4; its rate falls to a fifth at epochs 140 and 180, a cosine here
+    Source:    ISD; its learning rate falls to a fifth at epochs 140 and 180, a cosine here
     Command:   vitrail train isd-r18 --data imagenet/
     Expect:    the paper: 53.8 % linear, 41.5 % 1-NN on ImageNet; not run here
     """
@@ -179,9 +185,9 @@ def isd_r18() -> RunConfig:
 
 
 def isd() -> RunConfig:
-    """ISD on a ResNet-50: see other images as near as a slow, sharper copy of oneself.
+    """ISD on a ResNet-50: match the momentum encoder's sharper similarities to other images.
 
-    Source:    ISD, section 4.1.4
+    Source:    ISD
     Command:   vitrail train isd --data imagenet/
     Expect:    the paper: 69.8 % linear, 59.2 % 1-NN on ImageNet; not run here
     """
@@ -189,9 +195,9 @@ def isd() -> RunConfig:
 
 
 def msf() -> RunConfig:
-    """MSF: move towards the mean of five neighbours, oneself among them.
+    """MSF: move towards the mean of five nearest neighbours, the image itself among them.
 
-    Source:    MSF, section 4.2.4
+    Source:    MSF
     Command:   vitrail train msf --data imagenet/
     Expect:    the paper: 72.1 % linear, 62.0 % 1-NN on ImageNet; not run here
     """
@@ -199,9 +205,9 @@ def msf() -> RunConfig:
 
 
 def cmsf_self() -> RunConfig:
-    """CMSF without labels: neighbours that an older embedding finds near too.
+    """CMSF without labels: neighbours constrained by those of an earlier embedding.
 
-    Source:    CMSF, section 4.3.4
+    Source:    CMSF
     Command:   vitrail train cmsf-self --data imagenet/
     Expect:    the paper: 73.0 % linear, 63.2 % 1-NN on ImageNet; not run here
     """
@@ -209,9 +215,9 @@ def cmsf_self() -> RunConfig:
 
 
 def cmsf_semi() -> RunConfig:
-    """CMSF with a tenth of the labels: neighbours of one's label or confident pseudo-label.
+    """CMSF with a tenth of the labels: neighbours of the same label or confident pseudo-label.
 
-    Source:    CMSF, section 4.3.4 and L2144
+    Source:    CMSF
     Command:   vitrail train cmsf-semi --data imagenet/
     Expect:    the paper: 69.9 % after its fine-tuning with a tenth of ImageNet's labels; not run here
     """
@@ -219,9 +225,9 @@ def cmsf_semi() -> RunConfig:
 
 
 def cmsf_sup() -> RunConfig:
-    """CMSF with labels: the ten nearest of one's class.
+    """CMSF with labels: the ten nearest neighbours of the same class.
 
-    Source:    CMSF, section 4.3.4
+    Source:    CMSF
     Command:   vitrail train cmsf-sup --data imagenet/
     Expect:    the paper: 76.4 % linear on ImageNet, 80.1 % mean of ten transfers; not run here
     """
@@ -231,7 +237,7 @@ def cmsf_sup() -> RunConfig:
 def supcon() -> RunConfig:
     """SupCon: contrast within a batch, by label.
 
-    Source:    CMSF, section 4.3.4 (temperature, warm-up); rate and batch are its common ones
+    Source:    CMSF, its SupCon baseline (temperature, warm-up); learning rate and batch are its common ones
     Command:   vitrail train supcon --data imagenet/
     Expect:    the paper: 77.5 % linear on ImageNet; not run here
     """
@@ -253,9 +259,9 @@ def _dino(name: str, model: ModelConfig, objective: DinoConfig, optim: OptimConf
 
 
 def resmlp_dino() -> RunConfig:
-    """DINO on a ResMLP, which mixes one number of patches only: two large views, no small ones.
+    """DINO on a ResMLP, which takes a fixed number of patches: two global views, no local ones.
 
-    Source:    ResMLP, section 4.3.1 (300 epochs); the rest is DINO's for a ViT-S
+    Source:    ResMLP (300 epochs); the rest is DINO's for a ViT-S
     Command:   vitrail train resmlp-dino --data imagenet/
     Expect:    the paper: S12 76.5 %, S24 79.9 % after fine-tuning on ImageNet; not run here
     """
@@ -264,9 +270,9 @@ def resmlp_dino() -> RunConfig:
 
 
 def sima_dino() -> RunConfig:
-    """DINO on an XCiT without softmax; the mean of its patches is pooled in place of a class token.
+    """DINO on an XCiT without softmax; its patch tokens are mean-pooled in place of a class token.
 
-    Source:    SimA, L819-827; ours: warm-up, views and temperatures, which are DINO's
+    Source:    SimA; ours: warm-up, views and temperatures, which are DINO's
     Command:   vitrail train sima-dino --data imagenet/
     Hardware:  the authors': 4 RTX 3090, about 100 hours
     Expect:    the paper: 75.5 % linear, 71.2 % 20-NN on ImageNet; not run here
@@ -308,7 +314,7 @@ def small_byol() -> RunConfig:
 def small_unisiam() -> RunConfig:
     """UniSiam on a small ResNet: a backbone for few-shot episodes, in minutes.
 
-    Source:    efficiency-2 §3.5; the projector has two layers here and three there
+    Source:    UniSiam, the backbone of GeNIe (arXiv 2312.02548); its projector has three layers, two here
     Command:   vitrail train small-unisiam --data cifar10.npz
     Expect:    CIFAR-10: 57.4 % by 20 neighbours, 60.1 % linear (test images, one seed)
     """

@@ -53,7 +53,7 @@ def vit() -> RunConfig:
     """Train a plain ViT from scratch, with the augmentation that it needs.
 
     Command:   vitrail train vit --data photos/ --model.name deit_tiny
-    Source:    DeiT's recipe (architectures-and-training §4.3), shortened; no repeated augmentation
+    Source:    DeiT's recipe (Touvron et al. 2021, arXiv 2012.12877, table 9), shortened; no repeated augmentation
     Expect:    depends on the data; not measured here
     """
     return RunConfig(

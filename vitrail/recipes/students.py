@@ -1,6 +1,6 @@
-"""A teacher's embeddings taken over by a small model: CompRes (Koohpayegani et al. 2020, arXiv 2010.14713), baselines.
+"""Students that learn a teacher's embeddings: CompRess (Koohpayegani et al. 2020, arXiv 2010.14713), baselines.
 
-Students see crops and flips only, as in CompRes: colours are not jittered, in the small versions neither.
+Students see crops and flips only, as in CompRess: no colour jitter, in the small versions neither.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _student(name: str, objective: ObjectiveConfig) -> RunConfig:
 
 
 def compres_1q() -> RunConfig:
-    """CompRes with one queue: a student sees images as near to the teacher's anchors as the teacher.
+    """CompRess with one queue: match the teacher's similarities to its anchors.
 
-    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
+    Source:    CompRess; its learning rate falls to a fifth at epochs 90 and 120, a cosine here
     Command:   vitrail train compres-1q --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 62.6 % linear, 53.5 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
@@ -84,9 +84,9 @@ def compres_1q() -> RunConfig:
 
 
 def compres_2q() -> RunConfig:
-    """CompRes with two queues: a student's own anchors beside the teacher's.
+    """CompRess with two queues: anchors of the student's own besides the teacher's.
 
-    Source:    CompRes, L950; its rate falls to a fifth at epochs 90 and 120, a cosine here
+    Source:    CompRess; its learning rate falls to a fifth at epochs 90 and 120, a cosine here
     Command:   vitrail train compres-2q --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 61.7 % linear, 53.4 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
@@ -94,9 +94,9 @@ def compres_2q() -> RunConfig:
 
 
 def reg() -> RunConfig:
-    """Plain regression of a teacher's embedding, CompRes' baseline.
+    """Plain regression of a teacher's embedding, a baseline of CompRess.
 
-    Source:    CompRes, appendix A.3.2
+    Source:    CompRess, appendix
     Command:   vitrail train reg --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 52.2 % linear, 41.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
@@ -108,9 +108,9 @@ def reg() -> RunConfig:
 
 
 def reg_bn() -> RunConfig:
-    """Regression of a teacher's embedding, both normalised over the batch, CompRes' baseline.
+    """Regression of a teacher's embedding, both normalised over the batch, a baseline of CompRess.
 
-    Source:    CompRes, appendix A.3.2
+    Source:    CompRess, appendix
     Command:   vitrail train reg-bn --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 58.2 % linear, 47.3 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
@@ -119,9 +119,9 @@ def reg_bn() -> RunConfig:
 
 
 def cluster_classification() -> RunConfig:
-    """A student learns which cluster of a teacher's features an image is in, CompRes' baseline CC.
+    """Classification of k-means clusters of a teacher's features, the baseline CC of CompRess.
 
-    Source:    CompRes, appendix A.3.2; ours: weight decay and batch
+    Source:    CompRess, appendix; ours: weight decay and batch
     Command:   vitrail train cluster-classification --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 61.1 % linear, 51.1 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """
@@ -130,9 +130,9 @@ def cluster_classification() -> RunConfig:
 
 
 def crd() -> RunConfig:
-    """CRD: tell a teacher's embedding of an image from those of others, CompRes' baseline.
+    """CRD (Tian et al. 2019, arXiv 1910.10699): contrast with a teacher's embeddings, a baseline of CompRess.
 
-    Source:    CompRes, appendix A.3.2 (rate); ours: its length; the rest is CRD's and CompRes' own
+    Source:    CompRess, appendix (learning rate); ours: its length; the rest is CRD's and CompRess' own
     Command:   vitrail train crd --data imagenet/ --objective.teacher RUN
     Expect:    the paper: 58.4 % linear, 43.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here
     """

@@ -1,4 +1,8 @@
-"""From one data set to another (architectures-and-training §5.5, §8.3; heads §3.5)."""
+"""Transfer from one data set to another.
+
+Settings of CaiT (Touvron et al. 2021, arXiv 2103.17239), DeiT III (Touvron et al. 2022, arXiv 2204.07118) and Gramian
+heads (Ryu et al. 2023, arXiv 2310.16483).
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,9 @@ def _transfer(name: str, rate: float, epochs: float) -> RunConfig:
 
 
 def transfer_cifar() -> RunConfig:
-    """From ImageNet to CIFAR, at 224 pixels: training's settings with a hundredth of the rate.
+    """From ImageNet to CIFAR, at 224 pixels: training's settings with a hundredth of the learning rate.
 
-    Source:    CaiT, section 3.7.1.3; DeiT's own is not spelled out (§12 item 16)
+    Source:    CaiT; DeiT does not give its own settings
     Command:   vitrail train transfer-cifar --data cifar100.npz --model.name deit_base
     Expect:    the paper: CaiT S36 99.2 and 92.2 % (CIFAR-10, -100); not run here
     """
@@ -51,9 +55,9 @@ def transfer_cifar() -> RunConfig:
 
 
 def transfer_flowers() -> RunConfig:
-    """From ImageNet to Flowers-102: a tenth of the rate.
+    """From ImageNet to Flowers-102: a tenth of the learning rate.
 
-    Source:    CaiT, section 3.7.1.3
+    Source:    CaiT
     Command:   vitrail train transfer-flowers --data torchvision:Flowers102?root=data
     Expect:    the paper: CaiT S36 98.8 %; not run here
     """
@@ -63,7 +67,7 @@ def transfer_flowers() -> RunConfig:
 def transfer_cars() -> RunConfig:
     """From ImageNet to Stanford Cars.
 
-    Source:    CaiT, section 3.7.1.3
+    Source:    CaiT
     Command:   vitrail train transfer-cars --data torchvision:StanfordCars?root=data
     Expect:    the paper: CaiT S36 93.5 %; not run here
     """
@@ -73,7 +77,7 @@ def transfer_cars() -> RunConfig:
 def transfer_inat() -> RunConfig:
     """From ImageNet to iNaturalist.
 
-    Source:    CaiT, section 3.7.1.3
+    Source:    CaiT
     Command:   vitrail train transfer-inat --data inaturalist/
     Expect:    the paper: CaiT S36 77.1 and 80.6 % (2018, 2019); not run here
     """
@@ -83,8 +87,9 @@ def transfer_inat() -> RunConfig:
 def transfer_fgvc() -> RunConfig:
     """Fine-grained data from ImageNet weights: one cell of the grid over which mean and spread are reported.
 
-    Source:    heads §3.5, A.1; batch, momentum and the grid (7 rates 1e-4 to 1e-1, 7 ratios of decay to rate 1e-6 to
-               1e-3, and 0) are Kornblith's, from memory; images at 256, centre crop of 224
+    Source:    Gramian heads, appendix A.1; batch, momentum and the grid (7 learning rates 1e-4 to 1e-1, 7 ratios of
+               weight decay to learning rate 1e-6 to 1e-3, and 0) are those of Kornblith et al. 2019, from memory;
+               images at 256, centre crop of 224
     Command:   vitrail train transfer-fgvc --data cub/ --model.name timm:resnet50 --optim.lr 0.01
     Expect:    the paper, over its grid: ResNet-50 79.2 +- 1.7 on CUB; not run here
     """
@@ -99,7 +104,7 @@ def transfer_fgvc() -> RunConfig:
 def transfer_attention() -> RunConfig:
     """Fine-tuning of the attention layers alone.
 
-    Source:    DeiT III, section 6.3.5.1: less memory, as accurate, better on small sets
+    Source:    DeiT III, after Touvron et al. 2022 (arXiv 2203.09795): less memory, as accurate, better on small sets
     Command:   vitrail train transfer-attention --data photos/
     Expect:    the paper: + 0.2 on Flowers; not run here
     """
