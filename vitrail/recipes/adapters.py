@@ -13,7 +13,7 @@ from vitrail.recipes.transfer import small_transfer
 
 STATED = {
     "nola-vit": {
-        "source": "NOLA, section 3.1.4.3 (efficiency-1 §2.D3): MLP of ViT-B, 5 or 10 images a class",
+        "source": "NOLA (arXiv 2310.02556): MLP of ViT-B, 5 or 10 images a class",
         "model.adapter.rank": 4,
         "model.adapter.targets": ["mlp"],
         "optim.epochs": 50,
@@ -22,7 +22,7 @@ STATED = {
         "data.shots": 10,
     },
     "lora-vit": {
-        "source": "NOLA, section 3.1.4.3: the baseline beside it",
+        "source": "NOLA (arXiv 2310.02556): the baseline beside it",
         "model.adapter.rank": 4,
         "model.adapter.targets": ["qkv"],
         "optim.epochs": 50,
@@ -30,7 +30,7 @@ STATED = {
         "data.shots": 10,
     },
     "nola-resnet": {
-        "source": "NOLA, appendix A.4.2: 12,876 numbers in all, 1,376 of them of norms",
+        "source": "NOLA (arXiv 2310.02556): 12,876 numbers in all, 1,376 of them of norms",
         "model.name": "cifar_resnet20",
         "model.adapter.coefficients": 250,
         "model.adapter.head_coefficients": 1000,

@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
 
 STATED: dict[str, dict[str, Any]] = {
     "mae-pretrain": {
-        "source": "MAE, table 8; attention-transfer §2.3",
+        "source": "MAE, table 8",
         "optim.name": "adamw",
         "optim.lr": 1.5e-4,
         "optim.lr_batch": 256,

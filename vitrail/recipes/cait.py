@@ -12,7 +12,7 @@ from vitrail.recipes.deit import AUGMENT, TEACHER, small_deit
 
 STATED = {
     "cait-400": {
-        "source": "CaiT, section 3.7 and table 3.16",
+        "source": "CaiT (arXiv 2103.17239)",
         "optim.epochs": 400,
         "data.batch": 1024,
         "optim.name": "adamw",
@@ -23,14 +23,17 @@ STATED = {
         "data.crop_ratio": 1.0,
     },
     "cait-384": {
-        "source": "CaiT, section 3.7; numbers from DeiT III, section 6.3.6 (§12 item 15)",
+        "source": "CaiT (arXiv 2103.17239); numbers from DeiT III (arXiv 2204.07118)",
         "model.image_size": 384,
         "optim.lr": 1e-5,
         "data.batch": 512,
         "optim.weight_decay": 0.1,
         "data.crop_ratio": 1.0,
     },
-    "cait-distilled": {"source": "CaiT, table 3.20: hard distillation without a token", "objective.mode": "hard"},
+    "cait-distilled": {
+        "source": "CaiT (arXiv 2103.17239): hard distillation without a token",
+        "objective.mode": "hard",
+    },
 }
 
 

@@ -30,7 +30,7 @@ AUGMENT = AugmentConfig(
 
 STATED = {
     "deit-300": {
-        "source": "DeiT, table 3.9",
+        "source": "DeiT (arXiv 2012.12877)",
         "optim.epochs": 300,
         "data.batch": 1024,
         "optim.name": "adamw",
@@ -50,7 +50,7 @@ STATED = {
         "data.augment.erasing": 0.25,
     },
     "deit-1000-distilled": {
-        "source": "DeiT, table 3.5",
+        "source": "DeiT (arXiv 2012.12877)",
         "optim.epochs": 1000,
         "data.batch": 1024,
         "objective.mode": "hard",
@@ -58,7 +58,7 @@ STATED = {
         "data.repeats": 3,
     },
     "deit-resolution": {
-        "source": "DeiT, section 3.4 (epochs, size); DeiT III, section 6.3.6 (the rest; §12 item 15)",
+        "source": "DeiT (arXiv 2012.12877) (epochs, size); DeiT III (arXiv 2204.07118) (the rest)",
         "model.image_size": 384,
         "optim.epochs": 25,
         "optim.lr": 1e-5,

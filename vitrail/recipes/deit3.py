@@ -61,7 +61,7 @@ _COMMON = {
 }
 STATED = {
     "deit3-1k-400": {
-        "source": "DeiT III, table 6.1",
+        "source": "DeiT III (arXiv 2204.07118)",
         **_COMMON,
         "objective.loss": "bce",
         "objective.smoothing": 0,
@@ -70,9 +70,9 @@ STATED = {
         "data.augment.mixup": 0.8,
         "optim.epochs": 400,
     },
-    "deit3-1k-800": {"source": "DeiT III, table 6.1 and section 6.4", "optim.epochs": 800, "optim.weight_decay": 0.05},
+    "deit3-1k-800": {"source": "DeiT III (arXiv 2204.07118)", "optim.epochs": 800, "optim.weight_decay": 0.05},
     "deit3-21k-90": {
-        "source": "DeiT III, table 6.1",
+        "source": "DeiT III (arXiv 2204.07118)",
         **_COMMON,
         "objective.loss": "cross_entropy",
         "objective.smoothing": 0.1,
@@ -81,9 +81,9 @@ STATED = {
         "data.augment.mixup": 0,
         "optim.epochs": 90,
     },
-    "deit3-21k-240": {"source": "DeiT III, section 6.4: drop path + 0.05", "optim.epochs": 240},
+    "deit3-21k-240": {"source": "DeiT III (arXiv 2204.07118): drop path + 0.05", "optim.epochs": 240},
     "deit3-21k-to-1k": {
-        "source": "DeiT III, table 6.1",
+        "source": "DeiT III (arXiv 2204.07118)",
         "data.batch": 2048,
         "optim.lr": 3e-4,
         "optim.epochs": 50,
@@ -114,11 +114,11 @@ STATED = {
         "data.augment.jitter": 0,
     },
     "deit3-lowres": {
-        "source": "DeiT III, table 6.6: train at 192, then deit3-resolution at 224",
+        "source": "DeiT III (arXiv 2204.07118): train at 192, then deit3-resolution at 224",
         "model.image_size": 192,
     },
     "rsb-a2": {
-        "source": "DeiT III, table 6.1, column RSB ResNet-50",
+        "source": "DeiT III (arXiv 2204.07118), column RSB ResNet-50",
         "data.batch": 2048,
         "optim.name": "lamb",
         "optim.lr": 5e-3,

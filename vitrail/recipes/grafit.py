@@ -9,7 +9,7 @@ from vitrail.model.heads.config import Mean, Projected
 
 STATED = {
     "grafit-imagenet": {
-        "source": "Grafit, sections 2.4.3 and 2.5.1; decay, warm-up, momentum and widths are not given (§12 item 11)",
+        "source": "Grafit (arXiv 2011.12982); decay, warm-up, momentum and widths are not given",
         "optim.name": "sgd",
         "optim.lr": 0.1,
         "optim.lr_batch": 256,
@@ -20,13 +20,13 @@ STATED = {
         "objective.views": 4,
     },
     "grafit-transfer": {
-        "source": "Grafit, sections 2.4.6 and 2.5.4; trunk fine-tuned (§12 item 14), decay and momentum not given",
+        "source": "Grafit (arXiv 2011.12982); trunk fine-tuned, decay and momentum not given",
         "optim.epochs": 240,
         "optim.schedule": "cosine",
         "optim.lr": 0.01,
         "data.batch": 512,
     },
-    "grafit-cifar100": {"source": "Grafit, sections 2.4.3 and 2.5.1", "objective.views": 8, "optim.epochs": 600},
+    "grafit-cifar100": {"source": "Grafit (arXiv 2011.12982)", "objective.views": 8, "optim.epochs": 600},
 }
 
 

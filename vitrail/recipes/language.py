@@ -34,7 +34,7 @@ LLAMA2 = {
 }
 STATED = {
     "nola-gpt2": {
-        "source": "NOLA, table 3.1 (efficiency-1 §2.D3), the rest as in LoRA's released code for E2E",
+        "source": "NOLA (arXiv 2310.02556), the rest as in LoRA's released code for E2E",
         **GPT2,
         "model.adapter.rank": 8,
         "model.adapter.coefficients": 1000,
@@ -43,7 +43,7 @@ STATED = {
         "optim.weight_decay": 0,
     },
     "lora-gpt2": {
-        "source": "LoRA's released code for E2E: the baseline of NOLA, table 3.1",
+        "source": "LoRA's released code for E2E: the baseline of NOLA (arXiv 2310.02556)",
         **GPT2,
         "model.adapter.rank": 4,
         "model.adapter.scale": 32,
@@ -51,7 +51,7 @@ STATED = {
         "optim.weight_decay": 0.01,
     },
     "nola-llama2": {
-        "source": "NOLA, table 3.5 (efficiency-1 §2.D3), the rest as in QLoRA's released code; its base has 8 bits",
+        "source": "NOLA (arXiv 2310.02556), the rest as in QLoRA's released code; its base has 8 bits",
         **LLAMA2,
         "model.adapter.rank": 16,
         "model.adapter.coefficients": 128,
@@ -59,7 +59,7 @@ STATED = {
         "optim.lr": 0.001,
     },
     "lora-llama2": {
-        "source": "NOLA, table 3.5: the baseline beside it; its base has 8 bits",
+        "source": "NOLA (arXiv 2310.02556): the baseline beside it; its base has 8 bits",
         **LLAMA2,
         "model.adapter.rank": 1,
         "model.adapter.scale": 16,

@@ -15,12 +15,12 @@ BALANCED = SupervisedConfig(loss="bce", bce_sum=True, logit_adjustment=1.0, smoo
 
 STATED: dict[str, dict[str, Any]] = {
     "livt-pretrain": {
-        "source": "efficiency-2 §3.6: masked autoencoding on the unbalanced data; settings are MAE's, table 8",
+        "source": "GeNIe (arXiv 2312.02548): masked autoencoding on the unbalanced data; settings are MAE's, table 8",
         "model.name": "vit_base",
         "objective.mask": 0.75,
     },
     "livt": {
-        "source": "efficiency-2 §3.6: GeNIe for epochs, rate and batch; LiVT's released settings for the rest",
+        "source": "GeNIe (arXiv 2312.02548) for epochs, rate and batch; LiVT's released settings for the rest",
         "optim.epochs": 100,
         "optim.lr": 0.008,
         "data.batch": 1024,

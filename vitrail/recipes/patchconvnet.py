@@ -25,7 +25,7 @@ def less_drop_path(name: str) -> dict[str, float]:
 
 STATED = {
     "patchconvnet-1k": {
-        "source": "PatchConvNet, section 5.2.3",
+        "source": "PatchConvNet (arXiv 2112.13692)",
         "optim.epochs": 400,
         "data.batch": 2048,
         "optim.name": "lamb",
@@ -39,14 +39,14 @@ STATED = {
         "data.augment.erasing": 0,
     },
     "patchconvnet-resolution": {
-        "source": "PatchConvNet, section 5.2.3",
+        "source": "PatchConvNet (arXiv 2112.13692)",
         "optim.epochs": 10,
         "data.batch": 1024,
         "optim.lr": 1e-5,
         "optim.weight_decay": 0.01,
     },
     "patchconvnet-21k": {
-        "source": "PatchConvNet, section 5.2.3",
+        "source": "PatchConvNet (arXiv 2112.13692)",
         "optim.epochs": 90,
         "data.batch": 2048,
         "optim.lr": 3e-3,
@@ -54,12 +54,12 @@ STATED = {
         "data.repeats": 1,
     },
     "patchconvnet-21k-to-1k": {
-        "source": "PatchConvNet, section 5.2.3",
+        "source": "PatchConvNet (arXiv 2112.13692)",
         "optim.epochs": 100,
         "data.batch": 1024,
         "optim.lr": 5e-4,
     },
-    "patchconvnet-per-class": {"source": "PatchConvNet, section 5.4: as for resolution, one map a class"},
+    "patchconvnet-per-class": {"source": "PatchConvNet (arXiv 2112.13692): as for resolution, one map a class"},
 }
 SIZES = [name for name, spec in ZOO.items() if name.startswith("patchconvnet_") and isinstance(spec.trunk, TrunkConfig)]
 WIDER = {"optim.weight_decay": 0.05}  # than S

@@ -38,7 +38,7 @@ STATED = {
         "optim.clip": 0,
     },
     "gramian": {
-        "source": "Gramian heads, the authors' code (heads §3.3)",
+        "source": "Gramian heads, the authors' code",
         "optim.epochs": 300,
         "optim.name": "lamb",
         "optim.weight_decay": 0.05,

@@ -24,7 +24,7 @@ from vitrail.recipes.deit import AUGMENT, TEACHER, small_deit
 
 STATED = {
     "resmlp-400": {
-        "source": "ResMLP, section 4.3.1 and table 4.3; the authors' code (drop path) and README (test crop)",
+        "source": "ResMLP (arXiv 2105.03404); the authors' code (drop path) and README (test crop)",
         "optim.name": "lamb",
         "optim.lr": 5e-3,
         "optim.weight_decay": 0.2,
@@ -35,12 +35,12 @@ STATED = {
         "data.crop_ratio": 0.9,
     },
     "resmlp-oldstyle-90": {
-        "source": "ResMLP, table 4.1: 90 epochs, SGD, step schedule; the rest is ResNet's usual",
+        "source": "ResMLP (arXiv 2105.03404): 90 epochs, SGD, step schedule; the rest is ResNet's usual",
         "optim.name": "sgd",
         "optim.schedule": "step",
         "optim.epochs": 90,
     },
-    "resmlp-distilled": {"source": "ResMLP, section 4.3.1", "objective.mode": "hard", "optim.lr": 5e-3},
+    "resmlp-distilled": {"source": "ResMLP (arXiv 2105.03404)", "objective.mode": "hard", "optim.lr": 5e-3},
 }
 
 

@@ -49,19 +49,19 @@ SHIFT = {
 }
 STATED = {
     "byol-asym": {
-        "source": "ISD, L1491-1497: ResNet-50",
+        "source": "ISD (arXiv 2012.09259): ResNet-50",
         **SHIFT,
         "objective.symmetric": False,
         "objective.views": "strong_strong",
     },
     "moco-v2": {
-        "source": "CompRes, section 2.3.4: 200 epochs, momentum 0.999, lr 0.03; the rest as MoCo-v2's own",
+        "source": "CompRess (arXiv 2010.14713): 200 epochs, momentum 0.999, lr 0.03; the rest as MoCo-v2's own",
         "optim.lr": 0.03,
         "optim.epochs": 200,
         "objective.momentum": 0.999,
     },
     "isd-r18": {
-        "source": "ISD, section 4.1.4: ResNet-18, strong / strong",
+        "source": "ISD (arXiv 2012.09259): ResNet-18, strong / strong",
         **SGD,
         "optim.lr": 0.01,
         "optim.epochs": 200,
@@ -74,7 +74,7 @@ STATED = {
         "objective.views": "strong_strong",
     },
     "isd": {
-        "source": "ISD, section 4.1.4: ResNet-50",
+        "source": "ISD (arXiv 2012.09259): ResNet-50",
         **SHIFT,
         "objective.temperature": 0.1,
         "objective.teacher_temperature": 0.01,
@@ -82,7 +82,7 @@ STATED = {
         "objective.views": "weak_strong",
     },
     "msf": {
-        "source": "MSF, section 4.2.4: w/s, 128K bank; the authors' code for jitter",
+        "source": "MSF (arXiv 2105.07269): w/s, 128K bank; the authors' code for jitter",
         **SHIFT,
         "objective.k": 5,
         "objective.bank": 128_000,
@@ -96,7 +96,7 @@ STATED = {
         "data.augment.blur": 0.5,
     },
     "cmsf-self": {
-        "source": "CMSF, section 4.3.4",
+        "source": "CMSF (arXiv 2112.04607)",
         **SHIFT,
         "objective.constraint": "self",
         "objective.k": 5,
@@ -104,7 +104,7 @@ STATED = {
         "objective.bank": 128_000,
     },
     "cmsf-semi": {
-        "source": "CMSF, section 4.3.4 and L2144: ImageNet with a tenth of its labels",
+        "source": "CMSF (arXiv 2112.04607): ImageNet with a tenth of its labels",
         **SHIFT,
         "objective.constraint": "semi",
         "objective.k": 10,
@@ -113,16 +113,16 @@ STATED = {
         "objective.bank": 128_000,
     },
     "cmsf-sup": {
-        "source": "CMSF, section 4.3.4",
+        "source": "CMSF (arXiv 2112.04607)",
         **SHIFT,
         "objective.constraint": "supervised",
         "objective.k": 10,
         "objective.bank": 128_000,
     },
-    "supcon": {"source": "CMSF, section 4.3.4", "objective.temperature": 0.1, "optim.warmup": 10},
-    "resmlp-dino": {"source": "ResMLP, section 4.3.1: 300 epochs; the rest by reference", "optim.epochs": 300},
+    "supcon": {"source": "CMSF (arXiv 2112.04607)", "objective.temperature": 0.1, "optim.warmup": 10},
+    "resmlp-dino": {"source": "ResMLP (arXiv 2105.03404): 300 epochs; the rest by reference", "optim.epochs": 300},
     "sima-dino": {
-        "source": "SimA, L819-827",
+        "source": "SimA (arXiv 2206.08898)",
         "model.name": "xcit_s12_p16_sima",
         "optim.name": "adamw",
         "optim.lr": 0.00025,

@@ -14,7 +14,7 @@ from vitrail.recipes.selfsupervised import SGD, paper, small_resnet
 
 STATED = {
     "compres-1q": {
-        "source": "CompRes, L950",
+        "source": "CompRess (arXiv 2010.14713)",
         **SGD,
         "optim.lr": 0.01,
         "optim.epochs": 130,
@@ -23,7 +23,7 @@ STATED = {
         "objective.temperature": 0.04,
     },
     "compres-2q": {
-        "source": "CompRes, L950",
+        "source": "CompRess (arXiv 2010.14713)",
         **SGD,
         "optim.lr": 0.01,
         "optim.epochs": 130,
@@ -33,7 +33,7 @@ STATED = {
         "objective.momentum": 0.999,
     },
     "reg": {
-        "source": "CompRes, appendix A.3.2: ResNet-18",
+        "source": "CompRess (arXiv 2010.14713): ResNet-18",
         "optim.name": "adam",
         "optim.lr": 0.001,
         "optim.weight_decay": 1e-4,
@@ -46,7 +46,7 @@ STATED = {
         "objective.match": "raw",
     },
     "reg-bn": {
-        "source": "CompRes, appendix A.3.2",
+        "source": "CompRess (arXiv 2010.14713)",
         **SGD,
         "optim.lr": 0.1,
         "optim.epochs": 100,
@@ -57,13 +57,13 @@ STATED = {
         "objective.match": "batch_norm",
     },
     "cluster-classification": {
-        "source": "CompRes, appendix A.3.2: ResNets",
+        "source": "CompRess (arXiv 2010.14713): ResNets",
         "optim.lr": 0.1,
         "optim.epochs": 100,
         "optim.schedule": "cosine",
         "objective.clusters": 16_000,
     },
-    "crd": {"source": "CompRes, appendix A.3.2: no supervised term", "optim.lr": 0.05},
+    "crd": {"source": "CompRess (arXiv 2010.14713): no supervised term", "optim.lr": 0.05},
 }
 
 

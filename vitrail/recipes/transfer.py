@@ -20,17 +20,17 @@ from vitrail.config import (
 from vitrail.recipes.deit import AUGMENT
 
 STATED = {
-    "transfer-cifar": {"source": "CaiT, section 3.7.1.3", "optim.lr": 1e-5, "optim.epochs": 1000},
-    "transfer-flowers": {"source": "CaiT, section 3.7.1.3", "optim.lr": 1e-4, "optim.epochs": 1000},
-    "transfer-cars": {"source": "CaiT, section 3.7.1.3", "optim.lr": 1e-4, "optim.epochs": 1000},
-    "transfer-inat": {"source": "CaiT, section 3.7.1.3", "optim.lr": 1e-4, "optim.epochs": 360},
+    "transfer-cifar": {"source": "CaiT (arXiv 2103.17239)", "optim.lr": 1e-5, "optim.epochs": 1000},
+    "transfer-flowers": {"source": "CaiT (arXiv 2103.17239)", "optim.lr": 1e-4, "optim.epochs": 1000},
+    "transfer-cars": {"source": "CaiT (arXiv 2103.17239)", "optim.lr": 1e-4, "optim.epochs": 1000},
+    "transfer-inat": {"source": "CaiT (arXiv 2103.17239)", "optim.lr": 1e-4, "optim.epochs": 360},
     "transfer-fgvc": {
         "source": "Gramian heads, appendix A.1: SGD, 20,000 iterations, final epoch; a grid of rates and decays",
         "optim.name": "sgd",
         "optim.steps": 20000,
         "data.augment.crop": "evaluation",
     },
-    "transfer-attention": {"source": "DeiT III, section 6.3.5.1", "optim.tune": "attention"},
+    "transfer-attention": {"source": "DeiT III (arXiv 2204.07118)", "optim.tune": "attention"},
 }
 
 
