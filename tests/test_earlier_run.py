@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -49,4 +50,4 @@ def test_it_is_small() -> None:
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "model/model.json"])
 def test_it_holds_no_path_of_a_machine(name: str) -> None:
     text = (EARLIER / name).read_text()
-    assert not any(word in text for word in ("/tmp", "/root", "/home", "/work"))
+    assert re.findall(r"(?<![\w.:/*])/[A-Za-z]\w*/?", text) == []
