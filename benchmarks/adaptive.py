@@ -49,7 +49,7 @@ def sharpen(model: Classifier) -> None:
 
 def pictures(options: argparse.Namespace, size: int, device: torch.device) -> list[Tensor]:
     if options.data:
-        from vitrail.data.loader import EvalLoader
+        from vitrail.data.loading.loader import EvalLoader
         from vitrail.data.open import open_data
         from vitrail.data.preprocess import Preprocess
         from vitrail.model.build import default_preprocess

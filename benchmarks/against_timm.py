@@ -21,7 +21,7 @@ from torch import nn
 
 import vitrail
 from vitrail.measure.speed import keep_freed_memory
-from vitrail.model.timm import load_weights
+from vitrail.model.timm_weights import load_weights
 from vitrail.model.zoo import ZOO
 
 

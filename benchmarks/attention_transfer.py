@@ -36,7 +36,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, TrainStep
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig

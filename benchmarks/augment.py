@@ -28,10 +28,9 @@ from PIL import Image
 from rounds import in_turns, where
 from timm.data import create_transform
 
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment, posterised
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.open import open_data
-from vitrail.data.policies import posterised
 from vitrail.data.preprocess import Preprocess
 
 POLICY = "rand-m9-mstd0.5-inc1"

@@ -19,9 +19,8 @@ import torch
 from rounds import in_turns, where
 from torch import Tensor
 
-from vitrail.generate.diffuser import Diffuser
-from vitrail.generate.genie import CANDIDATES, USUAL_R, ada_evaluations
-from vitrail.generate.own import OwnDiffuser
+from vitrail.generate.diffusion_model import Diffuser, OwnDiffuser
+from vitrail.generate.methods import CANDIDATES, USUAL_R, ada_evaluations
 from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline
 from vitrail.model.build import create_model
 

@@ -131,7 +131,7 @@ def our_inference(row: Row, switches: set[str]) -> Callable[[int], None]:
 def our_training(row: Row, switches: set[str]) -> Callable[[int], None]:
     from vitrail.data.batch import Batch
     from vitrail.engine.config import OptimConfig
-    from vitrail.engine.schedule import make_schedule
+    from vitrail.engine.optimizer import make_schedule
     from vitrail.engine.step import TrainStep
     from vitrail.learn.config import SupervisedConfig
     from vitrail.learn.supervised import Supervised
@@ -166,8 +166,8 @@ def switch(names: set[str]) -> None:
     import torch._inductor.config as inductor
 
     from vitrail.kernels import attention
-    from vitrail.model.stems import PatchEmbed, Stem
-    from vitrail.model.trunk import Trunk
+    from vitrail.model.parts.stems import PatchEmbed, Stem
+    from vitrail.model.trunks.vit import Trunk
 
     if "plain-attention" in names or "cudnn-attention" in names:
         attention.able = lambda qkv: False  # type: ignore[assignment]

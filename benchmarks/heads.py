@@ -22,14 +22,14 @@ from rounds import Rounds, in_turns, where
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.kernels.second_order import cross_covariance, svpn, svpn_fast
+from vitrail.kernels.covariance import cross_covariance, svpn, svpn_fast
 from vitrail.measure.speed import Timing
 from vitrail.model.build import create_model, replace_head
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.attention_pool import AttentionPoolHead
+from vitrail.model.heads.class_attention import AttentionPoolHead
 from vitrail.model.heads.config import AttentionPool, Gramian, SecondOrder
 from vitrail.model.heads.gramian import GramianHead
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 CLASSES = 1000
 MILLI, MEBI = 1e3, 2**20

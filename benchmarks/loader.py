@@ -31,15 +31,15 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.loader import TrainLoader
+from vitrail.data.dataset import Split
+from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
-from vitrail.data.order import Order
 from vitrail.data.pack import pack
-from vitrail.data.packed import PackedReader
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import Split
+from vitrail.data.sources.packed import PackedReader
 
 BATCH = 128
 SIZE = 112
@@ -87,7 +87,7 @@ def augment_way(split: Split, rows: list[int], workers: int) -> TrainLoader:
     part = split.take(rows)
     return TrainLoader(
         part,
-        Order(len(part), BATCH, 0),
+        BatchSampler(len(part), BATCH, 0),
         Augment(AugmentConfig(), CONFIG),
         Preprocess(CONFIG),
         classes=int(split.labels.max()) + 1,

@@ -37,17 +37,16 @@ from rounds import where
 from torch import nn
 
 from vitrail.config import AugmentConfig, DataConfig
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.batch import Batch
-from vitrail.data.device_images import DeviceImages
-from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.dataset import DataSet
+from vitrail.data.loading.device_images import DeviceImages
+from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import DataSet
-from vitrail.data.views import view_augments
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, TrainStep
 from vitrail.learn import config as learn
 from vitrail.learn.build import TrainingFacts, build_objective
@@ -132,7 +131,7 @@ class Bench:
         preprocess = Preprocess(model.preprocess)
         return DeviceLoader(
             train,
-            Order(len(train), self.options.batch, 0),
+            BatchSampler(len(train), self.options.batch, 0),
             Augment(settings.augment, model.preprocess),
             preprocess,
             classes=CLASSES,

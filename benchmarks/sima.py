@@ -21,7 +21,7 @@ from rounds import in_turns, where
 from torch import Tensor
 
 from vitrail.kernels.attention import packed_attention
-from vitrail.kernels.sima import plain_sima, product, sima
+from vitrail.kernels.sima_attention import plain_sima, product, sima
 from vitrail.measure.speed import as_one_graph
 
 SIZES = ((256, 197), (128, 577), (64, 1025), (16, 4097))  # batch, tokens
@@ -72,7 +72,7 @@ def compare(batch: int, tokens: int) -> list[str]:
 
 
 def sweep(batch: int, tokens: int) -> list[str]:
-    from vitrail.kernels import sima_triton
+    from vitrail.kernels import sima_attention_triton as sima_triton
 
     qkv, grad = example(batch, tokens)
     qkv = qkv.detach()

@@ -2,7 +2,7 @@
 
     python benchmarks/together.py DATA [--batch 50 250] [--mib 0 1 2 8] [--images 6000] [--device cpu]
 
-`--mib` are sizes of what is augmented together (`TOGETHER` of vitrail/data/device_loader.py); 0 is one batch at a time.
+`--mib` are sizes of what is augmented together (`TOGETHER` of vitrail/data/loading/device_loader.py); 0 is one batch at a time.
 The policy is that of `small-deit`, mixing included. Operations are those that torch dispatches, views of memory left
 out: on an accelerator each is at least one kernel that the host must begin. Images a second are of the loader alone.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.data import device_loader
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment
 from vitrail.data.config import PreprocessConfig
-from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.loading import device_loader
+from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
 from vitrail.recipes import recipe
 
@@ -53,7 +53,7 @@ def main() -> None:
             device_loader.TOGETHER[device.type] = mib << 20
             loader = DeviceLoader(
                 train,
-                Order(len(train), batch, 0),
+                BatchSampler(len(train), batch, 0),
                 Augment(chosen, form),
                 Preprocess(form),
                 classes=len(data.classes),

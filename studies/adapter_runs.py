@@ -16,7 +16,6 @@ import torch
 from device_runs import DeviceRuns
 from found import Found, KeptModels
 
-from vitrail.api.training import build_model
 from vitrail.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, SupervisedConfig
 from vitrail.engine.optimizer import choose_tuned
 from vitrail.engine.step import WARM_UP_STEPS
@@ -28,6 +27,7 @@ from vitrail.model.adapters.files import load_adapter, save_adapter
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe, with_values
+from vitrail.run.train import build_model
 
 VIT = ModelConfig(name="vit_tiny_32")
 CROPS = AugmentConfig(crop="pad", padding=4)

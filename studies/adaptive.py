@@ -34,9 +34,8 @@ from adaptive_tables import tables
 from device_runs import DeviceRuns
 from found import Found, Order, hardware, read_rows, study_parser, to_the_end
 
-from vitrail.learn.attack import Attack
+from vitrail.learn.attack import PROVENANCE, Attack, Universal, load_patch, make_change, save_patch
 from vitrail.learn.config import AttackConfig
-from vitrail.learn.patch import PROVENANCE, Universal, load_patch, make_change, save_patch
 from vitrail.measure.compute import attack_success
 from vitrail.measure.speed import Way, in_turns
 from vitrail.model.adaptive.ats import AtsPolicy

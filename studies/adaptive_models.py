@@ -27,9 +27,9 @@ from found import Found, KeptModels
 from torch import Tensor
 
 from vitrail.config import RunConfig
+from vitrail.data.augment.pixel_ops import CropBoxes, resampled
 from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig
-from vitrail.data.device_images import DeviceImages, stored_size
-from vitrail.data.device_pixels import Boxes, resampled
+from vitrail.data.loading.device_images import DeviceImages, stored_size
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case
@@ -72,7 +72,7 @@ class ResizedImages(DeviceImages):
 def _resized(images: Tensor, size: int, interpolation: Interpolation) -> Tensor:
     """Bytes [images, 3, size, size] of whole images."""
     zero = torch.zeros(len(images), device=images.device)
-    whole = Boxes(zero, zero, zero + images.shape[2], zero + images.shape[3])
+    whole = CropBoxes(zero, zero, zero + images.shape[2], zero + images.shape[3])
     return resampled(images.float(), whole, size, interpolation).to(torch.uint8)
 
 

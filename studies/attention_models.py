@@ -17,7 +17,6 @@ import torch
 from device_runs import DeviceRuns
 from found import Found, KeptModels
 
-from vitrail.api.training import build_model
 from vitrail.config import (
     AttentionTransferConfig,
     AugmentConfig,
@@ -31,6 +30,7 @@ from vitrail.config import (
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import LinearHead
 from vitrail.recipes import recipe, with_values
+from vitrail.run.train import build_model
 
 FAMILIES = ("scratch", "tune", "copy", "distill")
 AUTOENCODERS = {"mae": "whole", "mae-other": "other", "mae-shapes": "shapes"}  # name -> images

@@ -32,14 +32,14 @@ from attention_pictures import Pictures
 from attention_tables import tables
 from found import Found, Order, hardware, study_parser, to_the_end
 
-from vitrail.learn.attention_plan import load_source
+from vitrail.learn.attention_teacher import load_source
 from vitrail.learn.boxes import Boxes, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.objective import Objective
-from vitrail.measure.averaging import together
 from vitrail.measure.boxes import judge_boxes
 from vitrail.measure.corruptions import corruption_accuracy
-from vitrail.measure.evaluate import Loaders, Predictions, predict_all
+from vitrail.measure.ensembles import together
+from vitrail.measure.evaluator import Loaders, Predictions, predict_all
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import with_values
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
-from vitrail.api.comparing import compare_study
-from vitrail.api.studies import STUDIES, Study, plan, read_study, run_folder
+from vitrail.compare.page import comparison_tables
+from vitrail.compare.run import compare_study
+from vitrail.compare.study import STUDIES, Study, plan, read_study, run_folder
 from vitrail.config import RunConfig, dump
-from vitrail.engine.run import RunFolder
+from vitrail.engine.run_folder import RunFolder
 from vitrail.files import write_text
 from vitrail.model.heads.config import Mean
 from vitrail.recipes import recipe, with_values
-from vitrail.show.compare_table import comparison_tables
 
 SMOKE = {
     "data.batch": 20,

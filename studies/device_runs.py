@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from vitrail.api.training import build_model
 from vitrail.config import RunConfig
-from vitrail.data.augment import Augment
-from vitrail.data.device_images import DeviceImages
-from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.augment.host import Augment
+from vitrail.data.loading.device_images import DeviceImages
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
+from vitrail.run.train import build_model
 
 
 class DeviceRuns:
@@ -87,7 +87,7 @@ class DeviceRuns:
             self.images[key] = DeviceImages(train, config.data.augment, preprocess, device=self.device, workers=0)
         loader = DeviceLoader(
             train,
-            Order(len(train), config.data.batch, seed),
+            BatchSampler(len(train), config.data.batch, seed),
             Augment(config.data.augment, model.preprocess),
             preprocess,
             classes=len(self.data.classes),

@@ -25,17 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.api.evaluation import load
-from vitrail.data.loader import EvalLoader
+from vitrail.compare.statistics import LABELS, disagreement
+from vitrail.data.dataset import DataSet
+from vitrail.data.loading.loader import EvalLoader
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import DataSet
 from vitrail.learn.teacher import load_teacher
-from vitrail.measure.disagreement import LABELS, disagreement
-from vitrail.measure.predictions import read_predictions
+from vitrail.measure.evaluator import read_predictions
 from vitrail.model.build import from_spec
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.mean import MeanHead
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.run.evaluate import load
 
 
 def batches(model: Classifier, data: DataSet, split: str, device: torch.device, most: int | None) -> EvalLoader:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from vitrail.api.evaluation import load
-from vitrail.engine.fit import Stopped
+from vitrail.engine.loop import Stopped
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import DESCRIPTION
+from vitrail.run.evaluate import load
 
 UNFINISHED = 75  # the exit code of a study that the same command goes on with
 Order = Sequence[tuple[str, Callable[[int], None], Sequence[int]]]  # part, what makes the rows of a seed, seeds

@@ -56,9 +56,9 @@ from genie_tables import tables
 from genie_tail import LongTails
 from torch import Tensor
 
-from vitrail.generate.genie import CANDIDATES, ada_evaluations, prototypes_of
+from vitrail.generate.methods import CANDIDATES, ada_evaluations, prototypes_of
 from vitrail.measure.denoising import judge_denoising
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.measure.hard_negatives import axis_position, label_consistency, largest_jump
 from vitrail.measure.retrieval import knn_accuracy
 

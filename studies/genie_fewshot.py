@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from genie_models import Models
 from torch import Tensor
 
-from vitrail.generate.baselines import METHODS, Request, Tools, equal_compute, make
-from vitrail.generate.genie import CANDIDATES, ada_evaluations
+from vitrail.generate.methods import CANDIDATES, METHODS, Request, Tools, ada_evaluations, equal_compute, make
 from vitrail.measure.config import EpisodeConfig
 from vitrail.measure.episodes import Episodes, Extra, FewShot, draw_episodes, few_shot
 from vitrail.measure.hard_negatives import axis_position, hardness, largest_jump

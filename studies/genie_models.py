@@ -20,30 +20,28 @@ from found import Found, KeptModels
 from selfsupervised_runs import compiled_networks
 from torch import Tensor
 
-from vitrail.api.training import build_model
 from vitrail.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, SupervisedConfig
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.data.device_images import DeviceImages
-from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.dataset import Split
+from vitrail.data.loading.device_images import DeviceImages
+from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import Split
-from vitrail.data.views import view_augments
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.generate.own import OwnDiffuser
+from vitrail.generate.diffusion_model import OwnDiffuser
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.embedder import features
-from vitrail.learn.teacher import load_teacher
-from vitrail.measure.evaluate import evaluation_mode
+from vitrail.learn.teacher import features, load_teacher
+from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import NoiseScheduleName
 from vitrail.model.heads.config import Projected
 from vitrail.recipes import recipe, with_values
+from vitrail.run.train import build_model
 
 SIDE = 32
 STEPS = 50  # of a whole run of the sampler
@@ -156,7 +154,7 @@ class Runs:
         preprocess = Preprocess(own)
         loader = DeviceLoader(
             split,
-            Order(len(split), config.data.batch, seed, config.data.sampling, split.labels),
+            BatchSampler(len(split), config.data.batch, seed, config.data.sampling, split.labels),
             Augment(config.data.augment, own),
             preprocess,
             classes=self.classes,

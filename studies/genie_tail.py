@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.config import RunConfig
-from vitrail.data.source import Split
-from vitrail.data.subset import make_long_tail
-from vitrail.generate.baselines import Made, Request, Tools, check_budgets, make
-from vitrail.generate.genie import prototypes_of
-from vitrail.generate.plan import make_plan
+from vitrail.data.dataset import Split, make_long_tail
+from vitrail.generate.job import make_plan
+from vitrail.generate.methods import Made, Request, Tools, check_budgets, make, prototypes_of
 from vitrail.learn.supervised import prior_shift
 from vitrail.measure.classification import SingleLabelFigures, classification
 from vitrail.measure.config import LongTailConfig

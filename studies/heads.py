@@ -35,7 +35,7 @@ from torch import Tensor
 from vitrail.model.heads.build import build_head
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Gramian, HeadConfig, Mean, SecondOrder
 from vitrail.model.heads.head import Head
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 GRID, WORDS, WIDTH, CLASSES = (4, 8), 32, 16, 4
 CORRELATION = 0.3  # within each pair of channels, with a sign that the class decides

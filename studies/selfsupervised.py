@@ -51,7 +51,6 @@ from found import Found, Order, hardware, study_parser, to_the_end
 from selfsupervised_runs import PROBE, Runs, Trained
 from selfsupervised_tables import tables
 
-from vitrail.api.evaluation import load
 from vitrail.config import RunConfig
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.selfsupervised import MomentumPair
@@ -59,6 +58,7 @@ from vitrail.measure.probe import ProbeSettings
 from vitrail.model.heads.config import Mean, Projected
 from vitrail.model.store import DESCRIPTION
 from vitrail.recipes import recipe, with_values
+from vitrail.run.evaluate import load
 
 PARTS = ("settings", "main", "rates", "students", "vit", "attention", "noise", "coarse", "tail", "cifar10", "time")
 EPOCHS = {

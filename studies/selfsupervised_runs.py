@@ -16,30 +16,27 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from vitrail.api.training import build_model
 from vitrail.config import RunConfig
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.config import DataConfig, PreprocessConfig
-from vitrail.data.device_images import DeviceImages
-from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.dataset import DataSet
+from vitrail.data.loading.device_images import DeviceImages
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import DataSet
-from vitrail.data.views import view_augments
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.collapse import spread_and_rank
 from vitrail.learn.config import SupervisedConfig
-from vitrail.learn.embedder import features
-from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.objective import Objective
-from vitrail.learn.selfsupervised import SelfSupervised
-from vitrail.measure.evaluate import evaluation_mode
+from vitrail.learn.selfsupervised import MomentumCopy, SelfSupervised, spread_and_rank
+from vitrail.learn.teacher import features
+from vitrail.measure.evaluator import evaluation_mode
 from vitrail.measure.probe import ProbeSettings, linear_probe
 from vitrail.measure.retrieval import knn_accuracy
 from vitrail.model.classifier import Classifier
+from vitrail.run.train import build_model
 
 PROBE = ProbeSettings(learning_rates=(0.01, 0.03, 0.1, 0.3, 1.0), weight_decays=(1e-6, 1e-4), batch=1024)
 RARE = 3  # the rarest of so many parts of the classes
@@ -143,7 +140,7 @@ class Runs:
         train, augment, own = data["train"], config.data.augment, objective.model.preprocess
         return DeviceLoader(
             train,
-            Order(len(train), config.data.batch, seed),
+            BatchSampler(len(train), config.data.batch, seed),
             Augment(augment, own),
             Preprocess(own),
             classes=len(data.classes),

@@ -42,7 +42,7 @@ from found import Found, read_rows, to_the_end
 
 import vitrail
 from vitrail.config import RunConfig
-from vitrail.engine.fit import Diverged
+from vitrail.engine.loop import Diverged
 from vitrail.model.adapters.config import Nola
 from vitrail.model.heads.config import SecondOrder
 from vitrail.recipes import recipe, with_values

@@ -20,11 +20,11 @@ import vitrail
 from vitrail import api
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.ema import Ema
-from vitrail.engine.fit import Stopped
+from vitrail.engine.loop import Stopped
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_groups
+from vitrail.engine.step import Ema
 from vitrail.learn.config import DistillationConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adapters.apply import apply, bank_of, base_state, counts, quantise
@@ -34,8 +34,8 @@ from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.fold import fold_affine, fold_layerscale
-from vitrail.model.timm import to_timm
+from vitrail.model.optimize import fold_affine, fold_layerscale
+from vitrail.model.timm_weights import to_timm
 from vitrail.recipes import recipe
 from vitrail.schema import ConfigError
 

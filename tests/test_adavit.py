@@ -15,12 +15,11 @@ from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.adavit import KEPT_AT_START
 from vitrail.model.adaptive.config import Adavit
-from vitrail.model.adaptive.trace import Trace
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.tokens import Tokens, Trace, reset
 from vitrail.model.store import load_model
-from vitrail.model.timm import load_weights
-from vitrail.model.tokens import Tokens, reset
+from vitrail.model.timm_weights import load_weights
 
 DEPTH, TOKENS, HEADS = 4, 17, 4
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torchvision.ops import SqueezeExcitation
 
-from vitrail.model.aggregate import StageAggregation, stage_taps, to_grid
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.gramian import GramianHead
-from vitrail.model.tokens import reset
+from vitrail.model.parts.tokens import reset
+from vitrail.model.trunks.timm_trunk import StageAggregation, stage_taps, to_grid
 
 RELEASED = [  # stage widths, blocks of stage 3, taps, final width, parameters in millions, of the authors' code
     ((96, 192, 384), 9, 2, 688, 47.82),

@@ -14,17 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vitrail
-from vitrail.api.inspecting import inspect_models
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.open import open_data
+from vitrail.inspect import teacher_view as measured
+from vitrail.inspect.run import inspect_models
+from vitrail.inspect.teacher_view import (
+    Anchors,
+    Relation,
+    anchor_probabilities,
+    has_teacher,
+    ranked_anchors,
+    read_relation,
+)
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import CmsfConfig, CompresConfig, DinoConfig, DistillationConfig, IsdConfig, SupervisedConfig
 from vitrail.learn.objective import Objective
-from vitrail.learn.relation import Relation, has_teacher, read_relation
-from vitrail.measure import anchors as measured
-from vitrail.measure.anchors import Anchors, anchor_probabilities, ranked_anchors
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe

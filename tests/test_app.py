@@ -14,14 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.api.app import SIDE, Viewer, kept_strip, picture_of
-from vitrail.api.app_page import NONE, answers, serve
+from vitrail.app.page import NONE, answers, serve
+from vitrail.app.run import SIDE, Viewer, kept_strip, picture_of
 from vitrail.cli import run
 from vitrail.measure.saliency import explain
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.show.attention import overlay
-from vitrail.show.looking import FADED, GROUND, enlarged
+from vitrail.report.sheets import FADED, GROUND, enlarged, overlay
 
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": ["<b>cat</b>", "dog", "owl"]}
 ATS = {"kind": "ats", "layers": [0, 1], "cap": [0.6], "least": 2}

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from vitrail.kernels.sampling import class_scores, inverse_sample, nearest_sample, top_sample
 from vitrail.model.adaptive.ats import AtsPolicy, _unevenness
-from vitrail.model.adaptive.budget import calibrate, matched_caps, mean_gmacs, set_budget
-from vitrail.model.adaptive.macs import trace_macs
-from vitrail.model.adaptive.trace import Trace
+from vitrail.model.adaptive.budget import calibrate, matched_caps, mean_gmacs, set_budget, trace_macs
 from vitrail.model.build import create_model, make_adaptive
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.export import to_onnx, to_torch
+from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.store import load_model
-from vitrail.model.tokens import Tokens
-from vitrail.model.trunk import Trunk
+from vitrail.model.trunks.vit import Trunk
 
 DEPTH, PATCHES = 4, 64
 

@@ -17,24 +17,33 @@ from stopping import stop_after
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.api import attacking
 from vitrail.cli import run as cli
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.fit import Stopped
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.loop import Stopped
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.attack import Attack, as_victim, attack_losses, compute_loss, refuse_unfit
+from vitrail.learn.attack import (
+    Attack,
+    UniversalPatch,
+    UniversalPerturbation,
+    as_victim,
+    attack_losses,
+    compute_loss,
+    load_patch,
+    refuse_unfit,
+    save_patch,
+)
 from vitrail.learn.config import AttackConfig
-from vitrail.learn.patch import UniversalPatch, UniversalPerturbation, load_patch, save_patch
 from vitrail.measure.compute import attack_success, spent, worst_case
 from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe
+from vitrail.run import attack_run as attacking
 
 POLICIES: dict[str, AdaptiveConfig] = {
     "ats": Ats(layers=(1, 2)),

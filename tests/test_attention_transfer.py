@@ -22,9 +22,9 @@ from vitrail import api
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention_match import (
     MadeOf,
@@ -34,14 +34,14 @@ from vitrail.kernels.attention_match import (
     map_match,
     plain_attention_match,
 )
-from vitrail.learn.attention_plan import chosen, load_source
+from vitrail.learn.attention_teacher import chosen, load_source
 from vitrail.learn.attention_transfer import AttentionTransfer, unused_parameters
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model, make_adaptive
 from vitrail.model.classifier import Classifier
-from vitrail.model.guided import draw_keep
 from vitrail.model.heads.head import mean_of_probabilities
+from vitrail.model.trunks.guided import draw_keep
 from vitrail.model.weights import start_from
 from vitrail.recipes import recipe, with_values
 

@@ -12,7 +12,7 @@ from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vitrail.data.augment import Augment, reflected
+from vitrail.data.augment.host import Augment, reflected
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import seed_of
 from vitrail.data.open import open_data

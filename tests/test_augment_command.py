@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.api.augmenting import augment, failure_loop
 from vitrail.cli import run
 from vitrail.data.open import open_data
-from vitrail.generate import follow as following
-from vitrail.generate.plan import Plan, make_plan
+from vitrail.generate import job as following
+from vitrail.generate.job import Plan, make_plan
+from vitrail.generate.run import augment, failure_loop
 from vitrail.model.build import create_model
-from vitrail.model.noise import equal_noise
+from vitrail.model.trunks.denoiser import equal_noise
 
 CLASSES = ("ant", "bee", "cat", "dog")
 LABELS = np.array([0] * 6 + [1] * 4 + [2] * 3 + [3] * 1)

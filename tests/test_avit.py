@@ -16,11 +16,10 @@ from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.avit import AvitPolicy
 from vitrail.model.adaptive.config import Avit
-from vitrail.model.adaptive.trace import Trace
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.tokens import Tokens, Trace, reset
 from vitrail.model.store import load_model
-from vitrail.model.tokens import Tokens, reset
 from vitrail.model.weights import start_from
 
 DEPTH, TOKENS = 4, 17

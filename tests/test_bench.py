@@ -21,38 +21,34 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from vitrail.api import benching
-from vitrail.api.bench_forms import Conditions, make_call
-from vitrail.api.bench_subjects import subject, twin, twin_of
-from vitrail.api.benching import bench
-from vitrail.data.loader import EvalLoader
-from vitrail.data.open import open_data
-from vitrail.data.preprocess import Preprocess
-from vitrail.learn.patch import UniversalPatch, save_patch
-from vitrail.measure import speed
-from vitrail.measure.batch_search import search_batch
-from vitrail.measure.bench import Bench, BenchRow
-from vitrail.measure.ceiling import Ceiling, Load, copy_share, measure_ceiling, product_share
-from vitrail.measure.compute import spent
-from vitrail.measure.energy import energy_meter, joules_per_image
-from vitrail.measure.hardware_checks import (
+from vitrail.bench import run as benching
+from vitrail.bench.claims import (
     CLAIMS,
     NEEDS_GPU,
     Checked,
     Claim,
+    ClaimSubject,
     Measures,
-    Subject,
     check_claims,
     make,
     on_device,
 )
+from vitrail.bench.measurements import Bench, BenchRow, energy_meter, joules_per_image
+from vitrail.bench.page import bench_tables, save_chart
+from vitrail.bench.roofline import Ceiling, Load, copy_share, measure_ceiling, product_share, search_batch
+from vitrail.bench.run import bench
+from vitrail.bench.subjects import Conditions, make_call, subject, twin, twin_of
+from vitrail.data.loading.loader import EvalLoader
+from vitrail.data.open import open_data
+from vitrail.data.preprocess import Preprocess
+from vitrail.learn.attack import UniversalPatch, save_patch
+from vitrail.measure import speed
+from vitrail.measure.compute import spent
 from vitrail.measure.speed import MemoryWatch, Ratio, Timing, Way, fresh_images, in_turns, noise, ratio, timed_calls
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.zoo import ZOO
-from vitrail.show.bench_chart import save_chart
-from vitrail.show.bench_table import bench_tables
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 QUICK: dict[str, Any] = {"batch": 2, "rounds": 3, "seconds": 0.01, "device": "cpu"}
@@ -444,7 +440,7 @@ def test_json_has_every_figure_with_its_conditions(three: Bench) -> None:
 
 
 def test_counts_are_those_of_the_catalogue(three: Bench) -> None:
-    from vitrail.show.catalogue import counts
+    from vitrail.catalogue import counts
 
     for row in three.rows[:2]:
         assert (row.parameters, row.macs) == (counts()[row.model]["parameters"], counts()[row.model]["macs"])
@@ -612,11 +608,11 @@ def test_settings_of_torch_are_put_back() -> None:
 
 
 def test_a_claim_is_checked_against_the_ratio_of_what_was_measured() -> None:
-    a, b = Subject("a"), Subject("b")
-    asked: list[Subject] = []
+    a, b = ClaimSubject("a"), ClaimSubject("b")
+    asked: list[ClaimSubject] = []
     memory = {a: 300, b: 200}
 
-    def weigh(one: Subject) -> int:
+    def weigh(one: ClaimSubject) -> int:
         asked.append(one)
         return memory[one]
 
@@ -636,7 +632,7 @@ def test_a_claim_is_checked_against_the_ratio_of_what_was_measured() -> None:
 
 @pytest.mark.parametrize(("low", "high", "sure"), [(1.01, 1.2, True), (0.99, 1.2, False), (1.01, 1.3, False)])
 def test_a_claim_is_sure_where_the_quartiles_agree(low: float, high: float, sure: bool) -> None:
-    claim = Claim("between", "speed", Subject("a"), Subject("b"), None, above=1.0, below=1.25)
+    claim = Claim("between", "speed", ClaimSubject("a"), ClaimSubject("b"), None, above=1.0, below=1.25)
     checked = Checked(claim, Ratio(1.1, low, high))
     assert checked.holds
     assert checked.sure == sure
@@ -645,13 +641,13 @@ def test_a_claim_is_sure_where_the_quartiles_agree(low: float, high: float, sure
 
 def test_what_cannot_be_measured_says_why_and_holds_neither_way() -> None:
     measures = Measures(lambda _: lambda one, to: "too slow", lambda _: NEEDS_GPU, lambda _: 1)
-    a = Subject("a")
+    a = ClaimSubject("a")
     found = check_claims((Claim("c", "memory", a, a, 1.0), Claim("d", "speed", a, a, 1.0)), measures)
     assert [(one.measured, one.holds, one.note) for one in found] == [(None, None, NEEDS_GPU), (None, None, "too slow")]
 
 
 def test_claims_on_stand_ins_are_measured_on_a_cpu() -> None:
-    small, large = Subject("vit_micro_28", heads=2), Subject("vit_micro_28", image_size=56, explicit=True)
+    small, large = ClaimSubject("vit_micro_28", heads=2), ClaimSubject("vit_micro_28", image_size=56, explicit=True)
     told: list[str] = []
     measures = on_device(CPU, None, batch=2, rounds=3, seconds=0.01, tell=told.append)
     claims = tuple(Claim(quantity, quantity, large, small, None) for quantity in ("speed", "memory", "macs"))
@@ -673,7 +669,7 @@ def test_lower_resolution_saves_the_macs_that_the_document_derives() -> None:
 
 
 @pytest.mark.parametrize("one", list(dict.fromkeys(s for c in CLAIMS for s in (c.subject, c.to))), ids=str)
-def test_every_subject_of_a_claim_can_be_built(one: Subject) -> None:
+def test_every_subject_of_a_claim_can_be_built(one: ClaimSubject) -> None:
     model = make(one, META)
     assert model.preprocess.size == (one.image_size or ZOO[one.name].trunk.image_size)
     if one.heads is not None:
@@ -681,7 +677,7 @@ def test_every_subject_of_a_claim_can_be_built(one: Subject) -> None:
 
 
 def test_explicit_attention_is_the_same_function_without_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, explicit = make(Subject("vit_micro_28"), CPU), make(Subject("vit_micro_28", explicit=True), CPU)
+    fused, explicit = make(ClaimSubject("vit_micro_28"), CPU), make(ClaimSubject("vit_micro_28", explicit=True), CPU)
     explicit.load_state_dict(fused.state_dict())
     images = torch.randn(2, 3, 28, 28)
     with torch.inference_mode():
@@ -774,7 +770,7 @@ def test_remarks_tell_ceilings_noise_and_notes(wide: Bench) -> None:
 
 
 def test_claims_show_ratio_verdict_and_doubt(wide: Bench) -> None:
-    claim = Claim("a claim", "speed", Subject("a"), Subject("b"), 0.9952, above=0.99)
+    claim = Claim("a claim", "speed", ClaimSubject("a"), ClaimSubject("b"), 0.9952, above=0.99)
     found = tuple(
         Checked(claim, one) for one in (Ratio(1.002, 0.995, 1.1), Ratio(0.985, 0.98, 0.99), Ratio(1.0, 0.98, 1.1), None)
     )

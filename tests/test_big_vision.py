@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import stats
 
-from vitrail.data.augment import Augment
-from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.device_augment import DeviceAugment, draw
-from vitrail.data.device_big_vision import (
+from vitrail.data.augment.device_augment import DeviceAugment, draw
+from vitrail.data.augment.device_policies import (
+    ALL,
     BIG_VISION_DRAWS,
     BIG_VISION_OPERATIONS,
     BigVisionRandAugment,
+    RandTurn,
     big_vision_augmented,
     draw_big_vision,
 )
-from vitrail.data.device_randaugment import ALL, RandTurn
+from vitrail.data.augment.host import Augment
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 
 HEIGHT, WIDTH = 30, 44
 Pixels = NDArray[np.uint8]

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.data.loader import EvalLoader
+from vitrail.data.dataset import DataSet
+from vitrail.data.loading.loader import EvalLoader
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import DataSet
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.boxes import Boxes, BoxHead, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.measure.boxes import box_iou, judge_boxes
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 STILL = AugmentConfig(crop="evaluation", flip=0.0)
 

@@ -11,15 +11,15 @@ from test_recipes import TEXTS, reduced, teacher  # noqa: F401, a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitrail.api.run_data import read_data
-from vitrail.api.training import _Trainer
-from vitrail.engine.distributed import Group
-from vitrail.engine.run import RunFolder
+from vitrail.engine.device import ProcessGroup
+from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import decides_on_the_host
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.recipes import RECIPES
+from vitrail.run.run_data import read_data
+from vitrail.run.train import _Trainer
 
 aten = torch.ops.aten
 WAIT = {  # what waits for the device, or cannot be recorded, on CUDA
@@ -59,7 +59,7 @@ def test_a_captured_step_asks_the_host_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = reduced(name, teacher, tmp_path / "run")
-    group = Group()
+    group = ProcessGroup()
     data, bad = read_data(config, group, True)
     trainer = _Trainer(config, data, bad, group, True, RunFolder(tmp_path / "run"))
     objective = trainer.objective.train()

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from vitrail.measure.classification import classification
-from vitrail.show.attention import STRENGTH, overlay
-from vitrail.show.charts import (
+from vitrail.report.charts import (
     Scale,
     Series,
     bar_chart,
@@ -23,7 +22,8 @@ from vitrail.show.charts import (
     thin,
     ticks,
 )
-from vitrail.show.tables import confused, headline, per_class
+from vitrail.report.sheets import STRENGTH, overlay
+from vitrail.report.tables import confused, headline, per_class
 
 
 def parsed(chart: str) -> ElementTree.Element:

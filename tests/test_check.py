@@ -10,12 +10,19 @@ import pytest
 from hostile import make_hostile
 from PIL import Image
 
-from vitrail.data.check import CheckReport, Finding, check_data, picture_sheet
-from vitrail.data.fingerprint import Fingerprints, take_fingerprints
-from vitrail.data.likeness import NEAR_BITS, NEAR_LEVELS, copies, near_copies, strangers
+from vitrail.data.check.check import CheckReport, Finding, check_data, picture_sheet
+from vitrail.data.check.contact_sheet import ALARM, TILE, Suspect
+from vitrail.data.check.duplicates import (
+    NEAR_BITS,
+    NEAR_LEVELS,
+    Fingerprints,
+    copies,
+    near_copies,
+    strangers,
+    take_fingerprints,
+)
+from vitrail.data.dataset import DataSet, Split
 from vitrail.data.open import open_data
-from vitrail.data.sheet import ALARM, TILE, Suspect
-from vitrail.data.source import DataSet, Split
 
 
 def scene(seed: int, size: tuple[int, int] = (48, 40)) -> Image.Image:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.build import create_model
-from vitrail.model.cifar_resnet import CifarResNet, Plain, load_reference
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.heads.mean import MeanHead
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.tokens import reset
 from vitrail.model.store import read_tensors
-from vitrail.model.tokens import reset
+from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk, Plain, load_reference
 
 
 def classifier(depth: int, classes: int = 100, **options: object) -> Classifier:
-    trunk = CifarResNet(depth, **options)
+    trunk = CifarResNetTrunk(depth, **options)
     names = [str(c) for c in range(classes)]
     preprocess = PreprocessConfig(size=32, crop_ratio=1.0)
     return Classifier(trunk, MeanHead(trunk.width, classes), spec={}, classes=names, preprocess=preprocess)
@@ -48,7 +48,7 @@ def test_networks_count_as_published(depth: int, bottleneck: bool, parameters: i
 
 def test_projected_shortcuts_cost_two_small_convolutions() -> None:
     with torch.device("meta"):
-        plain, projected = CifarResNet(20), CifarResNet(20, shortcut="project")
+        plain, projected = CifarResNetTrunk(20), CifarResNetTrunk(20, shortcut="project")
     extra = sum(p.numel() for p in projected.parameters()) - sum(p.numel() for p in plain.parameters())
     assert extra == (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
 
@@ -70,7 +70,7 @@ def test_a_padded_shortcut_keeps_every_second_pixel_between_zero_channels() -> N
 def test_as_a_trunk_it_gives_the_final_map_and_names_every_depth(bottleneck: bool) -> None:
     model = classifier(29 if bottleneck else 20, bottleneck=bottleneck).eval()
     trunk = model.trunk
-    assert isinstance(trunk, CifarResNet)
+    assert isinstance(trunk, CifarResNetTrunk)
     images = torch.randn(2, 3, 32, 24)
     found = model.outputs(images)
     maps = trunk.feature_maps(images)
@@ -89,15 +89,15 @@ def test_as_a_trunk_it_gives_the_final_map_and_names_every_depth(bottleneck: boo
 
 def test_impossible_depths_name_possible_ones() -> None:
     with pytest.raises(ValueError, match=r"6n \+ 2 \(8, 14, 20, 32, .*not 18"):
-        CifarResNet(18)
+        CifarResNetTrunk(18)
     with pytest.raises(ValueError, match=r"9n \+ 2 \(11, 20, 29, .*not 2"):
-        CifarResNet(2, bottleneck=True)
+        CifarResNetTrunk(2, bottleneck=True)
 
 
 def test_built_on_meta_and_reset_it_starts_like_any_other() -> None:
     with torch.device("meta"):
-        empty = CifarResNet(20)
-    made, direct = empty.to_empty(device="cpu"), CifarResNet(20)
+        empty = CifarResNetTrunk(20)
+    made, direct = empty.to_empty(device="cpu"), CifarResNetTrunk(20)
     for trunk in (made, direct):
         torch.manual_seed(1)
         reset(trunk)
@@ -107,7 +107,7 @@ def test_built_on_meta_and_reset_it_starts_like_any_other() -> None:
 
 
 def test_it_compiles_whole() -> None:
-    trunk = CifarResNet(20).eval()
+    trunk = CifarResNetTrunk(20).eval()
     x = torch.randn(2, 3, 16, 16)
     compiled = torch.compile(lambda images: trunk(images).sequence, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), trunk(x).sequence)

@@ -12,9 +12,15 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 
-from vitrail.measure.assignment import best_matching
-from vitrail.measure.clusters import class_of_cluster, cluster_alignment, nearest_centre, purity, shared_images
-from vitrail.measure.neighbourhoods import kin_ranks, neighbour_purity
+from vitrail.measure.clustering import (
+    best_matching,
+    class_of_cluster,
+    cluster_alignment,
+    nearest_centre,
+    purity,
+    shared_images,
+)
+from vitrail.measure.retrieval import kin_ranks, neighbour_purity
 
 
 def blobs(rows: int, classes: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:

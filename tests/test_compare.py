@@ -22,23 +22,22 @@ import yaml
 from rich.console import Console
 
 import vitrail
-from vitrail.api import budgets
-from vitrail.api.comparing import compare_runs, compare_study
-from vitrail.api.evaluation import sweep
-from vitrail.api.running import failure_reason
-from vitrail.api.studies import Study, plan, read_study, run_folder, run_hash, study_from_mapping
 from vitrail.cli.compare import compare
+from vitrail.compare import budgets
+from vitrail.compare.jobs import failure_reason
+from vitrail.compare.page import comparison_tables, render_comparison, verdict
+from vitrail.compare.paired_runs import compare_members
+from vitrail.compare.run import compare_runs, compare_study
+from vitrail.compare.statistics import Comparison, Failure, Member, Price
+from vitrail.compare.study import Study, plan, read_study, run_folder, run_hash, study_from_mapping
+from vitrail.compare.study_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.config import ConfigError, RunConfig, from_mapping
-from vitrail.engine.run import RunFolder
+from vitrail.engine.run_folder import RunFolder
 from vitrail.files import write_text
-from vitrail.measure.comparison import Comparison, Failure, Member, Price
-from vitrail.measure.predictions import StoredPredictions, read_predictions
-from vitrail.measure.side_by_side import compare_members
+from vitrail.measure.evaluator import StoredPredictions, read_predictions
 from vitrail.recipes import recipe
+from vitrail.run.evaluate import sweep
 from vitrail.schema import plain
-from vitrail.show.compare_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
-from vitrail.show.compare_report import render_comparison, verdict
-from vitrail.show.compare_table import comparison_tables
 
 TINY = {
     "recipe": "demo",
@@ -64,7 +63,7 @@ def state(run: Path) -> dict[str, tuple[int, int]]:
 
 BEGIN = """
 import sys
-from vitrail.api.comparing import compare_study
+from vitrail.compare.run import compare_study
 compare_study(sys.argv[1], root=sys.argv[2], jobs=2, seconds=0)
 """
 
@@ -183,7 +182,7 @@ def test_further_test_sets_are_judged_once(finished, tmp_path: Path, monkeypatch
     figures, _, _ = vitrail.evaluate(paths[0], other)
     assert made.rows[0].members[0].elsewhere == {other: figures.scalars()["top1"]}
     assert set(next(iter(made.seed_study.values()))["sets"]) == {"test", "val", other}
-    monkeypatch.setattr("vitrail.api.comparing.evaluate", None)  # nothing is evaluated again
+    monkeypatch.setattr("vitrail.compare.run.evaluate", None)  # nothing is evaluated again
     compare_runs(paths, out=tmp_path / "c", test_sets=[other], seconds=0, quiet=True)
 
 
@@ -275,7 +274,7 @@ def test_a_variant_keeps_what_the_base_overrides() -> None:
 
 
 def test_a_study_survives_its_own_file(tmp_path: Path) -> None:
-    from vitrail.api.studies import write_study
+    from vitrail.compare.study import write_study
 
     study = Study("s", base(), {"plain": {}, "wide": WIDER}, seeds=(3, 5), budget="macs", baseline="wide")
     again = read_study(write_study(study, tmp_path))
@@ -285,13 +284,13 @@ def test_a_study_survives_its_own_file(tmp_path: Path) -> None:
 
 def test_a_study_made_in_python_is_named_by_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "my_study.py").write_text(
-        "from vitrail.api.studies import Study\nfrom vitrail.recipes import recipe\n"
+        "from vitrail.compare.study import Study\nfrom vitrail.recipes import recipe\n"
         "study = Study('mine', recipe('demo'), {'a': {}}, seeds=(0,))\nother = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert read_study("my_study:study").name == "mine"
     for source, sentence in (
-        ("my_study:other", "no vitrail.api.studies.Study"),
+        ("my_study:other", "no vitrail.compare.study.Study"),
         ("my_study:none", "has no 'none'"),
         ("no_such_module:study", "cannot import"),
         (str(tmp_path / "my_study.py"), "a study file is YAML"),

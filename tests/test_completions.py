@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.data import meals
-from vitrail.data.completions import holds_completions, prompt_of, template_of
 from vitrail.data.open import open_data
-from vitrail.data.texts import Text, holds_texts, texts_of
-from vitrail.measure.bleu import corpus_bleu, words_of
+from vitrail.data.sources import synthetic_text as meals
+from vitrail.data.sources.completions import holds_completions, prompt_of, template_of
+from vitrail.data.sources.text_files import Text, holds_texts, texts_of
+from vitrail.measure.language import corpus_bleu, words_of
 
 
 def write(path: Path, text: str) -> Path:

@@ -31,7 +31,7 @@ from vitrail.measure.corruptions import (
     pixelate,
     shot_noise,
 )
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.measure.evaluators import EVALUATORS
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

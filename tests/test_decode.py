@@ -12,8 +12,8 @@ import pytest
 from hostile import Expected, colour, encoded, make_hostile
 from PIL import Image
 
+from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode, to_rgb
-from vitrail.data.source import BadImage
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Outputs
 from vitrail.model.heads.config import Gramian
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 TASKS = [
     SupervisedConfig(loss="bce"),

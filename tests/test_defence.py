@@ -14,14 +14,13 @@ from torch import nn
 import vitrail
 from vitrail import api
 from vitrail.data.batch import Batch
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.attack import attack_losses
+from vitrail.learn.attack import UniversalPatch, attack_losses
 from vitrail.learn.config import AttackConfig, DefenceConfig, SupervisedConfig
 from vitrail.learn.defence import PatchTraining
-from vitrail.learn.patch import UniversalPatch
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model

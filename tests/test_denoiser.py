@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from vitrail.data.device_pixels import normal_noise
+from vitrail.data.augment.pixel_ops import normal_noise
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import DenoiserConfig
-from vitrail.model.denoiser import Denoiser, SelfAttention, waves
-from vitrail.model.noise import NoiseSchedule, equal_noise
+from vitrail.model.trunks.denoiser import Denoiser, NoiseSchedule, SelfAttention, equal_noise, waves
 
 SMALL = {"width": 16, "multipliers": (1, 2), "depth": 1, "heads": 2, "image_size": 16, "draws": 2, "drop": 0.0}
 
@@ -260,7 +259,7 @@ def test_logits_are_minus_the_squared_error_of_the_noise(prediction: str) -> Non
 
 
 def test_classes_in_pieces_are_classes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vitrail.model.denoiser as module
+    import vitrail.model.trunks.denoiser as module
 
     model = awake(classifier()).eval()
     images = torch.rand(2, 3, 16, 16) * 2 - 1

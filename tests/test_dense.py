@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vitrail.data.open import open_data
 from vitrail.model.build import create_model
-from vitrail.model.cifar_resnet import CifarResNet
 from vitrail.model.classifier import Classifier
 from vitrail.model.dense import resized, taps
+from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 
 SMALL = {"image_size": 32, "patch": 8, "width": 32, "depth": 4, "heads": 2, "classes": 3}
 
@@ -66,7 +66,7 @@ def test_stages_of_timm_are_its_own_pyramid_and_the_last_ones_are_kept() -> None
 def test_a_cifar_resnet_gives_its_three_stages() -> None:
     model = create_model("cifar_resnet20", classes=3).eval()
     seen = images()
-    assert isinstance(model.trunk, CifarResNet)
+    assert isinstance(model.trunk, CifarResNetTrunk)
     for one, other in zip(model.feature_maps(seen), model.trunk.feature_maps(seen), strict=True):
         torch.testing.assert_close(one, other)
     assert [m.shape[1] for m in model.feature_maps(seen, levels=2)] == [32, 64]

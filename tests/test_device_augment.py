@@ -12,20 +12,22 @@ from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.device_augment import DeviceAugment, draw
-from vitrail.data.device_pixels import hue_turned, normal_noise
-from vitrail.data.device_randaugment import (
+from vitrail.data.augment.device_augment import DeviceAugment, draw
+from vitrail.data.augment.device_policies import (
     ALL,
     OPERATIONS,
+    TIMM_DRAWS,
+    TIMM_OPERATIONS,
     RandTurn,
     Smooth,
     draw_auto,
+    draw_timm,
     draw_trivial,
     draw_turn,
     rand_augmented,
 )
-from vitrail.data.device_timm import TIMM_DRAWS, TIMM_OPERATIONS, draw_timm
+from vitrail.data.augment.pixel_ops import hue_turned, normal_noise
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.preprocess import RESAMPLING
 
 PLAIN = {"crop": "evaluation", "flip": 0.0}

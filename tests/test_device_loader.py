@@ -9,20 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data import device_images, device_loader
-from vitrail.data.augment import Augment
+from vitrail.data.augment.device_augment import DeviceAugment
+from vitrail.data.augment.host import Augment
+from vitrail.data.augment.mixing import mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.device_augment import DeviceAugment
-from vitrail.data.device_images import DeviceImages, fits, stored_size
-from vitrail.data.device_loader import DeviceEvalLoader, DeviceLoader
-from vitrail.data.loader import EvalLoader, TrainLoader
-from vitrail.data.mixing import mix
+from vitrail.data.dataset import BadImage, Split
+from vitrail.data.loading import device_images, device_loader
+from vitrail.data.loading.device_images import DeviceImages, fits, stored_size
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.loader import EvalLoader, TrainLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_source
-from vitrail.data.order import Order
 from vitrail.data.pack import pack
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import BadImage, Split
 
 SMALL = PreprocessConfig(size=8, crop_ratio=1.0)
 PREPROCESS = Preprocess(SMALL)
@@ -60,7 +60,7 @@ def split_of(rows: int = 11, bad: tuple[int, ...] = (), multilabel: bool = False
 def train(augment: AugmentConfig = SHIFTED, split: Split | None = None, batch: int = 4, kind=DeviceLoader, **more):
     split = split or split_of()
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "workers": 0, "start": 0, "stop": 6} | more
-    order = Order(len(split), batch, SEED)
+    order = BatchSampler(len(split), batch, SEED)
     return kind(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings)
 
 
@@ -129,7 +129,7 @@ def test_batches_do_not_depend_on_how_many_are_augmented_together_nor_on_where_t
 
 def test_a_group_of_which_one_batch_cannot_be_read_gives_the_others(monkeypatch):
     split = split_of(8, bad=tuple(100 + i for i in range(8)))
-    order = Order(8, 4, SEED)
+    order = BatchSampler(8, 4, SEED)
     wanted = {int(split.index[draw.row]) for draw in order.draws(0)}
     split = split_of(8, bad=tuple(100 + i for i in range(8) if 100 + i not in wanted))
     batches = iter(train(SHIFTED, split))
@@ -139,7 +139,7 @@ def test_a_group_of_which_one_batch_cannot_be_read_gives_the_others(monkeypatch)
 
 
 def test_pixels_are_those_of_the_key_of_each_draw():
-    change, order, split = DeviceAugment(BUSY, SMALL), Order(11, 4, SEED), split_of()
+    change, order, split = DeviceAugment(BUSY, SMALL), BatchSampler(11, 4, SEED), split_of()
     for step, batch in enumerate(train(BUSY, views=2)):
         for place, draw in enumerate(order.draws(step)):
             index = int(split.index[draw.row])

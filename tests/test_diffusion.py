@@ -13,15 +13,14 @@ from torch import Tensor
 import vitrail
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.generate.own import OwnDiffuser
-from vitrail.generate.solvers import Solver, solve, times_from
+from vitrail.generate.diffusion_model import OwnDiffuser, Solver, solve, times_from
 from vitrail.learn.config import DiffusionConfig
 from vitrail.learn.diffusion import Diffusion, min_snr_weight
 from vitrail.measure.denoising import DRAWS, fixed_draws, judge_denoising
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.noise import NoiseSchedule
+from vitrail.model.trunks.denoiser import NoiseSchedule
 from vitrail.recipes import recipe, with_values
 
 SMALL = {"width": 16, "multipliers": (1, 2), "depth": 1, "heads": 2, "image_size": 8, "draws": 2, "drop": 0.0}

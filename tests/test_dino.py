@@ -16,9 +16,9 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.collapse import collapse_note, spread_and_rank
 from vitrail.learn.config import DinoConfig
 from vitrail.learn.dino import Dino, Prototypes, view_loss
+from vitrail.learn.selfsupervised import collapse_note, spread_and_rank
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 
@@ -230,8 +230,8 @@ def test_a_run_that_collapses_says_so_once_in_its_log_and_notes(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_small_recipe_does_not_collapse(tmp_path: Path) -> None:
-    from vitrail.api.training import train
     from vitrail.recipes import recipe, with_values
+    from vitrail.run.train import train
 
     changes = {
         "out": str(tmp_path / "run"),

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from vitrail.measure.disagreement import disagreement
+from vitrail.compare.statistics import disagreement
 
 GENERATOR = torch.Generator().manual_seed(3)
 LABELS = torch.randint(0, 5, (200,), generator=GENERATOR)

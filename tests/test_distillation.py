@@ -21,12 +21,12 @@ import vitrail
 from vitrail import api
 from vitrail.cli import run
 from vitrail.config import from_mapping
+from vitrail.data.augment.mixing import mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.mixing import mix
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import DistillationConfig, SupervisedConfig
@@ -37,8 +37,8 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Distilled
 from vitrail.model.heads.head import Head
-from vitrail.model.heads.mean import MeanHead
-from vitrail.model.tokens import Tokens
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.tokens import Tokens
 from vitrail.recipes import recipe
 from vitrail.schema import parse_flags
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import vitrail
-from vitrail.api.training import resume
+from vitrail.run.train import resume
 
 EARLIER = Path(__file__).parent / "fixtures" / "earlier-run"
 

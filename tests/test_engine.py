@@ -15,18 +15,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.batch import Batch
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.distributed import Group
-from vitrail.engine.ema import Ema
-from vitrail.engine.fit import _laid_out
+from vitrail.engine.device import ProcessGroup
 from vitrail.engine.lamb import Lamb
+from vitrail.engine.loop import _laid_out
 from vitrail.engine.muon import orthogonalised
-from vitrail.engine.optimizer import build_optimizer, choose_tuned, decays, parameter_groups, set_step
-from vitrail.engine.run import RunFolder, free_name
-from vitrail.engine.schedule import make_schedule
-from vitrail.engine.step import TrainStep, is_convolutional
-from vitrail.engine.update import Meter, Updater
+from vitrail.engine.optimizer import build_optimizer, choose_tuned, decays, make_schedule, parameter_groups, set_step
+from vitrail.engine.run_folder import RunFolder, free_name
+from vitrail.engine.step import Ema, Meter, TrainStep, Updater, is_convolutional
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adapters.apply import apply
@@ -344,8 +341,8 @@ def test_the_meter_means_only_steps_that_counted() -> None:
     meter = Meter()
     for value, good in ((1.0, 1.0), (float("nan"), 0.0), (3.0, 1.0)):
         meter.add({"loss": torch.tensor(value)}, torch.tensor(good))
-    assert meter.read(Group()) == {"loss": 2.0}
-    assert meter.read(Group()) == {}
+    assert meter.read(ProcessGroup()) == {"loss": 2.0}
+    assert meter.read(ProcessGroup()) == {}
 
 
 def test_ema_follows_its_recurrence() -> None:
@@ -413,9 +410,7 @@ def test_a_run_folder_is_never_overwritten_and_has_one_writer(tmp_path) -> None:
     run = RunFolder.create(tmp_path / "run", "seed: 0\n")
     with pytest.raises(FileExistsError, match="--resume"):
         RunFolder.create(tmp_path / "run", "seed: 0\n")
-    second = (
-        f"from pathlib import Path; from vitrail.engine.run import RunFolder; RunFolder.open(Path({str(run.path)!r}))"
-    )
+    second = f"from pathlib import Path; from vitrail.engine.run_folder import RunFolder; RunFolder.open(Path({str(run.path)!r}))"
     refused = subprocess.run([sys.executable, "-c", second], check=False, capture_output=True, text=True)
     assert "another process is writing" in refused.stderr
     run.unlock()

@@ -17,11 +17,11 @@ from vitrail.measure.ensembles import (
     diversity,
     fused_accuracy,
     head_accuracy,
+    judge_members,
     margins,
     subset_accuracy,
 )
-from vitrail.measure.evaluate import Loaders
-from vitrail.measure.members import judge_members
+from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Mean
 

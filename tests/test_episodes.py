@@ -28,7 +28,7 @@ from vitrail.measure.episodes import (
     few_shot,
     judge_episodes,
 )
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.measure.linear_classifiers import _solve, linear_svm, logistic_regression, prototypes
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Projected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.measure.classification import classification
-from vitrail.measure.evaluate import Loaders, Predictions, evaluate, predict_all, worst_mistakes
+from vitrail.measure.evaluator import Loaders, Predictions, evaluate, predict_all, worst_mistakes
 from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.speed import throughput
 
@@ -65,7 +65,7 @@ def test_training_flags_come_back_after_an_error() -> None:
 
 
 def test_fetching_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.measure.evaluate.FETCH_BYTES", 1)
+    monkeypatch.setattr("vitrail.measure.evaluator.FETCH_BYTES", 1)
     made = predict_all(small_model(), batches(list(range(IMAGES))))
     torch.testing.assert_close(made.logits, reference())
 

@@ -13,19 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.data.device_pixels import normal_noise
-from vitrail.generate.baselines import METHODS, Tools, all_others, check_budgets, equal_compute, make
-from vitrail.generate.diffuser import steps_run
-from vitrail.generate.genie import (
+from vitrail.data.augment.pixel_ops import normal_noise
+from vitrail.generate.diffusion_model import OwnDiffuser, steps_run
+from vitrail.generate.methods import (
     CANDIDATES,
+    METHODS,
+    Tools,
     ada_evaluations,
+    all_others,
+    check_budgets,
+    equal_compute,
     genie,
     genie_ada,
+    make,
+    prompts_for,
     prototypes_of,
 )
-from vitrail.generate.own import OwnDiffuser
 from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline, square
-from vitrail.generate.prompts import prompts_for
 from vitrail.measure.hard_negatives import axis_position, largest_jump
 from vitrail.model.build import create_model
 

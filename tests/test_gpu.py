@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.device_loader import DeviceLoader
+from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
-from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
 from vitrail.learn.build import TrainingFacts, build_objective
@@ -319,7 +319,7 @@ def test_batches_made_ahead_and_together_hold_the_bytes_of_a_processor() -> None
     augment = Augment(AugmentConfig(crop="pad", padding=4, rand_ops=2), shape)
 
     def batches(device: str, start: int = 0) -> list[Batch]:
-        order = Order(len(train), 40, 3)
+        order = BatchSampler(len(train), 40, 3)
         settings: dict[str, Any] = {"classes": 10, "multilabel": False, "seed": 3, "workers": 0, "views": 2}
         loader = DeviceLoader(train, order, augment, Preprocess(shape), device=device, start=start, stop=60, **settings)
         kept = []

@@ -15,12 +15,12 @@ from sklearn.metrics import average_precision_score
 from sklearn.neighbors import NearestNeighbors
 
 from vitrail.data.batch import Batch
-from vitrail.kernels.neighbours import nearest, neighbour_loss
+from vitrail.kernels.similarity import nearest, neighbour_loss
+from vitrail.learn.bank import ImageMemory
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import GrafitConfig
 from vitrail.learn.grafit import Grafit, instance_loss, triplet_loss
-from vitrail.learn.image_memory import ImageMemory
-from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.selfsupervised import MomentumCopy
 from vitrail.measure.retrieval import (
     Embedded,
     average_precision,

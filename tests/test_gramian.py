@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.second_order import gram_vector
-from vitrail.model.cifar_resnet import CifarResNet
+from vitrail.kernels.covariance import gram_vector
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.gramian import GramianHead, mean_divergence
-from vitrail.model.heads.mean import MeanHead
-from vitrail.model.tokens import Tokens, reset
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.tokens import Tokens, reset
+from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 
 WIDTH, CLASSES, GRID = 32, 5, (3, 4)
 SMALL = Gramian(heads=3, gram_width=8, attention_width=16, attention_heads=4, embed_groups=4, mlp_groups=4)
@@ -416,7 +416,7 @@ def test_it_trains_convolutional_networks_through_their_last_map(kind: str) -> N
         last = trunk.forward_features(images)
         tokens = Tokens(last.flatten(2).transpose(1, 2), 0, (2, 2))
     else:
-        trunk = CifarResNet(8)
+        trunk = CifarResNetTrunk(8)
         tokens = trunk.embed(images)
     head = small(width=64, gram_width=16, gram_layer=True, embed_groups=8, attention_width=None)
     F.cross_entropy(head.fuse(head(tokens)), torch.tensor([0, 1])).backward()

@@ -13,21 +13,20 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.api.advice import HIGH_RATES, before_training, one_answer
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
-from vitrail.data.leaks import copied_files, leak_notes
+from vitrail.data.check.check import copied_files, leak_notes
+from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
-from vitrail.data.source import DataSet
-from vitrail.engine.optimizer import choose_tuned
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.supervised import Supervised
-from vitrail.measure.evaluate import Predictions
+from vitrail.measure.evaluator import Predictions
 from vitrail.model.build import create_model
 from vitrail.model.export import to_torch
 from vitrail.model.weights import start_from
 from vitrail.recipes import RECIPES, recipe, with_values
+from vitrail.run.preflight import HIGH_RATES, before_training, one_answer
 from vitrail.schema import ConfigError, parse_flags
 
 TINY = (

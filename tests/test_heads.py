@@ -10,9 +10,9 @@ from torch import nn
 
 import vitrail
 from vitrail.model.build import create_model
-from vitrail.model.heads.attention_pool import AttentionPoolHead
+from vitrail.model.heads.class_attention import AttentionPoolHead
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Distilled, Gramian, Mean, SecondOrder
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(5))
 
@@ -75,7 +75,7 @@ def test_class_mlp_by_hand() -> None:
 def test_class_attention_equals_timms_cait() -> None:
     import timm
 
-    from vitrail.model.timm import load_weights
+    from vitrail.model.timm_weights import load_weights
 
     theirs = timm.create_model("cait_xxs24_224", num_classes=5).eval()
     shake(theirs)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitrail.data.dataset import BadImage
 from vitrail.data.open import open_source
-from vitrail.data.source import BadImage
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -16,14 +16,14 @@ from PIL import Image
 from torch import Tensor
 
 import vitrail
-from vitrail.api.inspecting import by_turns, inspect_models
 from vitrail.cli import run
 from vitrail.config import from_mapping
-from vitrail.learn.patch import UniversalPatch, save_patch
-from vitrail.measure.inspection import Subject
-from vitrail.measure.likeness import attention_divergence, cka
-from vitrail.measure.looker import Looker, Seen, stages
-from vitrail.measure.looking import (
+from vitrail.inspect.model_similarity import Divergence, attention_divergence, cka, cka_table, transfer_account
+from vitrail.inspect.results import InspectedModel
+from vitrail.inspect.run import by_turns, inspect_models
+from vitrail.learn.attack import UniversalPatch, save_patch
+from vitrail.measure.attention_maps import Looker, Seen, other_selection, stages
+from vitrail.measure.attention_statistics import (
     LayerGather,
     LayerLook,
     Maps,
@@ -34,13 +34,11 @@ from vitrail.measure.looking import (
     shares,
     spread_out,
 )
-from vitrail.measure.pair import Divergence, cka_table, transfer_account
-from vitrail.measure.selection import other_selection
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import load_model
 from vitrail.recipes import recipe
-from vitrail.show.looking import FADED, GROUND, dimmed, enlarged, evenly, kept_sheet, sheet_picture
+from vitrail.report.sheets import FADED, GROUND, dimmed, enlarged, evenly, kept_sheet, sheet_picture
 
 GRID = (2, 3)
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": 3}
@@ -375,7 +373,7 @@ def test_the_strip_shows_what_the_model_kept_and_counts_it() -> None:
     looker.add(images)
     looks = looker.result()
     pixels = [image.permute(1, 2, 0).numpy() for image in images]
-    sheet = kept_sheet(Subject("ats", "", "ats", stages(made), made.classes, looks, pixels), ["one", "two"])
+    sheet = kept_sheet(InspectedModel("ats", "", "ats", stages(made), made.classes, looks, pixels), ["one", "two"])
     assert sheet is not None
     assert list(sheet.columns) == ["image", "after block 0", "after block 1"]
     with torch.inference_mode():

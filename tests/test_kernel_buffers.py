@@ -21,7 +21,8 @@ if triton.knobs.runtime.interpret:
 compiler = pytest.importorskip("triton.backends.compiler")
 jit = pytest.importorskip("triton.runtime.jit")
 
-from vitrail.kernels import attention_match_triton, attention_triton, ragged_attention_triton, sima_triton  # noqa: E402
+from vitrail.kernels import attention_match_triton, attention_triton, ragged_attention_triton
+from vitrail.kernels import sima_attention_triton as sima_triton
 
 Kernel = Callable[[int, int, torch.dtype], None]
 

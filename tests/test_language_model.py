@@ -16,30 +16,37 @@ from torch import Tensor
 
 import vitrail
 from vitrail import api
-from vitrail.api.text_feed import encode_split
 from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.data.batch import Batch
+from vitrail.data.loading.text_loader import TextEvalLoader
 from vitrail.data.open import open_data
-from vitrail.data.text_loader import TextEvalLoader
-from vitrail.data.texts import Text, texts_of
-from vitrail.engine.fit import Stopped
+from vitrail.data.sources.text_files import Text, texts_of
+from vitrail.engine.loop import Stopped
 from vitrail.learn.config import LanguageModelConfig
-from vitrail.measure.bleu import corpus_bleu
+from vitrail.measure.language import corpus_bleu
 from vitrail.model.adapters.apply import apply, counts
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import NextToken
 from vitrail.model.store import read_tensors
 from vitrail.recipes import FAMILIES, recipe, with_values
+from vitrail.run.data_module import encode_split
 
 transformers = pytest.importorskip("transformers", reason="transformers is not here; install vitrail[text]")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not here; install vitrail[text]")
 
-from vitrail.data.completion_tokens import encode_completions, encode_prompts  # noqa: E402
-from vitrail.data.tokenise import END, PADDING, TOKENIZER, Tokeniser, word_tokenizer  # noqa: E402
+from vitrail.data.tokenizer import (  # noqa: E402  # noqa: E402
+    END,
+    PADDING,
+    TOKENIZER,
+    Tokeniser,
+    encode_completions,
+    encode_prompts,
+    word_tokenizer,
+)
 from vitrail.learn.language_model import LanguageModel  # noqa: E402
 from vitrail.measure.language import language_figures, token_loss  # noqa: E402
-from vitrail.model.completing import _no_repeats, complete  # noqa: E402
+from vitrail.model.decoding import _no_repeats, complete  # noqa: E402
 
 TEXTS = [Text("a b c", "d e"), Text("f", "a b c d"), Text("b b e a c", "f"), Text("c d", "e f a")]
 WORDS = word_tokenizer(TEXTS, "last")  # [PAD] 0, [UNK] 1, <|endoftext|> 2, then a to f
@@ -565,7 +572,7 @@ def test_alpaca_is_learned_and_asked_in_its_own_words(tmp_path: Path, capsys: py
     done = vitrail.train(configure(tmp_path / "run", **changes), quiet=True)
     asked: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrail.model.completing.complete", lambda _, texts: asked.append(texts) or ["x"] * len(texts))
+        patch.setattr("vitrail.model.decoding.complete", lambda _, texts: asked.append(texts) or ["x"] * len(texts))
         assert vitrail_command(["predict", str(done.path), "Say two.", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"prompt": "Say two.", "completion": "x"}
     assert asked[0][0].endswith("### Instruction:\nSay two.\n\n### Response:")

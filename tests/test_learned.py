@@ -18,20 +18,28 @@ from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
-from vitrail.api.inspecting import inspect_models
 from vitrail.cli import run
-from vitrail.measure import embeddings
-from vitrail.measure.branches import BranchRatios, layer_scales
-from vitrail.measure.embeddings import components_for, image_clusters, neighbours_of, pca_energy, pca_plane, plane
-from vitrail.measure.inspection import SECTIONS, chosen_sections
-from vitrail.measure.learned import Learned, Learner, relative_spectrum
-from vitrail.measure.patch_mixing import central_rows, mixing_rows, mixing_sparsity, sparsity
+from vitrail.inspect import embeddings
+from vitrail.inspect.embeddings import components_for, image_clusters, neighbours_of, pca_energy, pca_plane, plane
+from vitrail.inspect.heat_maps import plane_chart
+from vitrail.inspect.results import SECTIONS, chosen_sections
+from vitrail.inspect.run import inspect_models
+from vitrail.inspect.weight_sections import FRAME, RELATED, framed, mosaic, shared_level
+from vitrail.inspect.weight_statistics import (
+    BranchRatios,
+    Learned,
+    Learner,
+    central_rows,
+    layer_scales,
+    mixing_rows,
+    mixing_sparsity,
+    relative_spectrum,
+    sparsity,
+)
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Gramian, SecondOrder
-from vitrail.model.timm import load_weights
-from vitrail.show.learned import FRAME, RELATED, framed, mosaic, shared_level
-from vitrail.show.learned_charts import plane_chart
+from vitrail.model.timm_weights import load_weights
 
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": 3}
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitrail.data.dataset import Level
 from vitrail.data.open import open_data, open_source
 from vitrail.data.pack import pack
-from vitrail.data.source import Level
 
 SPECIES = ("ant", "bee", "cat", "dog", "eel", "fly")
 ORDER = {"ant": "wasps", "bee": "wasps", "cat": "hunters", "dog": "hunters", "eel": "eels", "fly": "flies"}

@@ -10,7 +10,14 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from vitrail.measure.likeness import Cka, assignment, attention_divergence, cka, head_divergences, jensen_shannon
+from vitrail.inspect.model_similarity import (
+    Cka,
+    assignment,
+    attention_divergence,
+    cka,
+    head_divergences,
+    jensen_shannon,
+)
 from vitrail.model.build import create_model
 
 

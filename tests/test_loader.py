@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment
+from vitrail.data.augment.mixing import mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.loader import EvalLoader, TrainLoader, auto_workers
-from vitrail.data.mixing import mix
-from vitrail.data.order import Order
+from vitrail.data.dataset import BadImage, Split
+from vitrail.data.loading.loader import EvalLoader, TrainLoader, auto_workers
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import BadImage, Split
 
 SMALL = PreprocessConfig(size=8, crop_ratio=1.0)
 PREPROCESS = Preprocess(SMALL)
@@ -57,7 +57,7 @@ def split_of(rows: int = 11, bad: tuple[int, ...] = (), multilabel: bool = False
 def train(augment: AugmentConfig = SHIFTED, split: Split | None = None, batch: int = 4, **more) -> TrainLoader:
     split = split or split_of()
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "workers": 0, "start": 0, "stop": 6} | more
-    order = Order(len(split), batch, SEED)
+    order = BatchSampler(len(split), batch, SEED)
     return TrainLoader(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings)
 
 
@@ -90,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_batch_holds_the_rows_of_its_step_in_their_order():
-    split, order = split_of(), Order(11, 4, SEED)
+    split, order = split_of(), BatchSampler(11, 4, SEED)
     for step, batch in enumerate(train(PLAIN)):
         rows = [draw.row for draw in order.draws(step)]
         assert batch.step == step
@@ -104,7 +104,7 @@ def test_a_batch_holds_the_rows_of_its_step_in_their_order():
 
 def repeated(rank: int = 0, world: int = 1, workers: int = 0) -> list[Batch]:
     split = split_of(12)
-    order = Order(12, 12, SEED, repeats=3)
+    order = BatchSampler(12, 12, SEED, repeats=3)
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "start": 0, "stop": 2, "workers": workers}
     augment = Augment(SHIFTED, SMALL)
     with TrainLoader(split, order, augment, PREPROCESS, seed=SEED, rank=rank, world=world, **settings) as loader:
@@ -126,7 +126,7 @@ def test_repeats_over_two_processes_are_those_of_one():
 
 
 def test_pixels_are_those_of_the_key_of_each_draw():
-    augment, order, split = Augment(SHIFTED, SMALL), Order(11, 4, SEED), split_of()
+    augment, order, split = Augment(SHIFTED, SMALL), BatchSampler(11, 4, SEED), split_of()
     for step, batch in enumerate(train(views=2)):
         for place, draw in enumerate(order.draws(step)):
             index = int(split.index[draw.row])
@@ -209,7 +209,7 @@ def test_a_bad_image_is_left_out_and_the_other_rows_keep_their_labels_and_pixels
 
 
 def test_mixing_around_a_bad_image_leaves_its_partner_unmixed_and_the_rest_as_they_were():
-    order, split = Order(11, 8, SEED), split_of(bad=(104,))
+    order, split = BatchSampler(11, 8, SEED), split_of(bad=(104,))
     plain = list(train(SHIFTED, batch=8))
     whole, holed = list(train(MIXED, batch=8)), list(train(MIXED, split, batch=8))
     orphans = 0

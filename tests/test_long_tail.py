@@ -22,7 +22,7 @@ from vitrail.learn.config import DistillationConfig, GrafitConfig, SupervisedCon
 from vitrail.learn.supervised import Supervised, prior_shift
 from vitrail.measure.classification import classification
 from vitrail.measure.config import LongTailConfig
-from vitrail.measure.evaluate import Loaders
+from vitrail.measure.evaluator import Loaders
 from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.long_tail import COUNTS, class_groups, group_of, long_tail
 from vitrail.model.build import create_model

@@ -13,12 +13,12 @@ import vitrail
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.config import MaeConfig
 from vitrail.learn.mae import Mae, gather, grid_sinusoid, normalised, patchify, random_order
 from vitrail.model.build import create_model
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 LIGHT = MaeConfig(decoder_width=32, decoder_depth=1, decoder_heads=2)
 

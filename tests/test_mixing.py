@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
+from vitrail.data.augment.mixing import draw_mix, mix, partners, soft
 from vitrail.data.config import AugmentConfig
-from vitrail.data.mixing import draw_mix, mix, partners, soft
 
 MIXUP = AugmentConfig(mixup=0.8)
 CUTMIX = AugmentConfig(cutmix=1.0)

@@ -12,10 +12,10 @@ from PIL import Image
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Mean
-from vitrail.model.positions import resize_positions
-from vitrail.model.residual import DropPath, LayerScale, drop_path_rates
+from vitrail.model.parts.positions import resize_positions
+from vitrail.model.parts.residual import DropPath, LayerScale, drop_path_rates
+from vitrail.model.parts.tokens import Tokens, reset
 from vitrail.model.store import load_model, read_tensors
-from vitrail.model.tokens import Tokens, reset
 
 
 def small(name: str = "deit3_tiny", **changes: object) -> Classifier:

@@ -10,8 +10,7 @@ from torch import nn
 
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.muon import Muon
-from vitrail.engine.optimizer import build_optimizer, describe_shares, optimizer_shares
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import build_optimizer, describe_shares, make_schedule, optimizer_shares
 from vitrail.engine.step import TrainStep
 from vitrail.learn.byol import Byol
 from vitrail.learn.config import ByolConfig, DinoConfig, SupervisedConfig
@@ -20,8 +19,8 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import AttentionPool, ClassAttention, Gramian, Mean, Projected, SecondOrder
-from vitrail.model.matrices import hidden_matrices
 from vitrail.model.mixers.config import PatchConv
+from vitrail.model.parts.matrices import hidden_matrices
 
 CPU = torch.device("cpu")
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, momentum=0.9, warmup=0, schedule="constant")

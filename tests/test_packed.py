@@ -21,18 +21,18 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
 from vitrail.cli import run
-from vitrail.data import shard
-from vitrail.data.augment import Augment
+from vitrail.data import pack as shard
+from vitrail.data.augment.host import Augment
 from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import decode
-from vitrail.data.loader import TrainLoader
+from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
-from vitrail.data.order import Order
 from vitrail.data.pack import PackReport, pack
-from vitrail.data.packed import PackedReader, verify
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.scan import drop_bad, scan
-from vitrail.data.source import BadImage, DataSet, Split
+from vitrail.data.sources.folder import drop_bad, scan
+from vitrail.data.sources.packed import PackedReader, verify
 
 SMALL_SHARD = 12_000  # bytes: a few of the images below
 
@@ -212,7 +212,7 @@ def test_training_batches_are_those_of_the_source(tmp_path):
         split = data["train"]
         with TrainLoader(
             split,
-            Order(len(split), 8, 0),
+            BatchSampler(len(split), 8, 0),
             Augment(AugmentConfig(), preprocess),
             Preprocess(preprocess),
             classes=3,

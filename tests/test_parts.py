@@ -15,13 +15,19 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp, Mean
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, PatchConvMixer
-from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.mixers.talking_heads import TalkingHeadsMixer
-from vitrail.model.norms import Affine, TokenBatchNorm
-from vitrail.model.positions import sinusoid
-from vitrail.model.residual import DropPath, LayerScale, ScalarGate, drop_path_for_depth, layerscale_init_for_depth
-from vitrail.model.sot_stem import SotEmbed
-from vitrail.model.tokens import Tokens
+from vitrail.model.mixers.softmax import SoftmaxMixer, TalkingHeadsMixer
+from vitrail.model.parts.positions import sinusoid
+from vitrail.model.parts.residual import (
+    Affine,
+    DropPath,
+    LayerScale,
+    ScalarGate,
+    TokenBatchNorm,
+    drop_path_for_depth,
+    layerscale_init_for_depth,
+)
+from vitrail.model.parts.stems import SotEmbed
+from vitrail.model.parts.tokens import Tokens
 
 
 def shake(model: nn.Module) -> None:
@@ -141,7 +147,7 @@ def test_fixed_patches_refuse_another_size_in_words(mixer: LinearPatches | Patch
 
 
 def test_patch_mixing_moves_to_another_grid_with_the_weights() -> None:
-    from vitrail.model.timm import load_weights
+    from vitrail.model.timm_weights import load_weights
 
     model = small("resmlp_s12", heads=1)
     larger = create_model("resmlp_s12", classes=5, depth=2, width=64, heads=1, image_size=128, patch=16).eval()

@@ -10,15 +10,15 @@ import yaml
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.api.training import resume
 from vitrail.config import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem
 from vitrail.model.heads.config import AttentionPool
 from vitrail.model.mixers.patches import GatedConvMixer
-from vitrail.model.timm import load_weights
+from vitrail.model.timm_weights import load_weights
 from vitrail.model.zoo import ZOO
+from vitrail.run.train import resume
 
 WIDTH, DEPTH, CLASSES = 32, 2, 5
 

@@ -15,9 +15,8 @@ from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import v2
 
 from vitrail.config import RunConfig, from_mapping
-from vitrail.data.augment import Augment
+from vitrail.data.augment.host import Augment, TimmRandAugment, policy_of, posterised
 from vitrail.data.config import AugmentConfig, PreprocessConfig
-from vitrail.data.policies import TimmRandAugment, policy_of, posterised
 from vitrail.schema import ConfigError
 
 SMALL = PreprocessConfig(size=24, crop_ratio=1.0)

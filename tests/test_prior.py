@@ -36,8 +36,8 @@ from vitrail.model.heads.config import (
     Projected,
     SecondOrder,
 )
-from vitrail.model.heads.mean import MeanHead
-from vitrail.model.tokens import Tokens
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.tokens import Tokens
 
 CLASSES, BCE, CE = 5, SupervisedConfig(loss="bce"), SupervisedConfig()
 SMALL = {"width": 32, "depth": 2, "heads": 2, "image_size": 32, "patch": 8}

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler, normalize
 from torch import Tensor
 
-from vitrail.measure.draws import draw_by_class
+from vitrail.measure.evaluator import draw_by_class
 from vitrail.measure.probe import LINEAR, ProbeSettings, linear_probe, prepared, train_probes
 
 

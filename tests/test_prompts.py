@@ -18,13 +18,13 @@ import vitrail
 from vitrail import api
 from vitrail.cli import run as command
 from vitrail.config import validate
-from vitrail.engine import checkpoint
+from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import parameter_groups
-from vitrail.learn.attention_plan import readable
+from vitrail.learn.attention_teacher import readable
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
-from vitrail.measure.looker import layers_without_maps, map_layers, sima_layer
+from vitrail.measure.attention_maps import layers_without_maps, map_layers, sima_layer
 from vitrail.model.adapters.apply import apply, bank_of, counts, merge, quantise, remove, route, use
 from vitrail.model.adapters.config import Lora, Vpt
 from vitrail.model.adapters.files import load_adapter, save_adapter
@@ -35,8 +35,8 @@ from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.mixers import softmax
-from vitrail.model.timm import to_timm
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.timm_weights import to_timm
 
 WIDTH, DEPTH, PATCH, CLASSES, COUNT = 32, 3, 8, 5, 4
 PATCHES = (32 // PATCH) ** 2

@@ -11,12 +11,10 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
-from vitrail.api.protocols import SharedLoaders, counted_as, judge
 from vitrail.cli import run
 from vitrail.data.batch import Batch
-from vitrail.measure.averaging import averaged, together
-from vitrail.measure.class_subset import only_classes
-from vitrail.measure.evaluate import Loaders, Predictions
+from vitrail.measure.ensembles import averaged, together
+from vitrail.measure.evaluator import Loaders, Predictions, only_classes
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.few_labels import Labelled, few_labels
 from vitrail.measure.retrieval import embed_all
@@ -24,6 +22,7 @@ from vitrail.measure.training_cost import METHODS, TrainingCost, crop
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Projected
+from vitrail.run.protocols import SharedLoaders, counted_as, judge
 
 CLASSES = ("blue", "green", "red")
 

@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.engine import checkpoint
-from vitrail.model.block import Mlp
+from vitrail.engine import run_folder as checkpoint
 from vitrail.model.build import create_model
-from vitrail.model.earlier_names import current_names
 from vitrail.model.heads.config import AttentionPool, ClassAttention
-from vitrail.model.norms import make_norm
-from vitrail.model.residual import LayerScale
-from vitrail.model.store import read_tensors, write_tensors
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.block import Mlp
+from vitrail.model.parts.residual import LayerScale, make_norm
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.store import current_names, read_tensors, write_tensors
 
 WIDTH, CLASSES = 24, 5
 

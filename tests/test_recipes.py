@@ -16,10 +16,10 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import vitrail
-from vitrail.api.studies import read_study
+from vitrail.compare.study import read_study
 from vitrail.config import AugmentConfig, RunConfig, validate
-from vitrail.engine.schedule import make_schedule
-from vitrail.engine.update import Updater
+from vitrail.engine.optimizer import make_schedule
+from vitrail.engine.step import Updater
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model

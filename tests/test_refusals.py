@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from vitrail.api.evaluation import evaluate, sweep
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.files import refuse_unwritable
 from vitrail.model.build import create_model
+from vitrail.run.evaluate import evaluate, sweep
 
 TINY = "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --optim.steps 1"
 ABSENT = "mps" if torch.cuda.is_available() else "cuda"
@@ -255,7 +255,7 @@ def test_classes_that_a_model_does_not_know_are_told_with_what_can_be_judged(bro
 
 
 def test_no_evidence_for_a_class_is_shown_of_a_model_that_knows_none(photos: Path, tmp_path: Path) -> None:
-    from vitrail.api.inspecting import inspect_models
+    from vitrail.inspect.run import inspect_models
 
     unlabelled = create_model("vit_micro_28", classes=("unlabelled",), depth=1, width=32, heads=2)
     found, _ = inspect_models([unlabelled], data=photos, count=2, over=4, out=tmp_path / "page")

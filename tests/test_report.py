@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from vitrail.measure.classification import classification
-from vitrail.measure.evaluate import Mistake
-from vitrail.show.report import AttentionPicture, Cost, DataSummary, ErrorPicture, Report, render, write_report
-from vitrail.show.thumbnails import data_uri
+from vitrail.measure.evaluator import Mistake
+from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, ModelCost, Report, render, write_report
+from vitrail.report.sheets import data_uri
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 HOSTILE = ["<b>bold</b>", 'quo"te', "</script><script>alert(1)</script>", "🪑 émoji & co", "x" * 60, "{{ 7 * 7 }}"]
@@ -93,7 +93,7 @@ def sample(classes: list[str], multilabel: bool = False, count: int = 60) -> Rep
         title="deit_tiny on embedded:fashion",
         figures=classification(logits, target, classes),
         history=history,
-        cost=Cost(
+        cost=ModelCost(
             5_526_346, 1.08e9, 1843.2, 412 * 2**20, 725, "batch 128", [("training speed", "912 images a second")]
         ),
         errors=[ErrorPicture.of(mistake, classes, picture(), "test/7.png")],

@@ -14,13 +14,13 @@ import torch.multiprocessing as mp
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
-from vitrail.api.figures import figures_of
 from vitrail.data.batch import Batch
-from vitrail.data.source import UNLABELLED
+from vitrail.data.dataset import UNLABELLED
 from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.few_labels import judge_few
 from vitrail.measure.retrieval import Embedded, embed_all, judge_neighbours, judge_retrieval
 from vitrail.model.build import create_model
+from vitrail.run.evaluate import figures_of
 
 IMAGES = 11
 

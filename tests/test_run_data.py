@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.api.evaluation import evaluate, load
-from vitrail.api.protocols import ensemble, judge
-from vitrail.api.run_data import division, open_for, own_uri
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.open import open_data
-from vitrail.measure.predictions import read_predictions
+from vitrail.measure.evaluator import read_predictions
+from vitrail.run.evaluate import evaluate, load
+from vitrail.run.protocols import ensemble, judge
+from vitrail.run.run_data import division, open_for, own_uri
 
 SMALL = (
     "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0 "

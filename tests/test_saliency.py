@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from vitrail.measure.map_quality import area, blurred, centred, curve, inside, judged_maps, pointing
+from vitrail.inspect.evidence import area, blurred, centred, curve, inside, judged_maps, pointing
 from vitrail.measure.saliency import KINDS, all_kinds, explain, kinds_of, rollout, voices
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.kernels.second_order import (
+from vitrail.kernels.covariance import (
     SPECTRUM_FLOOR,
     _difference_quotient,
     _gain,

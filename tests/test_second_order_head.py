@@ -18,7 +18,7 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import SecondOrder
 from vitrail.model.heads.second_order import SecondOrderHead
-from vitrail.model.tokens import Tokens, reset
+from vitrail.model.parts.tokens import Tokens, reset
 
 WIDTH, CLASSES = 12, 5
 SMALL = SecondOrder(heads=2, rows=3, columns=4)

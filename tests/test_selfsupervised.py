@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.data.batch import Batch, ViewSpec
-from vitrail.data.source import UNLABELLED
+from vitrail.data.dataset import UNLABELLED
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.similarity import GROUP, largest, log_sum, relation_loss, top_rows
-from vitrail.learn.bank import Bank
+from vitrail.learn.bank import Bank, ImageMemory
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
-from vitrail.learn.collapse import collapse_note
 from vitrail.learn.config import (
     ByolConfig,
     ClustersConfig,
@@ -39,15 +38,13 @@ from vitrail.learn.config import (
     SimregConfig,
     SupconConfig,
 )
-from vitrail.learn.embedder import Embedder, load_embedder
-from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.moco import contrast
-from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.msf import Msf, shift_loss
 from vitrail.learn.objective import Objective
-from vitrail.learn.pseudo import PseudoLabels, draw_labelled
-from vitrail.learn.selfsupervised import purity
+from vitrail.learn.pseudo_labels import PseudoLabels, draw_labelled
+from vitrail.learn.selfsupervised import MomentumCopy, collapse_note, purity
 from vitrail.learn.supcon import supervised_contrast
+from vitrail.learn.teacher import Embedder, load_embedder
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 

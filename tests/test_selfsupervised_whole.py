@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrail.config import OptimConfig
 from vitrail.data.batch import Batch
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import ByolConfig, CmsfConfig, IsdConfig, MocoConfig, MsfConfig, ObjectiveConfig

@@ -13,20 +13,18 @@ import torch
 import vitrail
 from vitrail.cli import run as command
 from vitrail.data.batch import Batch
-from vitrail.data.completion_tokens import encode_completions, encode_prompts
-from vitrail.data.numbers import number, spelled
 from vitrail.data.open import open_data
-from vitrail.data.texts import texts_of
-from vitrail.data.tokenise import TOKENIZER, word_tokenizer
+from vitrail.data.sources.synthetic_text import number, spelled
+from vitrail.data.sources.text_files import texts_of
+from vitrail.data.tokenizer import TOKENIZER, encode_completions, encode_prompts, word_tokenizer
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.learn.language_model import LanguageModel
 from vitrail.measure.language import Written
-from vitrail.model.beam_search import translate
 from vitrail.model.classifier import Classifier
-from vitrail.model.completing import complete, completion_logits
+from vitrail.model.decoding import complete, completion_logits, translate
 from vitrail.model.heads.config import NextToken
-from vitrail.model.seq2seq import SequenceConfig, SequenceResMlp
 from vitrail.model.text_build import create_text_model
+from vitrail.model.trunks.seq2seq import SequenceConfig, SequenceResMlp
 from vitrail.recipes import FAMILIES, recipe, with_values
 
 BOTH = pytest.mark.parametrize("mixer", ["linear", "attention"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vitrail.data.open import open_data
-from vitrail.data.shapes import _HOLE, CLASSES, GROUPS, SHAPES, boxes_of, label_of, polygon, render
+from vitrail.data.sources.shapes import _HOLE, CLASSES, GROUPS, SHAPES, boxes_of, label_of, polygon, render
 
 
 def test_a_picture_depends_on_seed_and_index_and_not_on_n():
@@ -62,7 +62,7 @@ def test_the_size_is_that_asked_for_and_boxes_scale_with_it():
 
 def test_boxes_enclose_the_shape_tightly(monkeypatch):
     """Drawn twice with the object's colours swapped for two others, only the object's pixels change."""
-    from vitrail.data import shapes
+    from vitrail.data.sources import shapes
 
     size, index = 96, np.arange(60)
     boxes = boxes_of(0, index, size, 18)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.batch import Batch, ViewSpec
-from vitrail.engine.distributed import Group
-from vitrail.engine.update import Statistics
+from vitrail.engine.device import ProcessGroup
+from vitrail.engine.step import Statistics
 from vitrail.kernels.similarity import relation_loss
-from vitrail.learn.bank import Bank
+from vitrail.learn.bank import Bank, attend_all, make_bank
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     AttentionTransferConfig,
@@ -30,7 +30,6 @@ from vitrail.learn.config import (
     MsfConfig,
     ProtonwConfig,
 )
-from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.build import create_model
 
 WORLD, ROWS, COUNT, STEPS = 2, 13, 6, 4  # 13 rows do not divide: 7 and 6
@@ -65,7 +64,7 @@ def batch_of(step: int, spec: ViewSpec, share: slice) -> Batch:
     return Batch(views, rows % 3, rows % 3, rows, step=step)
 
 
-def trained(name: str, teacher: str, group: Group) -> dict[str, Any]:
+def trained(name: str, teacher: str, group: ProcessGroup) -> dict[str, Any]:
     """Some steps of SGD; each process has its part of every batch."""
     from dataclasses import replace
 
@@ -157,11 +156,11 @@ def one_rank(rank: int, folder: str, teacher: str) -> None:
         norm = torch.nn.BatchNorm1d(2)
         norm.running_mean += rank
         norm.running_var *= 1 + 2 * rank
-        Statistics(torch.nn.Sequential(norm)).agree(Group(rank, WORLD, rank))
+        Statistics(torch.nn.Sequential(norm)).agree(ProcessGroup(rank, WORLD, rank))
         found["statistics"] = {"mean": norm.running_mean, "var": norm.running_var}
         found["shuffled"] = shuffled_keys(rank, WORLD)
         for name in CONFIGS:
-            found[name] = trained(name, teacher, Group(rank, WORLD, rank))
+            found[name] = trained(name, teacher, ProcessGroup(rank, WORLD, rank))
         torch.save(found, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -244,7 +243,7 @@ def test_a_checkpoint_is_that_of_one_process_and_is_read_back(one: dict[str, Any
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_in_two_processes_is_training_in_one(name: str, two: list[dict[str, Any]], teacher: str) -> None:
-    alone = trained(name, teacher, Group())
+    alone = trained(name, teacher, ProcessGroup())
     # float32 sums in another order, four steps long; banks in bf16 round to 2^-8 of what they hold
     close = {"rtol": 1e-4, "atol": 1e-5} if "bf16" not in name else {"rtol": 1e-2, "atol": 1e-2}
     for found in two:

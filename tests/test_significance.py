@@ -11,12 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.measure.comparison import Failure, Member, Price, pareto
-from vitrail.measure.evaluate import Predictions
-from vitrail.measure.predictions import StoredPredictions, read_predictions, write_predictions
-from vitrail.measure.seeds import Correlation, Spread, early_and_final
-from vitrail.measure.side_by_side import compare_members, disagreement_matrix
-from vitrail.measure.significance import holm, paired_interval, sign_flip_p, sign_flip_p_whole
+from vitrail.compare.paired_runs import compare_members, disagreement_matrix
+from vitrail.compare.statistics import (
+    Failure,
+    Member,
+    Price,
+    holm,
+    paired_interval,
+    pareto,
+    sign_flip_p,
+    sign_flip_p_whole,
+)
+from vitrail.measure.evaluator import Predictions, StoredPredictions, read_predictions, write_predictions
+from vitrail.measure.few_labels import Correlation, Spread, early_and_final
 
 
 def enumerated(values: list[float]) -> float:

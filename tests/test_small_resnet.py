@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.api.refusals import missing_parts
 from vitrail.config import ModelConfig, RunConfig
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
+from vitrail.run.preflight import missing_parts
 
 
 def of_studies(classes: int) -> nn.Module:

@@ -16,13 +16,11 @@ import pytest
 from hostile import colour, make_hostile
 from PIL import Image
 
-from vitrail.data.array import mapped
 from vitrail.data.counter import bits
-from vitrail.data.folder import image_files
+from vitrail.data.dataset import DataSet, Level, Split, apportion, carve, limit_train
 from vitrail.data.open import open_data
-from vitrail.data.scan import cache_file, drop_bad, refuse_if_too_many, scan
-from vitrail.data.source import DataSet, Level, Split
-from vitrail.data.split import apportion, carve, limit_train
+from vitrail.data.sources.folder import cache_file, drop_bad, image_files, refuse_if_too_many, scan
+from vitrail.data.sources.npz import mapped
 
 
 def write(path: Path, value: int = 0) -> Path:

@@ -118,7 +118,7 @@ def test_the_speed_run_times_and_judges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_study_file_makes_sense(path: Path) -> None:
-    from vitrail.api.studies import read_study
+    from vitrail.compare.study import read_study
 
     study = read_study(path)
     assert study.name == path.stem
@@ -270,7 +270,7 @@ def test_a_run_that_is_asked_to_stop_ends_its_study(tmp_path: Path) -> None:
     """A signal to a process is not a row that failed: nothing is written, and the exit code says that more is to do."""
     from found import UNFINISHED, Found, read_rows, to_the_end  # type: ignore[import-not-found]
 
-    from vitrail.engine.fit import Stopped
+    from vitrail.engine.loop import Stopped
 
     def stopped() -> dict[str, Any]:
         raise Stopped(3, tmp_path)

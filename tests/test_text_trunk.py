@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vitrail
-from vitrail.data.texts import Text
+from vitrail.data.sources.text_files import Text
 from vitrail.model.adapters.apply import apply, counts
 from vitrail.model.adapters.config import Lora
 from vitrail.model.classifier import Classifier
@@ -19,7 +19,7 @@ from vitrail.model.heads.config import ClassToken, Mean, SecondOrder
 transformers = pytest.importorskip("transformers", reason="transformers is not here; install vitrail[text]")
 pytest.importorskip("tokenizers", reason="tokenizers is not here; install vitrail[text]")
 
-from vitrail.data.tokenise import TOKENIZER, word_tokenizer  # noqa: E402
+from vitrail.data.tokenizer import TOKENIZER, word_tokenizer  # noqa: E402
 from vitrail.measure.word_influence import word_influence  # noqa: E402
 from vitrail.model.text_build import predict_texts  # noqa: E402
 

@@ -24,12 +24,12 @@ from stopping import stop_after
 import vitrail
 from vitrail import api
 from vitrail.config import RunConfig, from_mapping
-from vitrail.data import grammar
 from vitrail.data.open import open_data
-from vitrail.data.texts import Text, holds_texts, texts_of
-from vitrail.engine.fit import Diverged, Stopped
+from vitrail.data.sources import synthetic_text as grammar
+from vitrail.data.sources.text_files import Text, holds_texts, texts_of
+from vitrail.engine.loop import Diverged, Stopped
 from vitrail.engine.progress import Progress
-from vitrail.engine.update import Updater
+from vitrail.engine.step import Updater
 from vitrail.measure.classification import classification, matthews
 from vitrail.model.store import read_tensors
 from vitrail.recipes import FAMILIES, recipe, with_values
@@ -218,7 +218,7 @@ def words() -> list[Text]:
 
 
 def test_a_batch_is_what_a_loop_over_its_texts_gives(extra: None, words: list[Text]) -> None:
-    from vitrail.data.tokenise import Tokeniser, word_tokenizer
+    from vitrail.data.tokenizer import Tokeniser, word_tokenizer
 
     encoded = Tokeniser(word_tokenizer(words, "first"), length=32, class_token="first")(words)
     made = encoded.batch([2, 0], 14)
@@ -234,7 +234,7 @@ def test_a_batch_is_what_a_loop_over_its_texts_gives(extra: None, words: list[Te
 
 def test_bert_and_gpt_place_their_marks(extra: None, words: list[Text]) -> None:
     """Kinds: 1 a word, 2 a mark, 3 the class token."""
-    from vitrail.data.tokenise import Tokeniser, word_tokenizer
+    from vitrail.data.tokenizer import Tokeniser, word_tokenizer
 
     bert = Tokeniser(word_tokenizer(words, "first"), length=32, class_token="first")(words[:1]).batch([0])[0]
     assert bert[2].tolist() == [3, 1, 1, 1, 2, 1, 1, 2]
@@ -245,7 +245,7 @@ def test_bert_and_gpt_place_their_marks(extra: None, words: list[Text]) -> None:
 
 
 def test_long_texts_are_cut_the_longer_sentence_first(extra: None, words: list[Text]) -> None:
-    from vitrail.data.tokenise import Tokeniser, word_tokenizer
+    from vitrail.data.tokenizer import Tokeniser, word_tokenizer
 
     for place, kinds in (("first", [3, 1, 1, 2, 1, 1, 2]), ("last", [1, 1, 1, 2, 1, 1, 3])):
         end = 2 if place == "last" else None

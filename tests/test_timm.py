@@ -9,7 +9,7 @@ import torch
 from vitrail.model.build import create_model
 from vitrail.model.cost import cost
 from vitrail.model.heads.config import Mean
-from vitrail.model.timm import from_timm_names, load_weights, to_timm
+from vitrail.model.timm_weights import from_timm_names, load_weights, to_timm
 from vitrail.model.zoo import ZOO
 
 FAMILIES = [

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitrail.model.adaptive.budget import fixed_macs, macs_of_mean, trace_macs
 from vitrail.model.adaptive.config import Adavit, Ats, Avit
-from vitrail.model.adaptive.macs import fixed_macs, macs_of_mean, trace_macs
-from vitrail.model.adaptive.trace import BlockUse, Trace
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import BlockUse, Tokens, Trace
 
 SMALL = {"classes": 5, "image_size": 32, "patch": 8, "width": 32, "depth": 4, "heads": 2}
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))

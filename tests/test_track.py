@@ -11,7 +11,7 @@ import pytest
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig
-from vitrail.engine.track import FOLDER, TensorBoard
+from vitrail.engine.run_folder import FOLDER, TensorBoard
 from vitrail.recipes import recipe, with_values
 
 SMALL = {

@@ -23,11 +23,11 @@ import vitrail
 from vitrail import api
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.batch import Batch
-from vitrail.data.loader import EvalLoader
-from vitrail.data.source import Split
-from vitrail.engine import checkpoint
-from vitrail.engine.fit import Stopped
-from vitrail.engine.run import TIMING
+from vitrail.data.dataset import Split
+from vitrail.data.loading.loader import EvalLoader
+from vitrail.engine import run_folder as checkpoint
+from vitrail.engine.loop import Stopped
+from vitrail.engine.run_folder import TIMING
 from vitrail.engine.step import TrainStep
 from vitrail.recipes import recipe
 from vitrail.schema import parse_flags

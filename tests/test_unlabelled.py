@@ -14,8 +14,8 @@ import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig
 from vitrail.data.preprocess import Preprocess
-from vitrail.learn.collapse import spread_and_rank
 from vitrail.learn.config import learns_without_labels
+from vitrail.learn.selfsupervised import spread_and_rank
 from vitrail.recipes import RECIPES, recipe, with_values
 
 SMALL = {

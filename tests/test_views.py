@@ -10,16 +10,15 @@ import torch
 from PIL import Image
 
 from vitrail.config import ConfigError, from_mapping
-from vitrail.data.augment import Augment
+from vitrail.data.augment.device_augment import DeviceAugment
+from vitrail.data.augment.host import Augment, stored_alike, view_augments
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.config import AugmentConfig, DataConfig, PreprocessConfig
-from vitrail.data.device_augment import DeviceAugment
-from vitrail.data.device_loader import DeviceLoader
-from vitrail.data.loader import TrainLoader
-from vitrail.data.order import Order
+from vitrail.data.dataset import Split
+from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import Split
-from vitrail.data.views import stored_alike, view_augments
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import ByolConfig, CmsfConfig, IsdConfig, MocoConfig, MsfConfig
 from vitrail.model.build import create_model
@@ -44,7 +43,7 @@ def batches(kind: type[TrainLoader], spec: ViewSpec, strong: AugmentConfig = STR
     views = view_augments(spec, strong, WEAK, PREPROCESS)
     settings = {"classes": 3, "multilabel": False, "seed": SEED, "device": "cpu", "workers": 0}
     source = split()
-    order = Order(len(source), 4, SEED)
+    order = BatchSampler(len(source), 4, SEED)
     chosen = Augment(strong, PREPROCESS), Preprocess(PREPROCESS)
     return list(kind(source, order, *chosen, start=0, stop=4, views=views, **settings))
 
@@ -59,7 +58,7 @@ def test_each_view_is_the_plain_augmentation_of_its_settings(kind: type[TrainLoa
     """The oracle makes images one at a time, from their keys, with settings written out."""
     sizes = (8, 8, 4)
     configs = (WEAK, STRONG, replace(STRONG, scale=(0.1, 0.3)))
-    order, source = Order(11, 4, SEED), split()
+    order, source = BatchSampler(11, 4, SEED), split()
     for step, batch in enumerate(batches(kind, SPEC)):
         assert [tuple(view.shape[2:]) for view in batch.views] == [(side, side) for side in sizes]
         for place, draw in enumerate(order.draws(step)):

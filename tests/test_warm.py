@@ -15,7 +15,7 @@ import torch
 from vitrail.data.batch import Batch
 from vitrail.engine import step as step_module
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.schedule import make_schedule
+from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, Still, TrainStep
 from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (

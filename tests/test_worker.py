@@ -17,14 +17,12 @@ import torch
 import yaml
 
 import vitrail
-from vitrail.api.orders import Worker
-from vitrail.api.running import run_missing
-from vitrail.api.studies import Planned, Study, plan
+from vitrail.compare.jobs import Worker, run_missing
+from vitrail.compare.study import Planned, Study, plan
 from vitrail.config import dump, from_mapping
 from vitrail.engine.config import EngineConfig
-from vitrail.engine.device import prepare
-from vitrail.engine.distributed import Group
-from vitrail.engine.run import TIMING, RunFolder
+from vitrail.engine.device import ProcessGroup, prepare
+from vitrail.engine.run_folder import TIMING, RunFolder
 from vitrail.recipes import recipe
 
 TINY = {
@@ -141,15 +139,15 @@ def test_a_stopped_run_is_saved_and_let_go_by_a_worker_that_goes_on(place: Path,
 
 LEFT = """
 import gc, json, os, pathlib, signal, sys
-from vitrail.api.worker import make
+from vitrail.compare.worker import make
 
 place, *words = sys.argv[1:]
 
 def left(name, *more):
     code = make([*words, "--out", f"{place}/left-{name}", *more], pathlib.Path(f"{place}/left-{name}.txt"))
     import torch
-    from vitrail.data.source import Split
-    from vitrail.engine.fit import Fit
+    from vitrail.data.dataset import Split
+    from vitrail.engine.loop import Fit
 
     files = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
     return {
@@ -182,7 +180,7 @@ def test_what_is_global_is_set_both_ways(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
     def settings(device: str, **options: Any) -> tuple[Any, ...]:
-        prepare(EngineConfig(**options), 0, torch.device(device), Group())
+        prepare(EngineConfig(**options), 0, torch.device(device), ProcessGroup())
         return (
             torch.are_deterministic_algorithms_enabled(),
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),

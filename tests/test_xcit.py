@@ -11,17 +11,16 @@ from timm.models.xcit import LPI, XCA, ClassAttentionBlock, PositionalEncodingFo
 from torch import nn
 
 import vitrail
-from vitrail.model.block import activation
 from vitrail.model.build import create_model
 from vitrail.model.cost import cost
 from vitrail.model.heads.class_attention import ClassAttentionMixer, XcitClassBlock
 from vitrail.model.heads.config import ClassAttention
-from vitrail.model.local import LocalPatchInteraction
 from vitrail.model.mixers.xca import XcaMixer
-from vitrail.model.positions import FourierPositions
-from vitrail.model.residual import LayerScale
-from vitrail.model.timm import load_weights, to_timm
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.block import LocalPatchInteraction, activation
+from vitrail.model.parts.positions import FourierPositions
+from vitrail.model.parts.residual import LayerScale
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.timm_weights import load_weights, to_timm
 from vitrail.model.zoo import ZOO
 
 REDUCED = {"depth": 2, "width": 64, "heads": 2, "image_size": 64}

@@ -6,64 +6,60 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import (
-        Run,
-        Study,
-        bench,
-        compare_runs,
-        compare_study,
-        cost,
-        create_model,
-        evaluate,
-        explain,
-        fold_affine,
-        fold_layerscale,
-        list_models,
-        load,
-        make_adaptive,
-        open_data,
-        recipe,
-        replace_head,
-        train,
-    )
+    from vitrail.bench.run import bench as bench
+    from vitrail.compare.run import compare_runs as compare_runs
+    from vitrail.compare.run import compare_study as compare_study
+    from vitrail.compare.study import Study as Study
+    from vitrail.data.open import open_data as open_data
+    from vitrail.measure.saliency import explain as explain
+    from vitrail.model.build import create_model as create_model
+    from vitrail.model.build import make_adaptive as make_adaptive
+    from vitrail.model.build import replace_head as replace_head
+    from vitrail.model.cost import cost as cost
+    from vitrail.model.optimize import fold_affine as fold_affine
+    from vitrail.model.optimize import fold_layerscale as fold_layerscale
+    from vitrail.model.zoo import list_models as list_models
+    from vitrail.recipes import recipe as recipe
+    from vitrail.run.evaluate import evaluate as evaluate
+    from vitrail.run.evaluate import load as load
+    from vitrail.run.train import Run as Run
+    from vitrail.run.train import resume as resume
+    from vitrail.run.train import train as train
 
-__all__ = [
-    "Run",
-    "Study",
-    "__version__",
-    "bench",
-    "compare_runs",
-    "compare_study",
-    "cost",
-    "create_model",
-    "evaluate",
-    "explain",
-    "fold_affine",
-    "fold_layerscale",
-    "list_models",
-    "load",
-    "make_adaptive",
-    "open_data",
-    "recipe",
-    "replace_head",
-    "train",
-]
-
-_QUICK = {"list_models": "vitrail.model.zoo", "recipe": "vitrail.recipes"}  # need no torch
+PUBLIC = {  # name: its module, imported when the name is first asked for; list_models and recipe need no torch
+    "bench": "bench.run",
+    "compare_runs": "compare.run",
+    "compare_study": "compare.run",
+    "Study": "compare.study",
+    "open_data": "data.open",
+    "explain": "measure.saliency",
+    "create_model": "model.build",
+    "make_adaptive": "model.build",
+    "replace_head": "model.build",
+    "cost": "model.cost",
+    "fold_affine": "model.optimize",
+    "fold_layerscale": "model.optimize",
+    "list_models": "model.zoo",
+    "recipe": "recipes",
+    "evaluate": "run.evaluate",
+    "load": "run.evaluate",
+    "Run": "run.train",
+    "resume": "run.train",
+    "train": "run.train",
+}
+__all__ = ["__version__", *PUBLIC]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Parts are imported when they are first asked for: `import vitrail` costs nothing."""
-    if name not in __all__:
+    if name not in PUBLIC:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_QUICK.get(name, "vitrail.api")), name)
+    return getattr(import_module(f"vitrail.{PUBLIC[name]}"), name)
 
 
 def __dir__() -> list[str]:

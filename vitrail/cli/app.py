@@ -36,10 +36,10 @@ def app(
     """
     if not runs:
         return fail("name one run, or two to see side by side")
-    from vitrail.api.app_page import import_gradio, serve
+    from vitrail.app.page import import_gradio, serve
 
     import_gradio()
-    from vitrail.api.app import Viewer
+    from vitrail.app.run import Viewer
 
     viewer = Viewer(runs, device, limit)
     page = serve(viewer, host, port, browser=browser)

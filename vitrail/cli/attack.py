@@ -70,10 +70,10 @@ def attack(
     """
     if (run is None) == (resume is None):
         return fail("name one adaptive model, vitrail attack RUN, or continue with --resume FOLDER")
-    from vitrail.api import attacking
-    from vitrail.engine.distributed import join, leave
-    from vitrail.engine.fit import Stopped
-    from vitrail.show.attack_table import attack_table
+    from vitrail.engine.device import join, leave
+    from vitrail.engine.loop import Stopped
+    from vitrail.run import attack_run as attacking
+    from vitrail.run.attack_run import attack_table
 
     try:
         if resume is not None:

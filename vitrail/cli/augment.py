@@ -70,7 +70,7 @@ def augment(
         device: auto, cpu, cuda
         json: print one JSON object
     """
-    from vitrail.api import augmenting
+    from vitrail.generate import run as augmenting
 
     options: dict[str, Any] = {"method": method, "model": model, "each": each, "up_to": up_to, "below": below}
     options |= {

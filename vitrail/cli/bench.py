@@ -52,11 +52,10 @@ def bench(
         out: draw accuracy (or MACs) against time
         json: print one JSON object
     """
-    from vitrail.api.benching import bench as measure
+    from vitrail.bench.page import bench_tables, chart_path, save_chart
+    from vitrail.bench.run import bench as measure
     from vitrail.engine.progress import Progress
     from vitrail.measure.speed import keep_freed_memory
-    from vitrail.show.bench_chart import chart_path, save_chart
-    from vitrail.show.bench_table import bench_tables
 
     if out is not None:
         refuse_unwritable(chart_path(out), file=True)  # said before minutes of measuring

@@ -27,7 +27,7 @@ def list_(
         pattern: only names that match this shell pattern
         json: print one JSON list
     """
-    from vitrail.show import catalogue
+    from vitrail import catalogue
 
     rows = catalogue.rows(what, pattern)
     if json:
@@ -49,7 +49,7 @@ def show(words: list[str]) -> int:
     Example: vitrail show deit3-1k-400 --model.name deit3_large
     Example: vitrail show runs/birds        (what its adapter trained and stores, and on which base)
     """
-    from vitrail.show import catalogue
+    from vitrail import catalogue
 
     if "-h" in words or "--help" in words:
         print(f"{description(show)}\n\nusage: vitrail show NAME [--json] [--section.name value ...]")

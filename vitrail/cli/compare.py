@@ -44,11 +44,11 @@ def compare(
     """
     from dataclasses import replace
 
-    from vitrail.api.comparing import compare_runs, compare_study
-    from vitrail.api.running import StudyStopped
-    from vitrail.api.studies import STUDIES, read_study
-    from vitrail.api.studies import smoke as small
-    from vitrail.show.compare_table import comparison_tables
+    from vitrail.compare.jobs import StudyStopped
+    from vitrail.compare.page import comparison_tables
+    from vitrail.compare.run import compare_runs, compare_study
+    from vitrail.compare.study import STUDIES, read_study
+    from vitrail.compare.study import smoke as small
 
     if not what:
         return fail("name a study file, or at least two finished runs")

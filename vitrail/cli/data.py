@@ -33,7 +33,7 @@ def check(
     """
     from rich.table import Table
 
-    from vitrail.data.check import check_data, picture_sheet
+    from vitrail.data.check.check import check_data, picture_sheet
     from vitrail.data.open import open_data
     from vitrail.engine.progress import Progress
 
@@ -83,7 +83,7 @@ def pack(
         json: print one JSON object
     """
     if verify is not None:
-        from vitrail.data.packed import verify as find_damage
+        from vitrail.data.sources.packed import verify as find_damage
 
         with rate("verify", "MB/s", 1e6, quiet=json) as told:
             faults = find_damage(verify, told)

@@ -64,13 +64,13 @@ def evaluate(
         base: of an adapter's run: where the weights are that it was trained on (default: where they were)
         bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
-    from vitrail.api.evaluation import sweep
-    from vitrail.api.refusals import refuse_missing_data
-    from vitrail.api.run_data import own_data_of, own_uri
     from vitrail.measure.classification import SingleLabelFigures
     from vitrail.measure.long_tail import long_tail, training_counts
-    from vitrail.show import tables
-    from vitrail.show.sweep_table import sweep_table
+    from vitrail.report import tables
+    from vitrail.report.tables import sweep_table
+    from vitrail.run.evaluate import sweep
+    from vitrail.run.preflight import refuse_missing_data
+    from vitrail.run.run_data import own_data_of, own_uri
 
     if not runs or (len(runs) > 1 and not ensemble):
         return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
@@ -107,7 +107,7 @@ def evaluate(
 
     model = _model(run, head, base=base, bits=bits)
     if attack is not None:
-        from vitrail.api.attacking import fitting_patch, judge_patch
+        from vitrail.run.attack_run import fitting_patch, judge_patch
 
         fitting_patch(model, attack)  # said before images are read
     made = sweep(
@@ -149,7 +149,7 @@ def evaluate(
     if isinstance(figures, SingleLabelFigures):
         show(tables.confused(figures))
     if attacked is not None:
-        from vitrail.show.attack_table import attack_table
+        from vitrail.run.attack_run import attack_table
 
         title = f"under attack{'' if attacked.same_victim else ', by a patch made for another model'}"
         show(attack_table(attacked.rows, attacked.most, title))
@@ -182,7 +182,7 @@ def predict(
         head: which classifier of a distilled model predicts (default: both, fused)
         base: of an adapter's run: where the weights are that it was trained on (default: where they were)
     """
-    from vitrail.data.folder import image_files
+    from vitrail.data.sources.folder import image_files
     from vitrail.engine.device import choose_device
 
     if not images:
@@ -209,7 +209,7 @@ def predict(
 
 def _model(run: Path, head: Literal["class", "distillation", "both"] | None, **options: Any) -> Any:
     """The model of a run, with the classifier that is to predict; `options` as for `load`."""
-    from vitrail.api.evaluation import load
+    from vitrail.run.evaluate import load
 
     model = load(run, **options)
     if head is not None:
@@ -228,10 +228,10 @@ def _reads_texts(run: Path) -> bool:
 
 def _predict_texts(run: Path, texts: list[str], top: int, device: str, json: bool, base: Path | None) -> int:
     from vitrail import api
-    from vitrail.data.completions import prompt_of
-    from vitrail.data.texts import Text
+    from vitrail.data.sources.completions import prompt_of
+    from vitrail.data.sources.text_files import Text
     from vitrail.engine.device import choose_device
-    from vitrail.model.completing import complete
+    from vitrail.model.decoding import complete
     from vitrail.model.heads.next_token import writes_texts
     from vitrail.model.text_build import predict_texts
 

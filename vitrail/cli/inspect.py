@@ -55,8 +55,8 @@ def inspect(
         device: auto, cpu, cuda
         json: print one JSON object
     """
-    from vitrail.api.inspecting import inspect_models
-    from vitrail.show.inspect_table import inspection_tables
+    from vitrail.inspect.page import inspection_tables
+    from vitrail.inspect.run import inspect_models
 
     if not models:
         return fail("name at least one run or model to inspect")

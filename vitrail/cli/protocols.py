@@ -38,7 +38,7 @@ def judge_otherwise(
         if head is not None:
             return fail("--ensemble takes every run as it predicts; leave out --head")
         return _ensemble(runs, control, classes, data, options, json)
-    from vitrail.api.evaluation import load
+    from vitrail.run.evaluate import load
 
     model = load(runs[0])
     if head is not None:
@@ -51,8 +51,8 @@ def judge_otherwise(
 
 def _protocols(model: Any, run: Path, names: Sequence[str], data: str, options: dict[str, Any], json: bool) -> int:
     """The named evaluators."""
-    from vitrail.api.protocols import judge
-    from vitrail.show.protocol_table import protocol_tables
+    from vitrail.report.tables import protocol_tables
+    from vitrail.run.protocols import judge
 
     found, split = judge(model, data, names, **options)
     if json:
@@ -73,8 +73,8 @@ def _ensemble(
     json: bool,
 ) -> int:
     """Models as one, beside each of them and the control."""
-    from vitrail.api import protocols as api
-    from vitrail.show.protocol_table import ensemble_table
+    from vitrail.report.tables import ensemble_table
+    from vitrail.run import protocols as api
 
     if len(runs) < 2:
         return fail("an ensemble needs at least two runs: vitrail evaluate RUN RUN --ensemble --data URI")
@@ -92,10 +92,10 @@ def _some_classes(
     model: Any, run: Path, classes: Sequence[str], data: str, options: dict[str, Any], json: bool, per_class: bool
 ) -> int:
     """Figures where only these classes can be chosen, on the images that have one of them."""
-    from vitrail.api.evaluation import evaluate
-    from vitrail.measure.class_subset import only_classes
     from vitrail.measure.classification import classification
-    from vitrail.show import tables
+    from vitrail.measure.evaluator import only_classes
+    from vitrail.report import tables
+    from vitrail.run.evaluate import evaluate
 
     _, said, split = evaluate(model, data, **options)
     kept = only_classes(said, model.classes, classes)

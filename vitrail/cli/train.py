@@ -50,10 +50,10 @@ def _model_name(values: Mapping[str, Any]) -> str | None:
 
 def _run(work: Callable[[Any], Any], as_json: bool) -> int:
     from vitrail import api
-    from vitrail.api.attacking import is_attack, resume_attack
-    from vitrail.engine.distributed import join, leave
-    from vitrail.engine.fit import Stopped
-    from vitrail.show.tables import headline
+    from vitrail.engine.device import join, leave
+    from vitrail.engine.loop import Stopped
+    from vitrail.report.tables import headline
+    from vitrail.run.attack_run import is_attack, resume_attack
 
     try:
         done = work(api)
@@ -74,7 +74,7 @@ def _run(work: Callable[[Any], Any], as_json: bool) -> int:
                     found = done.adapter
                     print(f"{found['kind']}: {found['trained']:,} numbers, a file of {found['bytes']:,} bytes")
                 if patch is not None:
-                    from vitrail.show.attack_table import attack_table
+                    from vitrail.run.attack_run import attack_table
 
                     show(attack_table(patch.rows, patch.most, "under attack"))
                 print(f"report: {done.report}")

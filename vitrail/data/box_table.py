@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.config import PreprocessConfig
-from vitrail.data.source import Split
+from vitrail.data.dataset import Split
 
 
 def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vitrail.data.source import BadImage
+from vitrail.data.dataset import BadImage
 
 MAX_PIXELS = 100_000_000
 

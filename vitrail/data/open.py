@@ -25,11 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from vitrail.data.levels import choose_level
-from vitrail.data.packed import drop_unreadable, is_packed, open_packed
-from vitrail.data.source import DataSet
-from vitrail.data.split import carve
-from vitrail.data.subset import add_label_noise, reduce_train
+from vitrail.data.dataset import DataSet, add_label_noise, carve, choose_level, reduce_train
+from vitrail.data.sources.packed import drop_unreadable, is_packed, open_packed
 from vitrail.schema import near
 
 FORMS = (
@@ -61,14 +58,14 @@ def open_data(
     `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
     `val_fraction` of the whole are carved off. `level` is the level of a taxonomy that becomes the label, after
     carving: splits are the same whatever is learned. `shots`, `fraction`, `long_tail`, `limit` and `label_noise` then
-    change train alone, see `vitrail.data.subset`. All draws are stratified and depend on `split_seed`. Raises
+    change train alone, see `vitrail.data.dataset`. All draws are stratified and depend on `split_seed`. Raises
     `FileNotFoundError` or `ValueError` with one sentence.
 
     >>> data = open_data("embedded:fashion")
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
     (9000, 1000, 2000, 'Trouser')
     """
-    from vitrail.data.completions import carve_prompts, holds_completions
+    from vitrail.data.sources.completions import carve_prompts, holds_completions
 
     data = open_source(str(uri))
     completions = holds_completions(data)  # they have no classes
@@ -95,15 +92,15 @@ def open_source(uri: str) -> DataSet:
         name, _, query = rest.partition("?")
         return _by_name(scheme, name, uri, _options(query, uri))
     path, options = _locate(uri)
-    from vitrail.data.hub import hub_files
+    from vitrail.data.sources.parquet import hub_files
 
     if inside := hub_files(path):
         return _hub(inside, uri, options)
     if path.is_dir():
-        from vitrail.data.completions import is_completions
-        from vitrail.data.folder import open_folder
-        from vitrail.data.tars import inner_files, open_tars
-        from vitrail.data.texts import is_text_folder
+        from vitrail.data.sources.completions import is_completions
+        from vitrail.data.sources.folder import open_folder
+        from vitrail.data.sources.text_files import is_text_folder
+        from vitrail.data.sources.webdataset import inner_files, open_tars
 
         if is_text_folder(path) or is_completions(path):
             return _texts(uri, uri)
@@ -115,17 +112,17 @@ def open_source(uri: str) -> DataSet:
     if suffix in _PROMPTS:
         return _texts(uri, uri)
     if suffix in _TABLES:
-        from vitrail.data.table import COLUMNS, open_table
+        from vitrail.data.sources.table import COLUMNS, open_table
 
         _refuse_unknown(options, COLUMNS, uri)
         return open_table(path, uri, options)
     if suffix == ".npz":
-        from vitrail.data.array import open_arrays
+        from vitrail.data.sources.npz import open_arrays
 
         _refuse_unknown(options, (), uri)
         return open_arrays(path, uri)
     if suffix == ".tar":
-        from vitrail.data.tars import open_tars
+        from vitrail.data.sources.webdataset import open_tars
 
         _refuse_unknown(options, (), uri)
         return open_tars([path], uri)
@@ -134,7 +131,7 @@ def open_source(uri: str) -> DataSet:
 
 
 def _hub(files: Sequence[Path], uri: str, options: Mapping[str, str]) -> DataSet:
-    from vitrail.data.hub import OPTIONS, open_hub
+    from vitrail.data.sources.parquet import OPTIONS, open_hub
 
     _refuse_unknown(options, OPTIONS, uri)
     return open_hub(files, uri, options)
@@ -142,37 +139,37 @@ def _hub(files: Sequence[Path], uri: str, options: Mapping[str, str]) -> DataSet
 
 def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> DataSet:
     if scheme == "hf":
-        from vitrail.data.hub import fetch, hub_files
+        from vitrail.data.sources.parquet import fetch, hub_files
 
         files = hub_files(fetch(name, uri))
         if not files:
             raise ValueError(f"{uri} has no Parquet files with images inside; download it, and name its folder")
         return _hub(files, uri, options)
     if scheme == "torchvision":
-        from vitrail.data.named import open_torchvision
+        from vitrail.data.sources.builtin import open_torchvision
 
         return open_torchvision(name, uri, options)
     if scheme == "embedded":
-        from vitrail.data.named import open_embedded
+        from vitrail.data.sources.builtin import open_embedded
 
         _refuse_unknown(options, (), uri)
         return open_embedded(name, uri)
     if name == "grammar":
-        from vitrail.data import grammar
+        from vitrail.data.sources.synthetic_text import GRAMMAR_OPTIONS, open_grammar
 
-        _refuse_unknown(options, grammar.OPTIONS, uri)
-        return grammar.open_grammar(uri, options)
+        _refuse_unknown(options, GRAMMAR_OPTIONS, uri)
+        return open_grammar(uri, options)
     if name == "meals":
-        from vitrail.data import meals
+        from vitrail.data.sources.synthetic_text import MEAL_OPTIONS, open_meals
 
-        _refuse_unknown(options, meals.OPTIONS, uri)
-        return meals.open_meals(uri, options)
+        _refuse_unknown(options, MEAL_OPTIONS, uri)
+        return open_meals(uri, options)
     if name == "numbers":
-        from vitrail.data import numbers
+        from vitrail.data.sources.synthetic_text import NUMBER_OPTIONS, open_numbers
 
-        _refuse_unknown(options, numbers.OPTIONS, uri)
-        return numbers.open_numbers(uri, options)
-    from vitrail.data.shapes import OPTIONS, open_shapes
+        _refuse_unknown(options, NUMBER_OPTIONS, uri)
+        return open_numbers(uri, options)
+    from vitrail.data.sources.shapes import OPTIONS, open_shapes
 
     if name != "shapes":
         raise ValueError(
@@ -183,8 +180,8 @@ def _by_name(scheme: str, name: str, uri: str, options: Mapping[str, str]) -> Da
 
 
 def _texts(place: str, uri: str) -> DataSet:
-    from vitrail.data import completions
-    from vitrail.data.texts import OPTIONS, open_texts
+    from vitrail.data.sources import completions
+    from vitrail.data.sources.text_files import OPTIONS, open_texts
 
     path, options = _locate(place)
     if completions.is_completions(path, options):

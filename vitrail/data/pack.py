@@ -1,4 +1,9 @@
-"""Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
+"""One shard of a packed data set: written whole or not at all, with a record of what is in it.
+
+The record is written after its shard, so a shard with a record was finished; size and checksum tell whether it still is
+what it was.
+
+Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
 
 Shards are written one after the other, each under a temporary name, and a record of it after it; so a kill leaves whole
 shards, and the same command goes on behind the last one. `pack.json` comes last of all.
@@ -11,22 +16,158 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from vitrail.data.folder import FileReader
-from vitrail.data.packed import FORMAT, LISTING, UNFINISHED, Pack, PackedSplit, Stored, checksum, open_packed, read_pack
-from vitrail.data.shard import Record, decoded, kept_shards, write_shard
-from vitrail.data.source import DataSet, Split
+from vitrail.data.dataset import BadImage, DataSet, Split
+from vitrail.data.preprocess import shorter_side
+from vitrail.data.sources.folder import FileReader
+from vitrail.data.sources.packed import (
+    FORMAT,
+    LISTING,
+    UNFINISHED,
+    Pack,
+    PackedFile,
+    PackedSplit,
+    checksum,
+    open_packed,
+    read_pack,
+)
 from vitrail.files import replacing, write_text
+from vitrail.schema import build
 from vitrail.version import __version__
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+
+
+class Decoded(NamedTuple):
+    """One image, or why there is none."""
+
+    height: int
+    width: int
+    pixels: bytes
+    box: Box | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a finished shard: rows `start` to `stop`, one entry for each."""
+
+    start: int
+    stop: int
+    shard: PackedFile
+    heights: tuple[int, ...]
+    widths: tuple[int, ...]
+    boxes: tuple[Box, ...]  # none, where the source has none
+    skipped: tuple[tuple[int, str], ...]  # row, reason
+
+
+def shrunk(image: Image.Image, size: int) -> Image.Image:
+    """The image with its shorter side at most `size`, antialiased; itself where it is no larger or `size` is 0."""
+    if not size or min(image.size) <= size:
+        return image
+    return image.resize(shorter_side(*image.size, size), Image.Resampling.BICUBIC)
+
+
+def decoded(
+    pool: ThreadPoolExecutor, split: Split, rows: Sequence[int], size: int, ahead: int
+) -> Generator[Decoded, None, None]:
+    """Images of rows, in order, never more than `ahead` of them in memory."""
+    waiting: deque[Future[Decoded]] = deque()
+    try:
+        for row in rows:
+            waiting.append(pool.submit(_decode, split, row, size))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _decode(split: Split, row: int, size: int) -> Decoded:
+    box: Box | None = None if split.boxes is None else tuple(split.boxes[row].tolist())
+    try:
+        whole = split.read(row)
+    except BadImage as bad:
+        return Decoded(0, 0, b"", box, bad.reason)
+    image = shrunk(whole, size)
+    if box is not None:
+        box = _scaled(box, whole.size, image.size)
+    return Decoded(image.height, image.width, image.tobytes(), box, "")
+
+
+def _scaled(box: Box, old: tuple[int, int], new: tuple[int, int]) -> Box:
+    """A box after resizing from `old` to `new` (width, height), rounded outwards so that it still holds its object."""
+    low = [edge * after // before for edge, after, before in zip(box[:2], new, old, strict=True)]
+    high = [-(-edge * after // before) for edge, after, before in zip(box[2:], new, old, strict=True)]
+    return low[0], low[1], high[0], high[1]
+
+
+def write_shard(
+    out: Path,
+    split: Split,
+    number: int,
+    start: int,
+    images: Iterator[Decoded],
+    limit: int | None,
+    count: Callable[[int], None],
+) -> Record:
+    """Write images until `limit` bytes are reached or none is left, then the record of them."""
+    path = out / f"{split.name}-{number:05d}.bin"
+    size = crc = 0
+    written: list[Decoded] = []
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for image in images:
+            file.write(image.pixels)
+            crc = zlib.crc32(image.pixels, crc)
+            size += len(image.pixels)
+            written.append(image._replace(pixels=b""))
+            count(1)
+            if limit is not None and size >= limit:
+                break
+    record = Record(
+        start,
+        start + len(written),
+        PackedFile(path.name, size, crc),
+        tuple(image.height for image in written),
+        tuple(image.width for image in written),
+        tuple(image.box for image in written if image.box is not None),
+        tuple((start + i, image.reason) for i, image in enumerate(written) if image.reason),
+    )
+    write_text(path.with_suffix(".json"), json.dumps(asdict(record)))
+    return record
+
+
+def kept_shards(out: Path, split: Split) -> tuple[list[int], dict[int, Record]]:
+    """Where each shard that an earlier call recorded ends, and by number the records of those that are still whole."""
+    stops: list[int] = []
+    good: dict[int, Record] = {}
+    while True:
+        number, row = len(stops), stops[-1] if stops else 0
+        path = out / f"{split.name}-{number:05d}.bin"
+        try:
+            record = build(Record, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return stops, good
+        if record.start != row or not row < record.stop <= len(split) or len(record.heights) != record.stop - row:
+            return stops, good
+        if path.is_file() and path.stat().st_size == record.shard.bytes and checksum(path) == record.shard.crc32:
+            good[number] = record
+        stops.append(record.stop)
+
 
 SHARD_BYTES = 256 * 2**20
 
@@ -167,8 +308,8 @@ def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedS
     )
 
 
-def _stored(path: Path) -> Stored:
-    return Stored(path.name, path.stat().st_size, checksum(path))
+def _stored(path: Path) -> PackedFile:
+    return PackedFile(path.name, path.stat().st_size, checksum(path))
 
 
 def _identity(data: DataSet) -> str:

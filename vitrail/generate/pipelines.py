@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.device_pixels import normal_noise
-from vitrail.generate.diffuser import PURE_NOISE, as_given, as_signed, check_request, steps_run
+from vitrail.data.augment.pixel_ops import normal_noise
+from vitrail.generate.diffusion_model import PURE_NOISE, as_given, as_signed, check_request, steps_run
 
 Kind = Literal["sd", "sdxl", "sd3"]
 KINDS: dict[str, Kind] = {
@@ -70,7 +70,7 @@ def _diffusers() -> Any:
 
 
 class PipelineDiffuser:
-    """A diffusers pipeline, with a prompt for each class (`vitrail.generate.prompts`).
+    """A diffusers pipeline, with a prompt for each class (`vitrail.generate.methods`).
 
     As GeNIe's code (arXiv 2312.02548): images at the pipeline's own size (shorter side resized, centre cropped);
     the mode of the VAE's posterior times its scale; DPM-Solver++ of second order over `steps` times, of which those

@@ -11,7 +11,7 @@ from torch import Tensor
 from vitrail.kernels.similarity import PART
 
 
-class Clusters(NamedTuple):
+class KMeansResult(NamedTuple):
     """What k-means found."""
 
     centres: Tensor  # [clusters, width]
@@ -19,7 +19,7 @@ class Clusters(NamedTuple):
     inertia: float  # sum of squared distances to the nearest centre
 
 
-def kmeans(rows: Tensor, clusters: int, *, iterations: int = 50, seed: int = 0, part: int = PART) -> Clusters:
+def kmeans(rows: Tensor, clusters: int, *, iterations: int = 50, seed: int = 0, part: int = PART) -> KMeansResult:
     """Lloyd's iterations from a k-means++ start, on the device of `rows` [rows, width]; ends early when nothing moves.
 
     A cluster that loses all of its rows takes the row that lies farthest from its centre. Raises `ValueError` for more
@@ -41,7 +41,7 @@ def kmeans(rows: Tensor, clusters: int, *, iterations: int = 50, seed: int = 0, 
         label, distance = _assigned(rows, centres, part)
         if torch.equal(before, label):
             break
-    return Clusters(centres, label, float(distance.double().sum()))
+    return KMeansResult(centres, label, float(distance.double().sum()))
 
 
 def _spread(rows: Tensor, clusters: int, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitrail.kernels.second_order import without_autocast
+from vitrail.kernels.covariance import without_autocast
 
 Order = Literal["raster", "sorted"]
 Source = Literal["class", "column", "random"]

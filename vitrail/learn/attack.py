@@ -1,4 +1,10 @@
-"""Attacks on the compute of adaptive models: one universal patch, learned on a frozen victim (SlowFormer, Navaneet et
+"""Universal changes of images: a patch at a fixed place, or a bounded perturbation of every pixel (SlowFormer, Navaneet
+et al., 2023, arXiv 2310.02544).
+
+images [batch, 3, height, width] are a model's input, normalised; levels [3, height, width] are whole numbers on the
+scale of bytes, 0 to 255.
+
+Attacks on the compute of adaptive models: one universal patch, learned on a frozen victim (SlowFormer, Navaneet et
 al., 2023, arXiv 2310.02544).
 
 The objective's model is the victim, the patch its only trainable parameter.
@@ -6,24 +12,251 @@ The objective's model is the victim, the patch its only trainable parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
+from vitrail.data.config import PreprocessConfig
+from vitrail.files import replacing, write_text
 from vitrail.learn.config import AttackConfig
 from vitrail.learn.objective import Objective
-from vitrail.learn.patch import Universal, UniversalPatch, UniversalPerturbation, make_change
 from vitrail.model.adaptive.adavit import AdavitPolicy
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.avit import AvitPolicy
-from vitrail.model.adaptive.trace import Trace
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.tokens import Trace
+from vitrail.model.store import read_tensors, write_tensors
+
+PICTURE, LEVELS, PROVENANCE = "patch.png", "patch.safetensors", "patch.json"
+FORMAT = 1
+GREY = 128  # of a picture of a perturbation, where it changes nothing
+
+
+class Universal(nn.Module):
+    """What is learned, `value` [3, height, width], and the `levels` that are really used.
+
+    `value` is in units of the standard deviation of normalised images, as published learning rates are (0.2 is about 11
+    of 255 levels). It keeps fractions of a level, so that small steps add up; what is used is clipped and rounded, and
+    gradients go straight through both.
+    """
+
+    value: nn.Parameter
+    mean: Tensor
+    std: Tensor
+    shift: Tensor
+
+    def __init__(
+        self, shape: tuple[int, int], low: int, high: int, centred: bool, preprocess: PreprocessConfig
+    ) -> None:
+        super().__init__()
+        self.shape, self.low, self.high, self.image_size = (3, *shape), low, high, preprocess.size
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+        self.register_buffer("shift", torch.zeros_like(mean) if centred else mean, persistent=False)
+        self.value = nn.Parameter(torch.empty(self.shape))
+
+    def drawn(self, seed: int) -> Tensor:
+        """Levels drawn independently and evenly, on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.low, self.high + 1, self.shape, generator=generator).float()
+
+    @torch.no_grad()
+    def set_levels(self, levels: Tensor) -> None:
+        """Begin from these. Raises `ValueError` for another shape."""
+        if levels.shape != self.shape:
+            raise ValueError(f"levels of shape {list(levels.shape)} do not fit {list(self.shape)}")
+        self.value.copy_((levels.to(self.value) / 255 - self.shift) / self.std)
+
+    def soft_levels(self) -> Tensor:
+        """The levels, through which gradients reach `value`."""
+        raw = (self.value * self.std + self.shift) * 255
+        levels = raw.detach().clamp(self.low, self.high).round()
+        return levels + (raw - raw.detach())
+
+    @property
+    def levels(self) -> Tensor:
+        """What is used, whole numbers as int16."""
+        return self.soft_levels().detach().to(torch.int16)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Bring `value` back to what levels can say; to be called after every step."""
+        low, high = ((end / 255 - self.shift) / self.std for end in (self.low, self.high))
+        self.value.clamp_(low, high)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.paste(images, self.soft_levels())
+
+    def paste(self, images: Tensor, levels: Tensor) -> Tensor:
+        """Changed images; `levels` may be other ones than the own."""
+        if images.shape[-2:] != (self.image_size, self.image_size):
+            raise ValueError(
+                f"the {self.word} was made for images of {self.image_size} pixels and cannot be laid on those of "
+                f"{images.shape[-2]} x {images.shape[-1]}"
+            )
+        return self._paste(images, levels)
+
+    def _paste(self, images: Tensor, levels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    word = "change"
+
+    def picture(self) -> np.ndarray:
+        """Bytes [height, width, 3] to look at."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What, with the levels, makes it again."""
+        raise NotImplementedError
+
+
+class UniversalPatch(Universal):
+    """A square of `size` pixels that takes the place of what every image has there; all other pixels stay.
+
+    `place`: top_left, centre, random (drawn once from `seed`), or ROW,COLUMN of its first pixel. Raises `ValueError`
+    where it does not fit.
+    """
+
+    word = "patch"
+
+    def __init__(
+        self,
+        size: int,
+        place: str = "top_left",
+        image_size: int = 224,
+        seed: int = 0,
+        preprocess: PreprocessConfig | None = None,
+    ) -> None:
+        preprocess = preprocess or PreprocessConfig(size=image_size)
+        if preprocess.size != image_size:
+            raise ValueError(f"the patch is for images of {image_size} pixels, the model takes {preprocess.size}")
+        if not 1 <= size <= image_size:
+            raise ValueError(f"a patch of {size} pixels does not fit images of {image_size}; use a smaller size")
+        super().__init__((size, size), 0, 255, False, preprocess)
+        self.size = size
+        self.row, self.column = corner(place, size, image_size, seed)
+        self.set_levels(self.drawn(seed))
+
+    def _paste(self, images: Tensor, levels: Tensor) -> Tensor:
+        # The same operations in the same order as a model's own normalisation, so that a pasted byte is that byte.
+        inside = (levels / 255 - self.mean) / self.std
+        out = images.clone()
+        out[..., self.row : self.row + self.size, self.column : self.column + self.size] = inside.to(images.dtype)
+        return out
+
+    def picture(self) -> np.ndarray:
+        return self.levels.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+
+    def describe(self) -> dict[str, Any]:
+        place = f"{self.row},{self.column}"
+        return {"change": "patch", "size": self.size, "place": place, "image_size": self.image_size}
+
+
+class UniversalPerturbation(Universal):
+    """At most `eps` levels more or less at every pixel of every image, which stays within 0 to 255."""
+
+    word = "perturbation"
+
+    def __init__(
+        self, eps: int, image_size: int = 224, seed: int = 0, preprocess: PreprocessConfig | None = None
+    ) -> None:
+        preprocess = preprocess or PreprocessConfig(size=image_size)
+        if preprocess.size != image_size:
+            raise ValueError(
+                f"the perturbation is for images of {image_size} pixels, the model takes {preprocess.size}"
+            )
+        if not 1 <= eps <= 255:
+            raise ValueError(f"eps: {eps} levels; it must be from 1 to 255")
+        super().__init__((image_size, image_size), -eps, eps, True, preprocess)
+        self.eps = eps
+        self.set_levels(self.drawn(seed))
+
+    def _paste(self, images: Tensor, levels: Tensor) -> Tensor:
+        pixels = (images.to(levels.dtype) * self.std + self.mean) * 255
+        changed = (pixels + levels).clamp(0, 255)
+        return ((changed / 255 - self.mean) / self.std).to(images.dtype)
+
+    def picture(self) -> np.ndarray:
+        shown = (self.levels + GREY).clamp(0, 255)
+        return shown.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+
+    def describe(self) -> dict[str, Any]:
+        return {"change": "perturbation", "eps": self.eps, "image_size": self.image_size}
+
+
+def make_change(config: AttackConfig, preprocess: PreprocessConfig) -> Universal:
+    """The change that a configuration describes, at its random start."""
+    if config.change == "perturbation":
+        return UniversalPerturbation(config.eps, preprocess.size, config.seed, preprocess)
+    return UniversalPatch(config.size, config.place, preprocess.size, config.seed, preprocess)
+
+
+def corner(place: str, size: int, image_size: int, seed: int) -> tuple[int, int]:
+    """Row and column of the first pixel of a patch."""
+    free = image_size - size
+    if place == "top_left":
+        return 0, 0
+    if place == "centre":
+        return free // 2, free // 2
+    if place == "random":  # another stream than that of the levels
+        row, column = np.random.default_rng((seed, 1)).integers(0, free + 1, 2)
+        return int(row), int(column)
+    parts = place.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"place: {place!r} is not top_left, centre, random or ROW,COLUMN")
+    row, column = (int(part) for part in parts)
+    if max(row, column) > free:
+        raise ValueError(
+            f"place: a patch of {size} pixels at {row},{column} leaves an image of {image_size}; use 0 to {free}"
+        )
+    return row, column
+
+
+def save_patch(folder: Path, change: Universal, provenance: Mapping[str, Any]) -> None:
+    """`patch.png` to look at (a perturbation around grey), `patch.safetensors` exactly, and what is known of it."""
+    write_tensors(folder / LEVELS, {"levels": change.levels})
+    with replacing(folder / PICTURE) as temporary:
+        Image.fromarray(change.picture()).save(temporary, format="png")
+    facts = {"format": FORMAT, **change.describe(), **provenance}
+    write_text(folder / PROVENANCE, json.dumps(facts, indent=1, ensure_ascii=False))
+
+
+def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, dict[str, Any]]:
+    """What `save_patch` wrote, for a model with this preprocessing; and what is known of it.
+
+    Raises `FileNotFoundError` or `ValueError`, one sentence, where there is none, it is damaged or does not fit.
+    """
+    path = folder / PROVENANCE
+    if not path.is_file():
+        raise FileNotFoundError(f"no patch in {folder} (it has no {PROVENANCE}); make one with: vitrail attack RUN")
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if facts["format"] > FORMAT:
+            raise ValueError(f"{path} was written by a newer vitrail; update to read it")
+        change: Universal
+        if facts["change"] == "perturbation":
+            change = UniversalPerturbation(facts["eps"], facts["image_size"], 0, preprocess)
+        else:
+            change = UniversalPatch(facts["size"], facts["place"], facts["image_size"], 0, preprocess)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    levels = read_tensors(folder / LEVELS).get("levels")
+    if levels is None or levels.shape != change.shape or levels.min() < change.low or levels.max() > change.high:
+        raise ValueError(f"{folder / LEVELS} does not belong to the {PROVENANCE} beside it")
+    change.set_levels(levels)
+    return change.requires_grad_(False), facts
+
 
 __all__ = ["Attack", "UniversalPatch", "UniversalPerturbation", "attack_losses", "compute_loss", "refuse_unfit"]
 

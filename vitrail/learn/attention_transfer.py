@@ -16,14 +16,14 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.kernels.attention_match import attention_match, map_entropy, map_match
-from vitrail.learn.attention_plan import Source, make_guide
+from vitrail.learn.attention_teacher import Source, make_guide
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import refuse_moving_views
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import Guided
-from vitrail.model.guided import PARTS, Guide, draw_keep, guided, pick
-from vitrail.model.trunk import Trunk
+from vitrail.model.trunks.guided import PARTS, Guide, draw_keep, guided, pick
+from vitrail.model.trunks.vit import Trunk
 from vitrail.schema import plain
 
 

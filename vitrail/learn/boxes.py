@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.box_table import box_table
 from vitrail.data.config import AugmentConfig
-from vitrail.data.source import Split
-from vitrail.learn.attention_plan import Source
+from vitrail.data.dataset import Split
+from vitrail.learn.attention_teacher import Source
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import refuse_moving_views
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import Head
-from vitrail.model.tokens import Tokens
-from vitrail.model.trunk import Trunk
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.vit import Trunk
 
 SIDES = ("left", "top", "right", "bottom")
 

@@ -64,7 +64,7 @@ def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingF
             raise ValueError("objective.labels.count_generated: grafit counts all images alike; leave it on")
         return Grafit(model, config, facts.labels, facts.index)
     if isinstance(config, AttentionTransferConfig):
-        from vitrail.learn.attention_plan import load_source
+        from vitrail.learn.attention_teacher import load_source
         from vitrail.learn.attention_transfer import AttentionTransfer
 
         source = load_source(config.teacher, model)
@@ -139,7 +139,7 @@ def _compared(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) 
 
 def _taught(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
     """Objectives that learn from a frozen teacher's embeddings."""
-    from vitrail.learn.embedder import load_embedder
+    from vitrail.learn.teacher import load_embedder
 
     if not isinstance(config, TAUGHT):
         raise NotImplementedError(type(config).__name__)
@@ -154,7 +154,7 @@ def _taught(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) ->
         return Simreg(model, config, teacher)
     if isinstance(config, learn.ClustersConfig):
         from vitrail.learn.clusters import Clusters, cluster_images
-        from vitrail.learn.embedder import Embedder
+        from vitrail.learn.teacher import Embedder
 
         if facts.images is None:
             raise ValueError("objective clusters looks at all training images first, and was given none")

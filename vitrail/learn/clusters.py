@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.kmeans import kmeans
-from vitrail.learn.bank import UNKNOWN
-from vitrail.learn.collective import processes
+from vitrail.learn.bank import UNKNOWN, processes
 from vitrail.learn.config import ClustersConfig
-from vitrail.learn.embedder import Embedder
 from vitrail.learn.selfsupervised import SelfSupervised, unit
+from vitrail.learn.teacher import Embedder
 from vitrail.model.classifier import Classifier
 
 

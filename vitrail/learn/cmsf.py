@@ -16,14 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.learn.bank import UNKNOWN, Bank
-from vitrail.learn.collective import sum_of_all
+from vitrail.learn.bank import UNKNOWN, Bank, ImageMemory, make_bank, sum_of_all
 from vitrail.learn.config import CmsfConfig
-from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.msf import shift_loss
-from vitrail.learn.pseudo import PseudoLabels, draw_labelled
+from vitrail.learn.pseudo_labels import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
-from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 Guide = Callable[[Batch], Tensor]

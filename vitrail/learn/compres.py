@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.similarity import relation_loss
+from vitrail.learn.bank import attend_all, make_bank
 from vitrail.learn.config import CompresConfig
-from vitrail.learn.embedder import Embedder
-from vitrail.learn.momentum import MomentumCopy
-from vitrail.learn.selfsupervised import PRECISIONS, SelfSupervised, unit
-from vitrail.learn.sharded_bank import attend_all, make_bank
+from vitrail.learn.selfsupervised import PRECISIONS, MomentumCopy, SelfSupervised, unit
+from vitrail.learn.teacher import Embedder
 from vitrail.model.classifier import Classifier
 
 

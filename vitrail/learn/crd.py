@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.counter import seed_of
 from vitrail.kernels.similarity import uncompiled
-from vitrail.learn.collective import processes, rank, sum_of_all
+from vitrail.learn.bank import ImageMemory, processes, rank, sum_of_all
 from vitrail.learn.config import CrdConfig
-from vitrail.learn.embedder import Embedder
-from vitrail.learn.image_memory import ImageMemory
 from vitrail.learn.selfsupervised import SelfSupervised, unit
+from vitrail.learn.teacher import Embedder
 from vitrail.model.classifier import Classifier
 
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.learn.attack import as_victim, attack_losses, refuse_unfit
+from vitrail.learn.attack import as_victim, attack_losses, make_change, refuse_unfit
 from vitrail.learn.config import DefenceConfig
-from vitrail.learn.patch import make_change
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 

@@ -15,8 +15,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import DiffusionConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
-from vitrail.model.denoiser import Denoiser
-from vitrail.model.noise import NoiseSchedule
+from vitrail.model.trunks.denoiser import Denoiser, NoiseSchedule
 
 
 class Diffusion(Objective):

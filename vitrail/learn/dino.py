@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.config import AugmentConfig
 from vitrail.kernels.similarity import uncompiled
-from vitrail.learn.collective import processes
+from vitrail.learn.bank import processes
 from vitrail.learn.config import DinoConfig
-from vitrail.learn.momentum import MomentumCopy
-from vitrail.learn.selfsupervised import SelfSupervised, unit
+from vitrail.learn.selfsupervised import MomentumCopy, SelfSupervised, unit
 from vitrail.model.classifier import Classifier
 
 LARGE = 2  # views that the teacher sees; they come first

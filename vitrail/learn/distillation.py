@@ -17,7 +17,7 @@ from vitrail.learn.config import DistillationConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import Answers, Teacher, refuse_moving_views, refuse_other_classes
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.distilled import DistilledHead
+from vitrail.model.heads.pooled import DistilledHead
 
 LOOK_EVERY = 16  # steps between checks whether the teacher's logits of every image are cached
 SHARES = {"hard": 0.5, "soft": 0.1}

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
-from vitrail.kernels.neighbours import neighbour_loss
+from vitrail.kernels.similarity import neighbour_loss
+from vitrail.learn.bank import ImageMemory
 from vitrail.learn.config import GrafitConfig
-from vitrail.learn.image_memory import ImageMemory
-from vitrail.learn.momentum import MomentumCopy
+from vitrail.learn.selfsupervised import MomentumCopy
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.kernels.similarity import relation_loss
+from vitrail.learn.bank import attend_all, make_bank
 from vitrail.learn.config import IsdConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
-from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 

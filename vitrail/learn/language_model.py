@@ -1,6 +1,6 @@
 """Causal language modelling: the next token of a completion, given its prompt and the tokens before it.
 
-texts [batch, 3, length] as `vitrail.data.completion_tokens` makes them: segment 1 is what is learned
+texts [batch, 3, length] as `vitrail.data.tokenizer` makes them: segment 1 is what is learned
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
-from vitrail.model.completing import completion_logits
+from vitrail.model.decoding import completion_logits
 from vitrail.model.heads.next_token import NextTokenHead
 
 

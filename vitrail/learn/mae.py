@@ -18,12 +18,12 @@ from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import MaeConfig
 from vitrail.learn.objective import Objective
-from vitrail.model.block import Block
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import Patchify, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.tokens import Tokens
-from vitrail.model.trunk import Trunk
+from vitrail.model.parts.block import Block
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.vit import Trunk
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

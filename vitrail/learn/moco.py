@@ -14,10 +14,9 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.counter import seed_of
 from vitrail.kernels.similarity import log_sum, uncompiled
-from vitrail.learn.collective import of_all, processes, rank
+from vitrail.learn.bank import attend_all, make_bank, of_all, processes, rank
 from vitrail.learn.config import MocoConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair
-from vitrail.learn.sharded_bank import attend_all, make_bank
 from vitrail.model.classifier import Classifier
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
+from vitrail.learn.bank import make_bank
 from vitrail.learn.config import MsfConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
-from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 

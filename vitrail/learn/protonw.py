@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.batch import Batch
+from vitrail.learn.bank import make_bank
 from vitrail.learn.cmsf import class_means
 from vitrail.learn.config import ProtonwConfig
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, refuse_several, unit
-from vitrail.learn.sharded_bank import make_bank
 from vitrail.model.classifier import Classifier
 
 

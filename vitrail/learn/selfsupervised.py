@@ -1,23 +1,117 @@
-"""Base classes of self-supervised objectives: embeddings, momentum teacher, predictor, and online linear probe."""
+"""Collapse metrics, spread and rank of the embeddings, logged for every objective that compares them.
+
+A representation collapses where all images get one embedding, or embeddings that differ along a line only; the loss is
+then often excellent. Both metrics cost one small matrix product per step, on the device.
+
+The momentum encoder: an exponential moving average of a model, used as its teacher.
+
+Base classes of self-supervised objectives: embeddings, momentum teacher, predictor, and online linear probe.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.data.augment.mixing import soft
 from vitrail.data.batch import Batch, View, ViewSpec
-from vitrail.data.mixing import soft
 from vitrail.learn.bank import UNKNOWN, Bank
-from vitrail.learn.collapse import collapse_note, spread_and_rank
 from vitrail.learn.config import PairConfig
-from vitrail.learn.momentum import MomentumCopy
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead
+
+SPREAD_LIMIT = 0.1  # all cosines are about 0.99 there
+RANK_LIMIT = 1.5
+SETTLING = 0.1  # share of a run without warnings: an untrained network may embed all images nearly alike
+
+
+def spread_and_rank(embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """Two scalars of embeddings [batch, width], whose lengths do not matter; without gradient.
+
+    spread   standard deviation of the unit vectors, root mean square over channels, times sqrt(width): 0 where they
+             are all the same, 1 where they point everywhere alike
+    rank     (sum of the covariance's eigenvalues)^2 / sum of their squares, the participation ratio: how many
+             directions they differ in; 1 for a line, `width` for a ball. No eigenvalue is computed.
+    """
+    with torch.no_grad(), torch.autocast(embedding.device.type, enabled=False):
+        vectors = F.normalize(embedding.float(), dim=-1)
+        apart = vectors - vectors.mean(0)
+        few = apart if len(apart) < apart.shape[1] else apart.T  # both products have the same eigenvalues
+        total, squares = apart.square().sum(), (few @ few.T).square().sum()
+        return (total / len(vectors)).sqrt(), total.square() / squares.clamp(min=1e-30)
+
+
+def collapse_note(means: Mapping[str, float], done: float, classes: int) -> str:
+    """A sentence where the logged `spread` or `rank` is below its limit; `done` is the share of the run so far.
+
+    With two classes a line is what labels ask for, so the rank is not checked there.
+    """
+    if done < SETTLING or "spread" not in means:
+        return ""
+    if means["spread"] < SPREAD_LIMIT:
+        return (
+            f"embeddings have collapsed: their spread is {means['spread']:.3f}, below {SPREAD_LIMIT} (0: one embedding "
+            "for all images); lower optim.lr, use stronger views, or raise objective.momentum where there is one"
+        )
+    if means["rank"] < RANK_LIMIT and classes != 2:
+        return (
+            f"embeddings have collapsed to a line: their effective rank is {means['rank']:.2f}, below {RANK_LIMIT}; "
+            "lower optim.lr, use stronger views, or raise objective.momentum where there is one"
+        )
+    return ""
+
+
+class MomentumCopy(nn.Module):
+    """copy <- decay * copy + (1 - decay) * module, after every step; no gradient, part of checkpoints.
+
+    With `steps` the decay rises on a cosine from `decay` to `end` over the run (BYOL: to 1); without, it is constant.
+    Statistics of BatchNorm are its own: it is run in the mode of the module it follows.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, steps: int | None = None, end: float = 1.0) -> None:
+        super().__init__()
+        self.decay, self.steps, self.end = decay, steps, end
+        self.module = copy.deepcopy(module).requires_grad_(False)
+
+    @classmethod
+    def of(cls, module: nn.Module, decay: float, end: float | None, steps: int) -> MomentumCopy:
+        """As configured: to `end` over `steps`, or constant where there is no end."""
+        return cls(module, decay) if end is None else cls(module, decay, steps, end)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            return self.module(*inputs, **options)
+
+    @property
+    def classifier(self) -> Classifier:
+        """The copy, where it is one of a classifier."""
+        assert isinstance(self.module, Classifier)
+        return self.module
+
+    def embed(self, images: Tensor) -> Tensor:
+        """The copy's embeddings of images, of unit length, in float32 and without gradient: [batch, features]."""
+        with torch.no_grad():
+            found = self.classifier.head.embed(self.classifier.tokens(images))
+            return F.normalize(found.float(), dim=-1)
+
+    def decay_at(self, step: int) -> float:
+        """Decay of a step (0 is the first)."""
+        if self.steps is None:
+            return self.decay
+        return self.end - (self.end - self.decay) * (math.cos(math.pi * min(1.0, step / max(1, self.steps))) + 1) / 2
+
+    @torch.no_grad()
+    def follow(self, module: nn.Module, step: int) -> None:
+        mine: list[Tensor] = list(self.module.parameters())
+        torch._foreach_lerp_(mine, [p.detach() for p in module.parameters()], 1 - self.decay_at(step))
+
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -73,7 +167,7 @@ class SelfSupervised(Objective):
 
     The head's classifier learns the labels from detached pooled features: the representation is what it would be
     without it, the logged loss is the representation's alone, and the metrics of a run are those of the probe. `spread`
-    and `rank` of the embeddings are logged, and a collapse is reported (`vitrail.learn.collapse`). Raises
+    and `rank` of the embeddings are logged, and a collapse is reported (`vitrail.learn.selfsupervised`). Raises
     `ValueError` where the model's head is not `projected`.
     """
 

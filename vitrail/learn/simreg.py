@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.learn.config import SimregConfig
-from vitrail.learn.embedder import Embedder
 from vitrail.learn.selfsupervised import SelfSupervised, distance, unit
+from vitrail.learn.teacher import Embedder
 from vitrail.model.classifier import Classifier
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.data.augment.mixing import soft
 from vitrail.data.batch import Batch
-from vitrail.data.mixing import soft
 from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier

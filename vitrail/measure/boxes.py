@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.box_table import box_table
-from vitrail.data.loader import EvalLoader
-from vitrail.measure.evaluate import EvaluationData, Findings, Model, predict_all
+from vitrail.data.loading.loader import EvalLoader
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, predict_all
 
 
 def box_iou(first: Tensor, second: Tensor) -> Tensor:

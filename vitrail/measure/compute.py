@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.measure.evaluate import evaluation_mode
-from vitrail.model.adaptive.macs import macs_of_mean, trace_macs
-from vitrail.model.adaptive.trace import BlockUse, Trace
+from vitrail.measure.evaluator import evaluation_mode
+from vitrail.model.adaptive.budget import macs_of_mean, trace_macs
 from vitrail.model.classifier import Classifier
-from vitrail.model.trunk import Trunk
+from vitrail.model.parts.tokens import BlockUse, Trace
+from vitrail.model.trunks.vit import Trunk
 
 Change = Callable[[Tensor], Tensor]  # a model's input -> changed input
 NAMES = tuple(f.name for f in fields(BlockUse))

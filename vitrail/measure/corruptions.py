@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.data.augment.pixel_ops import luminance, normal_noise
 from vitrail.data.counter import seed_of
-from vitrail.data.device_pixels import luminance, normal_noise
-from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluation_mode
 from vitrail.model.classifier import Classifier
 
 SEVERITIES = (1, 2, 3, 4, 5)

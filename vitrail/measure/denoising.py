@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitrail.data.device_pixels import normal_noise
-from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.data.augment.pixel_ops import normal_noise
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluation_mode
 from vitrail.model.classifier import Classifier
-from vitrail.model.denoiser import Denoiser
+from vitrail.model.trunks.denoiser import Denoiser
 
 DRAWS = 4  # times and noises an image
 BANDS = ("early", "middle", "late")  # thirds of the time: little, some and much noise

@@ -2,19 +2,30 @@
 
 Pure functions of stack [images, classifiers, classes] (logits) and target [images] of class numbers, in float64 on the
 CPU. Of equal scores the lower class number comes first.
+
+Evaluator of the classifiers of one head (Gramian heads, arXiv 2310.16483; ONE, arXiv 1806.04606).
+
+Ensembles: probabilities of several models averaged, and the gain over each (Li et al. 2024, arXiv 2411.09702).
+
+Probabilities are averaged, not logits, with equal weights. Two models of one recipe that differ in their seed gain
+too, so the gain of two different models means little without that control.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vitrail.measure.classification import Figures, SingleLabelFigures, classification
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, Predictions, evaluation_mode
+from vitrail.model.classifier import Classifier
 
 MOST_FOR_ALL_SUBSETS = 12  # 4,095 subsets
 
@@ -141,3 +152,113 @@ def _checked(stack: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tenso
     if int(target.min()) < 0 or int(target.max()) >= stack.shape[-1]:
         raise ValueError(f"labels must lie between 0 and {stack.shape[-1] - 1}")
     return stack, target.long()
+
+
+@torch.no_grad()
+def judge_members(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "members": accuracy of each classifier and of their sum, strength and correlation (Breiman).
+
+    A head with one classifier has a strength and no correlation; one that was trained with an auxiliary classifier also
+    reports that one alone, all heads removed. Raises `ValueError` where several labels may hold.
+    """
+    if not isinstance(model, Classifier) or model.multilabel:
+        raise ValueError("members: strength and correlation are of classifiers that name one class an image")
+    stacks, targets = [], []
+    with evaluation_mode(model):
+        for batch in data.loaders[data.split]:
+            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
+            with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+                stacks.append(model.stack(images).float().cpu())
+            targets.append(batch.label.cpu())
+    stack, target = torch.cat(stacks), torch.cat(targets)
+    removed = {}
+    if getattr(model.head, "auxiliary", None) is not None:  # it stands last and has no part in the sum
+        removed["without_heads_top1"] = float(head_accuracy(stack, target)[-1])
+        stack = stack[:, :-1]
+    each, found = head_accuracy(stack, target), diversity(stack, target, votes="soft")
+    numbers = {
+        "members_top1": float(each.mean()),
+        "members_together": fused_accuracy(stack, target),
+        **removed,
+        "strength": found.strength,
+        "correlation": found.correlation if stack.shape[1] > 1 else float("nan"),
+        "correlation_over_strength2": found.ratio if stack.shape[1] > 1 else float("nan"),
+    }
+    table = {"members": {str(i): float(v) for i, v in enumerate(each)}}
+    known = {name: value for name, value in numbers.items() if value == value}  # noqa: PLR0124, NaN is no figure
+    return {"numbers": known, "tables": {"members": table}, "pictures": {}}
+
+
+def averaged(members: Sequence[Predictions]) -> Predictions:
+    """What the mean of the members' probabilities says, as logits (float64); images may come in any order.
+
+    Raises `ValueError` where members are not of the same images, labels and classes.
+    """
+    if not members:
+        raise ValueError("an ensemble needs at least one model")
+    orders = [made.index.argsort(stable=True) for made in members]
+    first, total = members[0], None
+    for made, order in zip(members, orders, strict=True):
+        same = len(made) == len(first) and made.logits.shape == first.logits.shape
+        if not same or not made.index[order].equal(first.index[orders[0]]):
+            raise ValueError("the models of an ensemble must have judged the same images with the same classes")
+        if not made.target[order].equal(first.target[orders[0]]):
+            raise ValueError("the models of an ensemble count their classes differently: labels of an image differ")
+        logits = made.logits[order].double()
+        shares = logits.sigmoid() if made.multilabel else logits.softmax(1)
+        total = shares if total is None else total + shares
+    assert total is not None
+    mean = total / len(members)
+    said = mean.logit() if first.multilabel else mean.log()
+    lowest = math.log(torch.finfo(torch.float64).tiny)  # a probability of zero is no logit
+    return Predictions(first.index[orders[0]], first.target[orders[0]], said.clamp(lowest, -lowest))
+
+
+@dataclass(frozen=True)
+class Together:
+    """An ensemble beside its members."""
+
+    members: dict[str, Figures]
+    ensemble: Figures
+
+    @property
+    def key(self) -> str:
+        """The figure that counts."""
+        return "top1" if isinstance(self.ensemble, SingleLabelFigures) else "map"
+
+    @property
+    def best(self) -> float:
+        """The best member alone."""
+        return max(made.scalars()[self.key] for made in self.members.values())
+
+    @property
+    def gain(self) -> float:
+        """Of the ensemble over its best member."""
+        return self.ensemble.scalars()[self.key] - self.best
+
+    @property
+    def gain_over_mean(self) -> float:
+        """Of the ensemble over its members' mean."""
+        each = [made.scalars()[self.key] for made in self.members.values()]
+        return self.ensemble.scalars()[self.key] - sum(each) / len(each)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "members": {name: made.scalars() for name, made in self.members.items()},
+            "ensemble": self.ensemble.scalars(),
+            "gain": self.gain,
+            "gain_over_mean": self.gain_over_mean,
+        }
+
+
+def together(members: Mapping[str, Predictions], classes: Sequence[str] | None = None) -> Together:
+    """Figures of every named member and of their mean probabilities."""
+    each = {name: classification(made.logits, made.target, classes) for name, made in members.items()}
+    mean = averaged(list(members.values()))
+    return Together(each, classification(mean.logits, mean.target, classes))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitrail.data.counter import uniform
 from vitrail.measure.config import EpisodeConfig
-from vitrail.measure.evaluate import EvaluationData, Findings, Model
+from vitrail.measure.evaluator import EvaluationData, Findings, Model
 from vitrail.measure.linear_classifiers import CLASSIFIERS
 from vitrail.measure.retrieval import embedded_split
 from vitrail.schema import ConfigError, check, near

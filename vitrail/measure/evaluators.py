@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from vitrail.measure.clusters import judge_clusters
+from vitrail.measure.clustering import judge_clusters
 from vitrail.measure.corruptions import judge_corruptions
 from vitrail.measure.denoising import judge_denoising
+from vitrail.measure.ensembles import judge_members
 from vitrail.measure.episodes import judge_episodes
-from vitrail.measure.evaluate import Evaluator, classify
+from vitrail.measure.evaluator import Evaluator, classify
 from vitrail.measure.few_labels import judge_few
 from vitrail.measure.language import judge_bleu, judge_perplexity
 from vitrail.measure.long_tail import judge_long_tail, judge_thirds
-from vitrail.measure.members import judge_members
-from vitrail.measure.neighbourhoods import judge_purity
 from vitrail.measure.probe import judge_linear, judge_published
-from vitrail.measure.retrieval import judge_neighbours, judge_retrieval
+from vitrail.measure.retrieval import judge_neighbours, judge_purity, judge_retrieval
 
 EVALUATORS: dict[str, Evaluator] = {
     "classification": classify,

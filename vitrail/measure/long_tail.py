@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitrail.measure.classification import Figures, SingleLabelFigures
 from vitrail.measure.config import LongTailConfig
-from vitrail.measure.evaluate import EvaluationData, Findings, Model, evaluate
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluate
 from vitrail.schema import ConfigError, check
 
 GROUPS = ("many", "med", "few")
@@ -20,7 +20,7 @@ COUNTS = "class_counts"  # where a model's `stated` keeps how many real images o
 
 
 @dataclass(frozen=True)
-class Group:
+class FrequencyGroup:
     """The classes of one group, or all."""
 
     classes: int
@@ -44,7 +44,7 @@ class Group:
 class LongTail:
     """Accuracy by group; a group without classes is absent, `all` is always there."""
 
-    groups: dict[str, Group]
+    groups: dict[str, FrequencyGroup]
 
     @property
     def several(self) -> bool:
@@ -147,11 +147,11 @@ def judge_thirds(
     return judge_long_tail(model, data, device=device, autocast=autocast, config=LongTailConfig(groups="thirds"))
 
 
-def _group(figures: SingleLabelFigures, counts: NDArray[np.int64], inside: NDArray[np.bool_]) -> Group:
+def _group(figures: SingleLabelFigures, counts: NDArray[np.int64], inside: NDArray[np.bool_]) -> FrequencyGroup:
     support = figures.support[inside]
     right = figures.confusion.diagonal()[inside]
     has = support > 0
-    return Group(
+    return FrequencyGroup(
         classes=int(inside.sum()),
         fewest=int(counts[inside].min()),
         most=int(counts[inside].max()),

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.measure.draws import draw_by_class
-from vitrail.measure.evaluate import EvaluationData, Findings, Model
+from vitrail.measure.evaluator import EvaluationData, Findings, Model, draw_by_class
 from vitrail.measure.retrieval import embedded_split
 
 ROWS_AT_ONCE = 4096

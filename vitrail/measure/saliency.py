@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitrail.measure.evaluate import evaluation_mode
-from vitrail.measure.looker import Seen, map_layers, sima_layer
+from vitrail.measure.attention_maps import Seen, map_layers, sima_layer
+from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.classifier import Classifier, Outputs
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.second_order import SecondOrderHead

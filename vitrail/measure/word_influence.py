@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vitrail.measure.evaluate import evaluation_mode
+from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.second_order import SecondOrderHead
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 CLASS, WORDS, BOTH = "class token", "words", "both"
 

@@ -13,7 +13,6 @@ from torch import nn
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.adaptive.config import AdaptiveConfig
-from vitrail.model.cifar_resnet import CifarResNet as CifarResNetTrunk
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import (
     AnyTrunkConfig,
@@ -24,13 +23,14 @@ from vitrail.model.config import (
     TimmBackbone,
     TrunkConfig,
 )
-from vitrail.model.guided import GuidedTrunk
 from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.build import build_head
 from vitrail.model.heads.config import Branches, Distilled, HeadConfig, NextToken, Own, SecondOrder
 from vitrail.model.heads.head import Head
-from vitrail.model.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
-from vitrail.model.trunk import Trunk
+from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
+from vitrail.model.trunks.guided import GuidedTrunk
+from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
+from vitrail.model.trunks.vit import Trunk
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build, near, plain
 
@@ -194,14 +194,14 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
         head = build_head(parts.head, config.student.width, classes, config.student)
         return GuidedTrunk(config, prefix=head.prefix, final_norm=not head.own_norm), head
     if isinstance(config, DenoiserConfig):
-        from vitrail.model.denoiser import Denoiser, DenoisingHead
+        from vitrail.model.trunks.denoiser import Denoiser, DenoisingHead
 
         if not isinstance(parts.head, Own):
             raise ValueError(f"a denoiser classifies by itself, without a head {parts.head.kind}; leave model.head out")
         return Denoiser(config, classes), DenoisingHead(classes)
     trunk: Any
     if isinstance(config, TextBackbone):
-        from vitrail.model.text_trunk import TextTrunk
+        from vitrail.model.trunks.text_trunk import TextTrunk
 
         trunk = TextTrunk(config)
         if isinstance(parts.head, NextToken):

@@ -15,12 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
-from vitrail.data.source import UNLABELLED
+from vitrail.data.dataset import UNLABELLED
 from vitrail.model.adaptive.policy import AdaptivePolicy
-from vitrail.model.adaptive.trace import Trace
-from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
-from vitrail.model.tokens import Tokens
+from vitrail.model.heads.pooled import DistilledHead
+from vitrail.model.parts.tokens import Tokens, Trace
 
 if TYPE_CHECKING:
     from vitrail.model.optimize import Optimized
@@ -29,7 +28,7 @@ Picture = str | Path | Image.Image | NDArray[Any] | Tensor
 
 
 class AnyTrunk(Protocol):
-    """What a classifier needs of a trunk; `vitrail.model.trunk.Trunk` and timm backbones both have it."""
+    """What a classifier needs of a trunk; `vitrail.model.trunks.vit.Trunk` and timm backbones both have it."""
 
     width: int
 
@@ -211,8 +210,8 @@ class Classifier(nn.Module):
         Each is preprocessed as the model was evaluated. `errors="return"` reports unreadable files in their place
         instead of raising `BadImage`.
         """
+        from vitrail.data.dataset import BadImage
         from vitrail.data.preprocess import Preprocess
-        from vitrail.data.source import BadImage
 
         if hasattr(self.trunk, "tokeniser"):
             raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")

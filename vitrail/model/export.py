@@ -26,8 +26,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.files import replacing
 from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.classifier import Classifier
-from vitrail.model.fold import fold_affine
 from vitrail.model.heads.second_order import PowerNorm
+from vitrail.model.optimize import fold_affine
 from vitrail.schema import plain
 from vitrail.version import __version__
 

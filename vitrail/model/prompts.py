@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.adapters.quantise import straight_through
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 
 class Prompts(nn.Module):

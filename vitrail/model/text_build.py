@@ -15,18 +15,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from vitrail.data.texts import Text
-from vitrail.data.tokenise import END, PAD, TOKENIZER, word_tokenizer
+from vitrail.data.sources.text_files import Text
+from vitrail.data.tokenizer import END, PAD, TOKENIZER, word_tokenizer
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone
 from vitrail.model.heads.config import ClassToken, HeadConfig, NextToken
 from vitrail.model.heads.next_token import writes_texts
-from vitrail.model.seq2seq import MODEL_TYPE, SequenceConfig
-from vitrail.model.text_trunk import TextTrunk, transformers
+from vitrail.model.trunks.seq2seq import MODEL_TYPE, SequenceConfig
+from vitrail.model.trunks.text_trunk import TextTrunk, transformers
 from vitrail.schema import build, near, plain
 
 SEQUENCES: dict[str, Literal["linear", "attention"]] = {"resmlp": "linear", "resmlp-attention": "attention"}
-"""An encoder and a decoder of our own (`vitrail.model.seq2seq`), and what relates their positions."""
+"""An encoder and a decoder of our own (`vitrail.model.trunks.seq2seq`), and what relates their positions."""
 OWN_WORDS: dict[str, Literal["first", "last"]] = {"bert": "first", "gpt": "last", **dict.fromkeys(SEQUENCES, "last")}
 """Small architectures that need a vocabulary, and where their class token stands."""
 SIZES = {"width": 128, "depth": 4, "heads": 4}

@@ -9,8 +9,8 @@ from typing import Any
 
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import WEIGHTS, load_model, model_folder, read_description, read_tensors
-from vitrail.model.timm import load_weights
-from vitrail.model.timm_trunk import no_weights, timm_preprocess
+from vitrail.model.timm_weights import load_weights
+from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 

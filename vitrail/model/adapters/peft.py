@@ -187,7 +187,7 @@ def _described(folder: Path) -> dict[str, Any]:
 def _ours(model: nn.Module, name: str) -> str:
     """A name of the model itself, or timm's name of one of our ViTs as ours."""
     from vitrail.model.classifier import Classifier
-    from vitrail.model.timm import VIT, our_name
+    from vitrail.model.timm_weights import VIT, our_name
 
     if not isinstance(model, Classifier) or name.startswith(("trunk.", "head.fc")):
         return name

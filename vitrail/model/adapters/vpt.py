@@ -10,9 +10,9 @@ from torch import nn
 
 from vitrail.model.adapters.config import Vpt
 from vitrail.model.adapters.quantise import straight_through
-from vitrail.model.guided import GuidedTrunk
 from vitrail.model.prompts import Prompts
-from vitrail.model.trunk import Trunk
+from vitrail.model.trunks.guided import GuidedTrunk
+from vitrail.model.trunks.vit import Trunk
 
 
 def prompted_trunk(model: nn.Module) -> Trunk:

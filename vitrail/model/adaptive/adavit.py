@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from vitrail.kernels.ragged_attention import pack, ragged_attention
 from vitrail.model.adaptive.config import Adavit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.adaptive.trace import Trace
-from vitrail.model.block import Block, added
 from vitrail.model.config import TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.norms import TokenBatchNorm
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.block import Block, added
+from vitrail.model.parts.residual import TokenBatchNorm
+from vitrail.model.parts.tokens import Probe, Tokens, Trace
 
 KEPT_AT_START = 3.0  # initial logit: 95 of 100 are kept in training, all at test time
 

@@ -33,9 +33,9 @@ from vitrail.kernels.sampling import (
 )
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.block import Block
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.block import Block
+from vitrail.model.parts.tokens import Probe, Tokens
 
 DRAW = {"inverse": inverse_sample, "nearest": nearest_sample, "random": random_sample}
 

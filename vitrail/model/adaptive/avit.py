@@ -16,12 +16,11 @@ from torch import Tensor
 from vitrail.kernels.sampling import compact, owners
 from vitrail.model.adaptive.config import Avit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.adaptive.trace import Trace
-from vitrail.model.block import Block
 from vitrail.model.mixers.sima import SimaMixer
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.norms import TokenBatchNorm
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.block import Block
+from vitrail.model.parts.residual import TokenBatchNorm
+from vitrail.model.parts.tokens import Probe, Tokens, Trace
 
 EARLY = 0.98  # of all halting, that the prior wants before its centre
 LEAST, MOST = 0.01, 0.99  # within which halting scores are compared with the prior

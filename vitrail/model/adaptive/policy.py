@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adaptive.trace import BlockUse, Trace
-from vitrail.model.block import Block
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.block import Block
+from vitrail.model.parts.tokens import BlockUse, Probe, Tokens, Trace
 
 
 class AdaptivePolicy(nn.Module):

@@ -8,16 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.model.block import Block, ParallelBlock
-from vitrail.model.cifar_resnet import STAGE_WIDTHS, CifarResNet
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import Branches
 from vitrail.model.heads.head import Head
-from vitrail.model.norms import make_norm
-from vitrail.model.residual import drop_path_rates
-from vitrail.model.starts import STARTS
-from vitrail.model.tokens import Tokens
-from vitrail.model.trunk import Trunk
+from vitrail.model.parts.block import STARTS, Block, ParallelBlock
+from vitrail.model.parts.residual import drop_path_rates, make_norm
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.cifar_resnet import STAGE_WIDTHS, CifarResNetTrunk
+from vitrail.model.trunks.vit import Trunk
 
 
 class Branch(nn.Module):
@@ -54,7 +52,7 @@ class BlockBranch(Branch):
 class StageBranch(Branch):
     """The last stage of a CIFAR ResNet and the mean of its map."""
 
-    def __init__(self, network: CifarResNet) -> None:
+    def __init__(self, network: CifarResNetTrunk) -> None:
         super().__init__()
         self.stage, self.features = network.layer3, network.width
         self.reset_parameters()
@@ -134,7 +132,9 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
     return trunk, BranchesHead(branches, config.width, classes)
 
 
-def branch_stages(make: Callable[[], CifarResNet], head: Branches, classes: int) -> tuple[CifarResNet, BranchesHead]:
+def branch_stages(
+    make: Callable[[], CifarResNetTrunk], head: Branches, classes: int
+) -> tuple[CifarResNetTrunk, BranchesHead]:
     """The first two stages of a CIFAR ResNet, and branches of the third: the split that gives the printed counts.
 
     As in Table D of Ryu et al. 2023 (arXiv 2310.16483): with 100 classes and three branches depth 32 has 1.186 M

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vitrail.model.config import TrunkConfig
-from vitrail.model.heads.attention_pool import AttentionPoolHead
 from vitrail.model.heads.class_attention import (
+    AttentionPoolHead,
     ClassAttentionMixer,
     ClassBlock,
     ClassDecoderHead,
@@ -12,7 +12,6 @@ from vitrail.model.heads.class_attention import (
     ClassSimaMixer,
     XcitClassBlock,
 )
-from vitrail.model.heads.class_token import ClassTokenHead
 from vitrail.model.heads.config import (
     AttentionPool,
     Branches,
@@ -27,9 +26,8 @@ from vitrail.model.heads.config import (
     Projected,
     SecondOrder,
 )
-from vitrail.model.heads.distilled import DistilledHead
 from vitrail.model.heads.head import Head
-from vitrail.model.heads.mean import MeanHead
+from vitrail.model.heads.pooled import ClassTokenHead, DistilledHead, MeanHead
 from vitrail.model.heads.projected import ProjectedHead
 from vitrail.model.heads.second_order import SecondOrderHead
 

@@ -1,4 +1,7 @@
-"""Heads that decode the patches into one class token: class attention of CaiT and XCiT, ResMLP's class-MLP."""
+"""Heads that decode the patches into one class token: class attention of CaiT and XCiT, ResMLP's class-MLP.
+
+PatchConvNet's attention-based pooling: one map, several, or one for each class.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.sima import normalised, product
-from vitrail.model.block import Mlp
+from vitrail.kernels.sima_attention import normalised, product
+from vitrail.model.heads.config import AttentionPool
 from vitrail.model.heads.head import LinearHead
-from vitrail.model.norms import make_norm
-from vitrail.model.residual import LayerScale
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.block import Mlp
+from vitrail.model.parts.residual import LayerScale, make_norm
+from vitrail.model.parts.tokens import Tokens
 
 
 class ClassAttentionMixer(nn.Module):
@@ -183,3 +186,34 @@ class ClassDecoderHead(LinearHead):
         weights = first.attn.map(first.norm1(torch.cat([token, patches], 1)), mask, token.shape[1])
         seen = weights[..., -patches.shape[1] :].flatten(1, 2)
         return seen / seen.sum(-1, keepdim=True)
+
+
+class AttentionPoolHead(ClassDecoderHead):
+    """One layer of class attention whose query is learned, or one query for each class (Touvron et al. 2021, arXiv
+    2112.13692, section 3).
+
+    `per_class` has one query, hence one map, for each class, all in one batched product; each class's vector gives its
+    logit by a linear map of its own, as in the authors' code, or one shared by all. An MLP ratio of 3 gives the printed
+    parameter counts.
+    """
+
+    def __init__(self, config: AttentionPool, width: int, classes: int, layerscale: float = 1.0) -> None:
+        per_class = config.queries == "per_class"
+        if per_class and config.token_in_keys:
+            raise ValueError("attention_pool: token_in_keys needs one query; per_class reads patches only")
+        start = layerscale if config.layerscale is None else config.layerscale
+        mixer = ClassAttentionMixer(width, config.heads, config.token_in_keys, config.qkv_bias)
+        block = ClassBlock(mixer, width, config.mlp_ratio, "layernorm", start)
+        super().__init__([block], width, classes, "layernorm", queries=classes if per_class else 1)
+        self.per_class, self.own_logits = per_class, config.per_class_logit == "own"
+        if per_class and not self.own_logits:
+            self.fc = nn.Linear(width, 1)
+            self.reset_parameters()
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        if not self.per_class:
+            return super().forward(tokens)
+        pooled = self.pooled(tokens)
+        if self.own_logits:  # class c's vector against row c: one product, no loop over classes
+            return torch.einsum("bcw,cw->bc", pooled, self.fc.weight.to(pooled))[:, None] + self.fc.bias.to(pooled)
+        return self.fc(pooled).transpose(1, 2)

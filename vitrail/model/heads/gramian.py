@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.second_order import gram_vector, without_autocast
+from vitrail.kernels.covariance import gram_vector, without_autocast
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.head import Head
-from vitrail.model.heads.mean import MeanHead
-from vitrail.model.residual import LayerScale
-from vitrail.model.tokens import Tokens
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.residual import LayerScale
+from vitrail.model.parts.tokens import Tokens
 
 NORM_EPS = 1e-6
 
@@ -63,7 +63,7 @@ class GramianHead(Head):
         # A unit vector has entries of size 1 / sqrt(length): the usual eps would outweigh their variance.
         self.token_norm = nn.BatchNorm1d(heads * width, eps=1e-5 / vector)
         inner = _attention_width(config, width)
-        self.attention = ClassAttention(heads, width, inner, config.attention_heads)
+        self.attention = GramianAttention(heads, width, inner, config.attention_heads)
         self.ls1 = LayerScale(heads * width, config.layerscale)
         self.mlp = ShuffledMlp(heads, width, config.mlp_groups)
         self.ls2 = LayerScale(heads * width, config.layerscale)
@@ -271,7 +271,7 @@ class GramLayer(nn.Module):
         return x + self.ls(self.fc2(F.gelu(self.fc1(self.norm(spread)))))
 
 
-class ClassAttention(nn.Module):
+class GramianAttention(nn.Module):
     """The class token of every head queries itself and the features (CaiT's class attention with an inner width).
 
     With one query per head, keys and values of the features need not be formed: q . W_k f = (W_k^T q) . f and

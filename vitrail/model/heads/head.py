@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 
 class Head(nn.Module):

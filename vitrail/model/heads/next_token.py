@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from vitrail.model.heads.config import NextToken
 from vitrail.model.heads.head import Head
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 if TYPE_CHECKING:
-    from vitrail.model.text_trunk import TextTrunk
+    from vitrail.model.trunks.text_trunk import TextTrunk
 
 CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what some architectures do with their logits
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from vitrail.model.heads.config import Projected
 from vitrail.model.heads.head import Head
-from vitrail.model.heads.mean import MeanHead
-from vitrail.model.tokens import Tokens
+from vitrail.model.heads.pooled import MeanHead
+from vitrail.model.parts.tokens import Tokens
 
 
 def projector(config: Projected, width: int) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.second_order import (
+from vitrail.kernels.covariance import (
     cross_covariance,
     matrix_sqrt_newton_schulz,
     signed_root,
@@ -24,7 +24,7 @@ from vitrail.kernels.second_order import (
 )
 from vitrail.model.heads.config import SecondOrder
 from vitrail.model.heads.head import Head
-from vitrail.model.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens
 
 WITH_CLASS_TOKEN = ("sum", "concat", "late", "class_only")
 

@@ -21,8 +21,7 @@ from vitrail.model.mixers.kernel_attention import CosFormerMixer, EfficientMixer
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, NoMixer, PatchConvMixer, PatchMlpMixer
 from vitrail.model.mixers.sima import SimaMixer
-from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.mixers.talking_heads import TalkingHeadsMixer
+from vitrail.model.mixers.softmax import SoftmaxMixer, TalkingHeadsMixer
 from vitrail.model.mixers.xca import XcaMixer
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.sima import EPS, product
-from vitrail.model.mixers.qkv import QkvMixer, without_padding
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.kernels.sima_attention import EPS, product
+from vitrail.model.mixers.mixer import QkvMixer, without_padding
+from vitrail.model.parts.tokens import Probe, Tokens
 
 
 class KernelMixer(QkvMixer):

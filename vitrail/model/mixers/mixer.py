@@ -1,4 +1,7 @@
-"""Base class of all mixers: tokens in, tokens out, and the names of the intermediates they expose."""
+"""Base class of all mixers: tokens in, tokens out, and the names of the intermediates they expose.
+
+Base class of attention mixers: one linear layer to q, k and v, another from the mixed values.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import Probe, Tokens
 
 
 class Mixer(nn.Module):
@@ -29,3 +32,52 @@ class Mixer(nn.Module):
     def last_linear(self) -> nn.Module | None:
         """The layer whose output is the branch, where a gain can be folded in."""
         return None
+
+
+class QkvMixer(Mixer):
+    """sequence [batch, tokens, width]; q, k, v [batch, heads, tokens, width / heads]. Names follow timm's."""
+
+    attention_products = True
+    fused_layers: ClassVar[dict[str, int]] = {"qkv": 3}
+
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be cut into {heads} heads")
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in (self.qkv, self.proj):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def last_linear(self) -> nn.Module:
+        return self.proj
+
+    def packed(self, x: Tensor) -> Tensor:
+        """q, k and v as the linear layer leaves them, [batch, tokens, 3, heads, width / heads]."""
+        return self.qkv(x).unflatten(-1, (3, self.heads, -1))
+
+    def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.packed(x).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def shown(self, x: Tensor, tokens: Tokens, layer: int, probe: Probe | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; they, and what they are made of, captured or replaced where requested."""
+        if probe is None:
+            return self.project(x, tokens)
+        q, k, v = self.project(probe(f"input.{layer}", x), tokens)
+        return probe(f"q.{layer}", q), probe(f"k.{layer}", k), probe(f"v.{layer}", v)
+
+    def leave(self, mixed: Tensor) -> Tensor:
+        """Mixed values [batch, heads, tokens, width / heads] to the branch [batch, tokens, width]."""
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+def without_padding(x: Tensor, tokens: Tokens) -> Tensor:
+    """x [batch, heads, tokens, ...] with zeros for tokens that are not there, so that sums over tokens skip them."""
+    return x if tokens.mask is None else x.masked_fill(~tokens.mask[:, None, :, None], 0.0)

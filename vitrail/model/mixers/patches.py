@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.mixers.mixer import Mixer
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import Probe, Tokens
 
 
 class FixedPatches(Mixer):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vitrail.kernels.sima import Norm, Order, normalised, product, ragged_sima, sima
-from vitrail.model.mixers.qkv import QkvMixer, without_padding
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.kernels.sima_attention import Norm, Order, normalised, product, ragged_sima, sima
+from vitrail.model.mixers.mixer import QkvMixer, without_padding
+from vitrail.model.parts.tokens import Probe, Tokens
 
 
 class SimaMixer(QkvMixer):

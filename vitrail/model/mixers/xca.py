@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vitrail.kernels.sima import normalised
-from vitrail.model.mixers.qkv import QkvMixer, without_padding
-from vitrail.model.tokens import Probe, Tokens
+from vitrail.kernels.sima_attention import normalised
+from vitrail.model.mixers.mixer import QkvMixer, without_padding
+from vitrail.model.parts.tokens import Probe, Tokens
 
 
 class XcaMixer(QkvMixer):

@@ -1,0 +1,99 @@
+"""The page of `vitrail app`, in Gradio (extra `app`): wiring only; what is shown comes from `vitrail.app.run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitrail.app.run import TOP, Viewer, picture_of
+
+NONE = "no map"
+CSS = ".gradio-container { width: 100% !important; max-width: 1100px !important; margin: 0 auto !important; }"
+BUTTONS = ["fullscreen", "download"]  # of a picture; Gradio would also offer to share it with its makers
+
+
+def import_gradio() -> Any:
+    """Gradio; raises `ValueError` with what to do where it is not installed."""
+    try:
+        import gradio
+    except ImportError:
+        raise ValueError("the app needs gradio, which is not installed: pip install 'vitrail[app]'") from None
+    return gradio
+
+
+def answers(viewer: Viewer, path: str | None, kind: str) -> list[Any]:
+    """What fills the page: one sentence, then for every model label, picture, kept strip and cost."""
+    empty: list[Any] = [None, None, None, ""] * len(viewer.models)
+    try:
+        image = picture_of(path, viewer.limit)
+    except ValueError as error:
+        return [str(error), *empty]
+    found = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
+    filled: list[Any] = []
+    for one in found:
+        words = f"{one.cost}. {one.note[:1].upper()}{one.note[1:]}".strip()
+        filled += [dict(one.top), one.picture if one.over is None else one.over, one.kept, words]
+    same = len({one.label for one in found}) == 1
+    said = found[0].label if same else "; ".join(f"{one.name} says {one.label}" for one in found)
+    return [said, *filled]
+
+
+def build_page(viewer: Viewer) -> Any:
+    """The page as Gradio's blocks."""
+    gr = import_gradio()
+    kinds = [NONE, *(kind.replace("_", " ") for kind in viewer.kinds)]
+    first = next((k for k in ("gradient attention", "grad cam") if k in kinds), kinds[0])
+    title = " and ".join(viewer.names)
+    with gr.Blocks(title=f"vitrail: {title}", analytics_enabled=False, delete_cache=(600, 600)) as page:
+        with gr.Row():
+            upload = gr.File(label=f"A picture, at most {viewer.limit} MiB", type="filepath", elem_id="upload")
+            with gr.Column():
+                kind = gr.Dropdown(kinds, value=first, label="Map over the picture", elem_id="map")
+                said = gr.Textbox(label="What it is", interactive=False, elem_id="said")
+        shown: list[Any] = []
+        with gr.Row():
+            for i, name in enumerate(viewer.names):
+                with gr.Column():
+                    label = gr.Label(num_top_classes=TOP, label=name, elem_id=f"label-{i}")
+                    over = gr.Image(
+                        label="As the model sees it", interactive=False, buttons=BUTTONS, elem_id=f"picture-{i}"
+                    )
+                    kept = gr.Image(
+                        label="What it keeps", interactive=False, buttons=BUTTONS, visible=viewer.adaptive[i]
+                    )
+                    spent = gr.Textbox(label="Cost", interactive=False, lines=2, elem_id=f"cost-{i}")
+                    shown += [label, over, kept, spent]
+
+        def answer(path: str | None, chosen: str) -> list[Any]:
+            return answers(viewer, path, chosen)
+
+        gr.on([upload.change, kind.change], answer, [upload, kind], [said, *shown])
+    return page
+
+
+def serve(viewer: Viewer, host: str, port: int, *, browser: bool = False) -> Any:
+    """Show the page and return it: `page.block_thread()` waits for an interruption, `page.close()` ends it.
+
+    Raises `ValueError` where the port is not to be had.
+    """
+    gr = import_gradio()
+    page = build_page(viewer)
+    # Fonts of this machine: a page on a laptop in a train must not look for any on the network.
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inbrowser=browser,
+            max_file_size=viewer.limit * 2**20,
+            prevent_thread_lock=True,
+            footer_links=[],
+            theme=theme,
+            css=CSS,
+            quiet=True,
+        )
+    except OSError:
+        raise ValueError(
+            f"the page cannot be shown at {host}:{port}, which is taken or not allowed; choose another --port"
+        ) from None
+    return page

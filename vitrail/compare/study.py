@@ -1,0 +1,382 @@
+"""A study: one base configuration, named variants of it, seeds, and a rule for how long each variant may train.
+
+    name: stems                      # a YAML file
+    base: demo                       # a recipe, a configuration file or run, or settings over a recipe
+    variants:
+      plain: {}
+      conv: {model: {trunk: {stem: conv}}}
+    seeds: 3                         # 0, 1 and 2; or a list
+    budget: epochs                   # epochs, time, macs: the same for all; none: as each variant says
+    baseline: plain                  # what the others are compared with (none: the first)
+
+Runs are named by what they depend on, so studies that have a run in common share it. Only what is not at its default
+enters the name, so a new version with more settings still finds the runs of the one before. Where a version changes a
+*default*, the name says nothing of it; the values that a run stored do, and it is then not shared (`run_folder`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from vitrail.config import RunConfig, from_mapping, load_yaml
+from vitrail.recipes import RECIPES, recipe
+from vitrail.schema import ConfigError, build, near, plain
+
+Budget = Literal["epochs", "time", "macs", "none"]
+
+STUDIES = Path("runs") / "studies"
+KEYS = ("name", "base", "variants", "seeds", "budget", "baseline", "test_sets")
+SHARED = "run-"  # how folders of shared runs begin
+# Where a run is made and kept does not change what comes out.
+MACHINE = (
+    *(("out",), ("data", "workers"), ("engine", "device")),
+    *(("engine", "keep"), ("engine", "checkpoint_every"), ("engine", "track")),
+)
+LENGTHS = ("epochs", "steps")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared. Every problem is raised at once, as `ConfigError`, when it is made.
+
+    >>> study = Study("flips", recipe("demo"), {"none": {}, "half": {"data": {"augment": {"flip": 0.5}}}}, seeds=(0, 1))
+    >>> study.baseline, study.configs["half"].data.augment.flip
+    ('none', 0.5)
+    """
+
+    name: str
+    base: RunConfig
+    variants: Mapping[str, Mapping[str, Any]]  # name -> nested settings over the base
+    seeds: Sequence[int] = (0, 1, 2)
+    budget: Budget = "epochs"
+    baseline: str = ""  # empty: the first variant
+    test_sets: Sequence[str] = ()  # further data on which finished runs are judged
+    configs: Mapping[str, RunConfig] = field(init=False, repr=False)  # of each variant, before seed and budget
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        configs: dict[str, RunConfig] = {}
+        for name, changes in self.variants.items():
+            try:
+                configs[name] = from_mapping(_over(self.base, _settings(changes)), self.base)
+            except ConfigError as error:
+                problems += [f"variants.{name}.{problem}" for problem in error.problems]
+        if self.budget == "epochs" and len({_length(c) for c in configs.values()}) > 1:
+            problems.append("budget: epochs means the same length for all; use none to let variants differ in length")
+        if not any(problem.startswith("variants.") for problem in problems):
+            problems += _twins(configs)
+        if problems:
+            raise ConfigError(problems)
+        object.__setattr__(self, "configs", configs)
+        object.__setattr__(self, "seeds", tuple(self.seeds))
+        object.__setattr__(self, "test_sets", tuple(self.test_sets))
+        object.__setattr__(self, "baseline", self.baseline or next(iter(self.variants)))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What `read_study` reads; the base written out in full."""
+        return {
+            "name": self.name,
+            "base": plain(replace(self.base, out=None)),
+            "variants": {name: plain(changes) for name, changes in self.variants.items()},
+            "seeds": list(self.seeds),
+            "budget": self.budget,
+            "baseline": self.baseline,
+            "test_sets": list(self.test_sets),
+        }
+
+
+SMOKE = {
+    "data": {"batch": 12, "limit": 240, "check": "off"},
+    "optim": {"steps": 2},
+    "engine": {"evaluate_every": 0, "checkpoint_every": 0},
+}
+
+
+def smoke(study: Study) -> Study:
+    """The same variants, two steps each on a few images with one seed: whether all of it can be made at all."""
+    variants = {name: _merged(_settings(changes), SMOKE) for name, changes in study.variants.items()}
+    return replace(study, name=f"{study.name}-smoke", variants=variants, seeds=tuple(study.seeds)[:1], budget="none")
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(below)
+    for key, value in above.items():
+        inner = made.get(key)
+        made[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
+    return made
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that a study needs."""
+
+    variant: str
+    seed: int
+    config: RunConfig
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-seed{self.seed}"
+
+
+def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -> list[Planned]:
+    """Every run of a study, seed by seed, so that an early look sees all variants (where that many are made at a time:
+    see `vitrail.compare.jobs.run_missing`).
+
+    `lengths` holds what the budget rule set: `{"wide": {"epochs": 7.3}}`.
+    """
+    made = []
+    for seed in study.seeds:
+        for name, config in study.configs.items():
+            optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
+            config = replace(config, seed=seed, out=None, optim=optim)  # noqa: PLW2901
+            made.append(Planned(name, seed, config, run_folder(config, root)))
+    return made
+
+
+def run_folder(config: RunConfig, root: Path) -> Path:
+    """Where the run of a configuration is, or will be: `run-HASH`, numbered where a run of that name has other values.
+
+    Such a run relied on defaults that have changed since; it is left as it is.
+    """
+    base = root / f"{SHARED}{run_hash(config)}"
+    path, number = base, 1
+    while (path / "config.yaml").is_file() and not _agree(plain(_typed(config)), load_yaml(path)):
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _agree(wanted: Mapping[str, Any], stored: Mapping[str, Any], *above: str) -> bool:
+    """Whether a run stored the values that are wanted, of the settings that both know.
+
+    One that is younger than the run is at its default, which is to do as before; `auto` was stored as what it became.
+    """
+    for key, value in wanted.items():
+        if key not in stored or (*above, key) in MACHINE or value == "auto":
+            continue
+        if isinstance(value, Mapping) and isinstance(stored[key], Mapping):
+            if not _agree(value, stored[key], *above, key):
+                return False
+        elif value != stored[key]:
+            return False
+    return True
+
+
+def run_hash(config: RunConfig, *, seed: bool = True) -> str:
+    """Twelve characters that say what a run depends on; where it is made and kept is left out.
+
+    Two configurations with equal hashes give the same run; `seed=False` gives that of the recipe, whatever its seed.
+    What is at its default is left out, so a setting that is added later changes no hash.
+    """
+    values = _chosen(_typed(config))
+    for path in (*MACHINE, *(() if seed else (("seed",),))):
+        *groups, last = path
+        place = values
+        for group in groups:
+            place = place.get(group, {})
+        place.pop(last, None)
+    # A group whose every choice is of the machine is as one without choices.
+    values = {key: value for key, value in values.items() if value != {}}
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _typed(config: RunConfig) -> RunConfig:
+    """With every value of its own type: 36 and 36.0 epochs are the same."""
+    return build(type(config), plain(config))
+
+
+def _chosen(value: Any) -> Any:
+    """As `plain`, without the fields of dataclasses that are at their defaults; `kind` says which class it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        made = {}
+        for one in fields(value):
+            usual = one.default if one.default_factory is MISSING else one.default_factory()
+            inner = getattr(value, one.name)
+            if one.name == "kind" or inner != usual:
+                made[one.name] = _chosen(inner)
+        return made
+    if isinstance(value, (list, tuple)):
+        return [_chosen(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _chosen(v) for k, v in value.items()}
+    return value
+
+
+def read_study(source: str | Path) -> Study:
+    """A study from a YAML file, or from `module:attribute`. Raises `ConfigError` with every problem at once."""
+    text = str(source)
+    if not Path(text).exists() and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        return _from_module(text)
+    if text.endswith(".py"):
+        raise ValueError(f"{text}: a study file is YAML; a study made in Python is named as module:attribute")
+    path = Path(text)
+    if path.is_dir():
+        path = path / "study.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"no study at {path} (a YAML file, a study's folder, or module:attribute)")
+    return study_from_mapping({"name": path.stem, **load_yaml(path)})
+
+
+def study_from_mapping(values: Mapping[str, Any]) -> Study:
+    """A study from plain values, as they stand in a YAML file."""
+    problems = [f"{key}: no such setting of a study{near(str(key), KEYS)}" for key in values if key not in KEYS]
+    problems += [f"{key}: a study needs it" for key in ("base", "variants") if key not in values]
+    variants = values.get("variants") or {}
+    if not isinstance(variants, Mapping):
+        problems.append(f"variants: expected names with settings below each, got {variants!r}")
+        variants = {}
+    variants = {str(name): {} if changes is None else changes for name, changes in variants.items()}
+    seeds = values.get("seeds", 3)
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        seeds = list(range(seeds))
+    sets = values.get("test_sets") or []
+    base = RunConfig()
+    try:
+        base = _base(values.get("base", {}))
+    except ConfigError as error:
+        problems += [f"base.{problem}" for problem in error.problems]
+    except (ValueError, OSError) as error:
+        problems.append(f"base: {error}")
+    try:
+        study = Study(
+            name=str(values.get("name", "study")),
+            base=base,
+            variants=variants,
+            seeds=seeds,
+            budget=values.get("budget", "epochs") or "none",
+            baseline=str(values.get("baseline") or ""),
+            test_sets=[sets] if isinstance(sets, str) else list(sets),
+        )
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return study
+
+
+def write_study(study: Study, folder: Path) -> Path:
+    """`study.yaml`, from which the same study can be read again."""
+    from vitrail.files import write_text
+
+    path = folder / "study.yaml"
+    write_text(path, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
+    return path
+
+
+def _base(given: Any) -> RunConfig:
+    if isinstance(given, str):
+        if given in RECIPES:
+            return recipe(given)
+        if not Path(given).exists():
+            raise ValueError(f"no recipe and no configuration {given!r}{near(given, RECIPES)}")
+        given = load_yaml(given)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"expected a recipe, a configuration file or settings, got {given!r}")
+    named = str(given.get("recipe", "vit"))
+    return from_mapping({**given, "out": None}, recipe(named))
+
+
+def _from_module(text: str) -> Study:
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"{text}: cannot import {module} ({error})") from None
+    except AttributeError:
+        raise ValueError(f"{text}: {module} has no {name!r}") from None
+    if not isinstance(found, Study):
+        raise ValueError(f"{text} is {type(found).__name__} and no vitrail.compare.study.Study")
+    return found
+
+
+def _problems(study: Study) -> list[str]:
+    problems = []
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", study.name) or study.name.startswith(SHARED):
+        problems.append(
+            f"name: {study.name!r} becomes a folder; use letters, digits, dots, - and _, and do not begin with {SHARED}"
+        )
+    if not study.variants:
+        problems.append("variants: name at least one, with what it changes ({} for the base itself)")
+    if study.baseline and study.baseline not in study.variants:
+        problems.append(
+            f"baseline: {study.baseline!r} is none of the variants ({', '.join(study.variants)})"
+            f"{near(study.baseline, study.variants)}"
+        )
+    budgets = get_args(Budget)
+    if study.budget not in budgets:
+        problems.append(
+            f"budget: {study.budget!r} is not one of {', '.join(budgets)}{near(str(study.budget), budgets)}"
+        )
+    problems += _seed_problems(study.seeds)
+    for name, changes in study.variants.items():
+        if not re.fullmatch(r"[\w.+=-]+", name):
+            problems.append(f"variants: {name!r} becomes a file name; use letters, digits and . + = - _")
+        if _settings(changes) is not changes:
+            problems.append(f"variants.{name}: expected settings, got {changes!r}")
+            continue
+        for key, remedy in (("seed", "give them as `seeds`"), ("out", "run folders are named by what they hold")):
+            if key in changes:
+                problems.append(f"variants.{name}.{key}: a study sets it; {remedy}")
+        optim = changes.get("optim")
+        lengths = [key for key in LENGTHS if isinstance(optim, Mapping) and key in optim]
+        if lengths and study.budget in ("time", "macs"):
+            problems.append(f"variants.{name}.optim.{lengths[0]}: budget {study.budget} sets it; leave one of them out")
+    return problems
+
+
+def _settings(changes: Any) -> Mapping[str, Any]:
+    """The changes themselves; none where a file has something else in their place."""
+    return changes if isinstance(changes, Mapping) else {}
+
+
+def _over(base: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` with what the base overrides kept: a variant's `trunk: {width: 96}` leaves the base's depth."""
+    made = dict(changes)
+    for name, value in changes.items():
+        before = getattr(base, str(name), None)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            made[name] = {**before, **value}
+        elif isinstance(value, Mapping) and before is not None:
+            made[name] = _over(before, value)
+    return made
+
+
+def _seed_problems(seeds: Any) -> list[str]:
+    if not isinstance(seeds, Sequence) or isinstance(seeds, str):
+        return [f"seeds: {seeds!r} is neither a number of seeds nor a list of them"]
+    wrong = [s for s in seeds if not isinstance(s, int) or isinstance(s, bool) or s < 0]
+    if wrong:
+        return [f"seeds: {wrong[0]!r} is no whole number from 0"]
+    if not seeds:
+        return ["seeds: at least one is needed (seeds: 3 means 0, 1 and 2)"]
+    return ["seeds: one is given twice"] if len(set(seeds)) < len(seeds) else []
+
+
+def _twins(configs: Mapping[str, RunConfig]) -> list[str]:
+    """Variants that differ in nothing that counts: one of them is probably not what was meant."""
+    seen: dict[str, str] = {}
+    problems = []
+    for name, config in configs.items():
+        first = seen.setdefault(run_hash(config, seed=False), name)
+        if first != name:
+            problems.append(f"variants.{name}: the same runs as {first}; nothing that changes a result differs")
+    return problems
+
+
+def _length(config: RunConfig) -> tuple[str, float]:
+    """In steps of a batch where given so, else in epochs."""
+    if config.optim.steps is not None:
+        return "images", float(config.optim.steps * config.data.batch)
+    return "epochs", config.optim.epochs

@@ -1,0 +1,297 @@
+"""How a whole batch is changed where it lies: the operations of `vitrail.data.augment.host`, batched, on any device.
+
+What is random is drawn on the host, for all images at once and as a function of each image's key; it goes to the device
+in one small copy, and from there on there are only tensor operations. So an image does not depend on the batch, the
+process or the device it is in, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.data.augment.crops import BOX_DRAWS, crop_boxes, erasing_boxes
+from vitrail.data.augment.device_policies import (
+    BIG_VISION_DRAWS,
+    TIMM_DRAWS,
+    RandTurn,
+    Smooth,
+    big_vision_augmented,
+    draw_auto,
+    draw_big_vision,
+    draw_timm,
+    draw_trivial,
+    draw_turn,
+    rand_augmented,
+)
+from vitrail.data.augment.host import affine_interpolation, blur_range, check_possible, fill_colour
+from vitrail.data.augment.pixel_ops import (
+    CropBoxes,
+    blur_reach,
+    blur_weights,
+    blurred,
+    hue_turned,
+    jittered,
+    luminance,
+    normal_noise,
+    reflected_window,
+    resampled,
+    solarised,
+    within,
+)
+from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.counter import bits, seed_of, uniform
+
+_HUE = 3  # after brightness, contrast and saturation
+_JITTER_ORDERS = {count: np.array(list(itertools.permutations(range(count)))) for count in (_HUE, _HUE + 1)}
+_SEED_BITS = 24  # of each of the two numbers that carry a seed: float32 holds them exactly
+_BOX = ("top", "left", "height", "width")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Parameters of a batch, by name, and how many of its images are blurred, erased, and in each policy group.
+
+    `blur_rows` and `erase_rows` begin with the rows that are, `hue_rows` with those whose hue is the first to be
+    jittered, then the second, up to `hues` of them. Such operations are too dear to be done for all, and as the host
+    draws it also knows how many there are.
+    """
+
+    columns: dict[str, Any]  # [batch] each: arrays on the host, float32 tensors on the device
+    blurs: int = 0
+    erasures: int = 0
+    bounds: tuple[tuple[int, ...], ...] = ()  # a turn of the policy
+    hues: tuple[int, ...] = ()  # where the rows of each turn of the jitter end
+
+    def to(self, device: torch.device) -> Drawn:
+        """The parameters on a device, in one copy that the host does not wait for."""
+        if not self.columns:
+            return self
+        packed = torch.from_numpy(np.stack(list(self.columns.values())).astype(np.float32))
+        packed = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
+        return replace(self, columns=dict(zip(self.columns, packed.unbind(), strict=True)))
+
+    def turns(self) -> Iterator[RandTurn]:
+        """What the policy does, one operation an image at a time."""
+        for number, bounds in enumerate(self.bounds):
+            prefix = f"rand_{number}_"
+            own = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
+            yield RandTurn(own, bounds)
+
+    def boxes(self, what: str) -> CropBoxes:
+        """The rectangles of `crop` or `erase`."""
+        return CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
+
+
+def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int, width: int) -> Drawn:
+    """Parameters for images of height x width with keys [batch, 5] of (seed, epoch, index, view, repeat).
+
+    Distributed as in `Augment`; other numbers, since those come out of torch's generator one after the other.
+    """
+    key = bits(seed_of("device"), *keys.T)
+    columns: dict[str, NDArray[Any]] = {}
+    if config.crop == "resized":
+        columns |= _named("crop", crop_boxes(config, _uniform(key, "crop", BOX_DRAWS), height, width))
+    elif config.crop in ("simple", "pad"):
+        down, right = _uniform(key, "crop", 2).T
+        columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
+        if config.crop_along == "x":
+            columns["crop_top"] = np.full_like(columns["crop_top"], (height - size) // 2)
+        columns["crop_left"] = np.floor(right * (width + 2 * config.padding - size + 1)) - config.padding
+    if config.flip:
+        columns["flip"] = _uniform(key, "flip", 1)[:, 0] < config.flip
+    blurs = 0
+    if config.three or config.grey or config.solarise or config.blur:
+        which, grey, solarise, blur, radius = _uniform(key, "looks", 5).T
+        one = np.floor(3 * which) if config.three else np.full(len(key), -1)
+        columns["grey"] = (one == 0) | (grey < config.grey)
+        columns["solarise"] = (one == 1) | (solarise < config.solarise)
+        wanted = (one == 2) | (blur < config.blur)
+        blurs = int(wanted.sum())
+        columns["blur_rows"] = np.argsort(~wanted, kind="stable")
+        low, high = blur_range(size)
+        columns["blur_sigma"] = low + (high - low) * radius
+        weights = blur_weights(columns["blur_sigma"], blur_reach(high))
+        columns |= {f"blur_{distance}": weight for distance, weight in enumerate(weights)}
+    policy = _policy_turns(config, key, size)
+    for number, chosen in enumerate(policy):
+        columns |= {f"rand_{number}_{name}": values for name, values in chosen.columns.items()}
+    hues: tuple[int, ...] = ()
+    if config.jitter or config.hue:
+        jitter, hues = _drawn_jitter(config, key)
+        columns |= jitter
+    erasures = 0
+    if config.erasing:
+        chances = _uniform(key, "erase", BOX_DRAWS + 1)
+        found, boxes = erasing_boxes(chances[:, 1:], size)
+        wanted = found & (chances[:, 0] < config.erasing)
+        erasures = int(wanted.sum())
+        columns["erase_rows"] = np.argsort(~wanted, kind="stable")
+        columns |= _named("erase", boxes)
+        noise = bits(seed_of("noise"), key)
+        columns["noise_high"] = (noise >> np.uint64(64 - _SEED_BITS)).astype(np.int64)
+        columns["noise_low"] = (noise & np.uint64((1 << _SEED_BITS) - 1)).astype(np.int64)
+    return Drawn(columns, blurs, erasures, tuple(chosen.bounds for chosen in policy), hues)
+
+
+def _drawn_jitter(config: AugmentConfig, key: NDArray[np.uint64]) -> tuple[dict[str, NDArray[Any]], tuple[int, ...]]:
+    """Which of the three or four comes in each turn, its factor, how far hues turn, and where the rows of hues end."""
+    order, *strengths, turned = _uniform(key, "jitter", 5).T
+    wanted = _uniform(key, "jittered", 1)[:, 0] < config.jitter_chance
+    least = max(0.0, 1 - config.jitter)
+    factors = [np.where(wanted, least + (1 + config.jitter - least) * u, 1.0) for u in strengths]
+    possible = _JITTER_ORDERS[_HUE + 1 if config.hue else _HUE]
+    orders = possible[np.floor(order * len(possible)).astype(np.int64)]
+    by_kind = np.stack([*factors, np.ones(len(key))], 1)  # which leaves an image as it is
+    columns: dict[str, NDArray[Any]] = {}
+    for turn, which in enumerate(orders.T):
+        columns[f"jitter_{turn}"] = which
+        columns[f"factor_{turn}"] = by_kind[np.arange(len(key)), which]
+    if not config.hue:
+        return columns, ()
+    columns["hue"] = np.trunc(255 * config.hue * (2 * turned - 1))  # as torchvision does with bytes
+    turns = np.where(wanted, np.argmax(orders == _HUE, 1), _HUE + 1)
+    columns["hue_rows"] = np.argsort(turns, kind="stable")
+    return columns, tuple(int((turns <= turn).sum()) for turn in range(_HUE + 1))
+
+
+class DeviceAugment:
+    """uint8 images [batch, 3, height, width] and keys -> uint8 [batch, 3, size, size], on the images' device.
+
+    Parameters and their distributions are those of `Augment`, and so are the pixels for the same parameters: equal for
+    windows, mirroring, grey, solarising and torchvision's policies, and within a grey level for resizing, blur,
+    jitter and timm's RandAugment, whose roundings can fall differently. Erasing fills with the same distribution from a
+    generator of its own. What is not random is not done here: for `simple` and `pad` crops the shorter side must have
+    the size already, for `evaluation` the image must be the preprocessed one. Raises `ValueError` for other images.
+    """
+
+    def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
+        check_possible(config, preprocess.size)
+        self.config, self.preprocess = config, preprocess
+        self._blur_reach = blur_reach(blur_range(preprocess.size)[1])
+        self._colours: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
+        """Augment images with keys [batch, 5] of (seed, epoch, index, view, repeat)."""
+        height, width = images.shape[-2:]
+        self._check(images, keys)
+        return self.apply(images, draw(self.config, self.preprocess.size, keys, height, width).to(images.device))
+
+    def apply(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Change images by parameters that are on their device. Tensor operations only, so it can be compiled."""
+        images = self._cropped(images, drawn)
+        if "grey" in drawn.columns or "jitter_0" in drawn.columns or drawn.bounds:
+            images = self._coloured(images.to(torch.float32), drawn)
+        if "flip" in drawn.columns:
+            images = torch.where(drawn.columns["flip"].view(-1, 1, 1, 1) > 0, images.flip(-1), images)
+        images = images.to(torch.uint8)
+        return self._erased(images, drawn) if drawn.erasures else images
+
+    def _check(self, images: Tensor, keys: NDArray[np.int64]) -> None:
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be uint8 [batch, 3, height, width], not {images.dtype} {list(images.shape)}")
+        if keys.shape != (len(images), 5):
+            raise ValueError(f"keys must be [{len(images)}, 5] for these images, not {list(keys.shape)}")
+        size, crop = self.preprocess.size, self.config.crop
+        height, width = images.shape[-2:]
+        if crop == "evaluation" and (height, width) != (size, size):
+            raise ValueError(f"images of {height} x {width} must first be preprocessed to {size} x {size}")
+        if crop in ("simple", "pad") and min(height, width) != size:
+            raise ValueError(f"images of {height} x {width} must first be resized to a shorter side of {size}")
+
+    def _cropped(self, images: Tensor, drawn: Drawn) -> Tensor:
+        size, crop = self.preprocess.size, self.config.crop
+        if crop == "resized":
+            return resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
+        if crop == "evaluation":
+            return images
+        return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
+
+    def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Colours and policies, in the order of `Augment`."""
+        if self.config.three:
+            images = self._with_looks(images, drawn)
+        smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
+        if style == "timm" and drawn.bounds:
+            smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
+        for operations in drawn.turns():
+            big = style == "big_vision"
+            images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
+        if "jitter_0" in drawn.columns:
+            images = _all_jittered(images, drawn)
+        return images if self.config.three else self._with_looks(images, drawn)
+
+    def _with_looks(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """Grey, blur and solarise, where drawn."""
+        columns = drawn.columns
+        if "grey" not in columns:
+            return images
+        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+        if drawn.blurs:
+            rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
+            weights = torch.stack([columns[f"blur_{distance}"] for distance in range(self._blur_reach + 1)])[:, rows]
+            images = images.index_copy(0, rows, blurred(images[rows], weights))
+        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
+
+    def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
+        rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
+        high, low = (drawn.columns[name][rows].to(torch.int64) for name in ("noise_high", "noise_low"))
+        mean, std, _ = self._colours_on(images.device)
+        noise = normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
+        noise = ((noise * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
+        inside = within(CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
+        return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
+
+    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and deviation as fractions, and the mean in bytes."""
+        if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
+            mean, std = (
+                torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std)
+            )
+            filled = torch.tensor(fill_colour(self.preprocess), device=device, dtype=torch.float32)
+            self._colours[device] = mean, std, filled
+        return self._colours[device]
+
+
+def _all_jittered(images: Tensor, drawn: Drawn) -> Tensor:
+    """Brightness, contrast, saturation and hue, in the order of each image."""
+    columns, begin = drawn.columns, 0
+    for turn in range(len(drawn.hues) or _HUE):
+        images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        if drawn.hues and drawn.hues[turn] > begin:
+            rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
+            images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
+            begin = drawn.hues[turn]
+    return images
+
+
+def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> list[RandTurn]:
+    if config.trivial:
+        return [draw_trivial(_uniform(key, "trivial", 3), size)]
+    if config.auto:
+        return list(draw_auto(_uniform(key, "auto", 5), config.auto_policy, size))
+    if config.rand_style == "timm":
+        numbers = _uniform(key, "timm", TIMM_DRAWS * config.rand_ops).reshape(len(key), config.rand_ops, TIMM_DRAWS)
+        return [draw_timm(each, config.rand_magnitude, config.rand_std, size) for each in numbers.swapaxes(0, 1)]
+    if config.rand_style == "big_vision":
+        numbers = _uniform(key, "bigvis", BIG_VISION_DRAWS * config.rand_ops)
+        each_turn = numbers.reshape(len(key), config.rand_ops, BIG_VISION_DRAWS).swapaxes(0, 1)
+        return [draw_big_vision(each, config.rand_magnitude, size, size) for each in each_turn]
+    chances = _uniform(key, "rand", 2 * config.rand_ops)
+    return [draw_turn(chances[:, 2 * n : 2 * n + 2], config.rand_magnitude, size) for n in range(config.rand_ops)]
+
+
+def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.float64]:
+    """[batch, count] in [0, 1): the same for a purpose whatever else is drawn."""
+    return uniform(seed_of(purpose), key[:, None], np.arange(count))
+
+
+def _named(what: str, box: tuple[NDArray[np.float64], ...]) -> dict[str, NDArray[np.float64]]:
+    return {f"{what}_{side}": values for side, values in zip(_BOX, box, strict=True)}

@@ -1,0 +1,297 @@
+"""Policies: random operations on an image, by the libraries that define them.
+
+The same words mean different things. RandAugment(2, 9) is, by torchvision's definition: two of 14 operations, each
+certain to come, at level 9 of 30, nearest neighbour, black where the image has left. By timm's (`rand-m9-mstd0.5-inc1`,
+what DeiT and its successors trained with): two of 15 operations, among them Invert and SolarizeAdd, each coming with
+probability 1/2, at a level of 10 drawn from N(9, 0.5), interpolated as the crop is, the mean colour where the image has
+left. By big_vision's: two of 16, with Cutout, each certain to come, at level 9 of 10, nearest neighbour, grey where the
+image has left, and with the quirks that `vitrail/data/device_big_vision.py` lists. A recipe says which by `rand_style`.
+
+How one training image is changed, as a pure function of the image and a key.
+
+Pixels stay in Pillow until the end: RandAugment and colour jitter of torchvision take about half the time there that
+they take on tensors. Padding, cropping and mirroring are plain indexing, because for images of 28 pixels the transform
+objects cost more than the work.
+
+Augmentations of the views of an image: weak, strong, small.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
+from torchvision.transforms import v2
+
+from vitrail.data.augment.crops import BOX_DRAWS, crop_boxes, erasing_boxes
+from vitrail.data.batch import ViewSpec
+from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig, conflicts
+from vitrail.data.counter import seed_of
+from vitrail.data.preprocess import RESAMPLING, Preprocess, as_tensor, resized, shorter_side
+
+RAND_MAGNITUDES = 31  # of torchvision's styles: 0 to 30
+
+Policy = Callable[[Image.Image], Image.Image]
+
+
+def policy_of(config: AugmentConfig, preprocess: PreprocessConfig) -> Policy | None:
+    """The policy of a configuration, drawn from torch's generator, on RGB images; picklable."""
+    if config.rand_ops and config.rand_style == "timm":
+        return TimmRandAugment(config.rand_ops, config.rand_magnitude, config.rand_std, preprocess)
+    if config.rand_ops and config.rand_style == "big_vision":
+        from vitrail.data.augment.device_policies import BigVisionRandAugment  # which stands on this file
+
+        return BigVisionRandAugment(config.rand_ops, config.rand_magnitude)
+    if config.rand_ops:
+        return v2.RandAugment(config.rand_ops, config.rand_magnitude, RAND_MAGNITUDES)
+    if config.trivial:
+        return v2.TrivialAugmentWide(RAND_MAGNITUDES)
+    return v2.AutoAugment(v2.AutoAugmentPolicy(config.auto_policy)) if config.auto else None
+
+
+def fill_colour(preprocess: PreprocessConfig) -> tuple[int, ...]:
+    """What timm's style fills with, in bytes."""
+    return tuple(min(255, round(255 * channel)) for channel in preprocess.mean)
+
+
+def affine_interpolation(preprocess: PreprocessConfig) -> Interpolation:
+    """How timm's style moves pixels: as they are resized, but for Lanczos, which Pillow's affine maps do not have."""
+    return "bicubic" if preprocess.interpolation == "lanczos" else preprocess.interpolation
+
+
+def posterised(image: Image.Image, bits: int, **_: object) -> Image.Image:
+    """timm's Posterize for any number of bits: at its largest level it keeps none, which recent Pillows refuse."""
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
+
+
+class TimmRandAugment:
+    """timm's RandAugment in its increasing form, by timm's own operations.
+
+    Those draw from Python's generator. It is lent, as torch's is by `Augment`, with a seed drawn from torch's.
+    """
+
+    def __init__(self, count: int, magnitude: int, std: float, preprocess: PreprocessConfig) -> None:
+        from timm.data.auto_augment import rand_augment_transform
+
+        settings = {  # as timm.data.create_transform sets them
+            "translate_const": int(preprocess.size * 0.45),
+            "img_mean": fill_colour(preprocess),
+            "interpolation": RESAMPLING[affine_interpolation(preprocess)],
+            "magnitude_std": std,
+        }
+        self.count = count
+        self.operations = rand_augment_transform(f"rand-m{magnitude}-n{count}-inc1", settings).ops
+        for operation in self.operations:
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = posterised
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        *which, seed = torch.randint(1 << 62, (self.count + 1,)).tolist()
+        state = random.getstate()
+        try:
+            random.seed(seed)
+            for number in which:
+                image = self.operations[number % len(self.operations)](image)
+        finally:
+            random.setstate(state)
+        return image
+
+
+SOLARISE_FROM = 128
+BLUR_SIGMA = (0.1, 2.0)  # pixels of a 224-pixel image, as papers give it
+BLUR_SIZE = 224
+
+
+class Augment:
+    """RGB image and key -> uint8 tensor [3, size, size].
+
+    In this order: crop; one of grey, solarise and blur (`three`); RandAugment, TrivialAugment or AutoAugment; colour
+    jitter; grey, blur and solarise, each with its own probability; mirror; erase. 3-Augment jitters last, as the code
+    of DeiT III does; views for self-supervision jitter first, as the code of SimCLR, MoCo v2 and BYOL does.
+
+    The key is (seed, epoch, index, view, repeat). The same key gives the same pixels in any process, in any order, and
+    the caller's random state is as before. Mirroring comes after the colour and geometry operations, since those are
+    symmetric in distribution and a mirrored view of an array costs nothing.
+
+    `simple` and `pad` crops are one operation: both bring the shorter side to the size (which leaves alone what has it)
+    and take a window of the reflected image, at random on both axes, as the code of DeiT III does for its
+    Simple Random Crop (Touvron et al., 2022, arXiv 2204.07118). RandAugment is torchvision's with its defaults or
+    timm's (`vitrail.data.augment.host`), the other two are torchvision's. Erasing covers 2 to 33 % of the image with what
+    is N(0, 1) after normalisation, as far as bytes can show it.
+    """
+
+    def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
+        self.config = config
+        self.preprocess = preprocess
+        check_possible(config, preprocess.size)
+        self._evaluation = Preprocess(preprocess)
+        self._image_operations: list[Policy] = []
+        policy = policy_of(config, preprocess)
+        if policy is not None:
+            self._image_operations.append(policy)
+        if config.jitter or config.hue:
+            jitter = v2.ColorJitter(config.jitter, config.jitter, config.jitter, config.hue)
+            certain = config.jitter_chance == 1  # without a draw, as with the looks below
+            self._image_operations.append(jitter if certain else v2.RandomApply([jitter], config.jitter_chance))
+        self._mean = torch.tensor(preprocess.mean).view(3, 1, 1)
+        self._std = torch.tensor(preprocess.std).view(3, 1, 1)
+
+    def __call__(self, image: Image.Image, key: tuple[int, ...]) -> Tensor:
+        """Augment one image; raises `ValueError` unless it is RGB."""
+        if image.mode != "RGB":
+            raise ValueError(f"an image of mode {image.mode} cannot be augmented; convert it to RGB first")
+        # torchvision draws from the process's generator. It is lent and given back; torch.manual_seed would also
+        # seed (and in a worker initialise) the accelerator.
+        generator = torch.default_generator
+        state = generator.get_state()
+        try:
+            generator.manual_seed(seed_of("augment", *key))
+            return self._augment(image)
+        finally:
+            generator.set_state(state)
+
+    def _augment(self, image: Image.Image) -> Tensor:
+        flip, top, left, erase = torch.rand(4).tolist()
+        looks = self._drawn_looks()
+        operations = [*looks, *self._image_operations] if self.config.three else [*self._image_operations, *looks]
+        if self.config.crop in ("simple", "pad"):
+            pixels = self._padded_crop(image, top, left)
+            image = Image.fromarray(pixels) if operations else image
+        else:
+            image = self._resized_crop(image) if self.config.crop == "resized" else self._evaluation.square(image)
+        for operation in operations:
+            image = operation(image)
+        if operations or self.config.crop in ("resized", "evaluation"):
+            pixels = np.asarray(image)
+        tensor = as_tensor(pixels[:, ::-1] if flip < self.config.flip else pixels)
+        return self._erased(tensor) if erase < self.config.erasing else tensor
+
+    def _drawn_looks(self) -> list[Callable[[Image.Image], Image.Image]]:
+        """Those of grey, blur and solarise that fall to this image, in this order."""
+        config = self.config
+        if not (config.three or config.grey or config.solarise or config.blur):
+            return []  # without a draw: what else is random stays as it is without these settings
+        which, grey, solarise, blur, radius = torch.rand(5).tolist()
+        low, high = blur_range(self.preprocess.size)
+        blurred = ImageFilter.GaussianBlur(low + (high - low) * radius)
+        looks: list[Callable[[Image.Image], Image.Image]] = [greyed, solarised, lambda image: image.filter(blurred)]
+        if config.three:
+            return [looks[int(3 * which)]]
+        wanted = ((0, grey < config.grey), (2, blur < config.blur), (1, solarise < config.solarise))
+        return [looks[kind] for kind, want in wanted if want]
+
+    def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[np.uint8]:
+        """A window at the given shares of the room that a reflected border leaves it."""
+        size, padding = self.preprocess.size, self.config.padding
+        image = resized(image, shorter_side(*image.size, size), self.preprocess)
+        width, height = image.size
+        down = int(top * (height + 2 * padding - size + 1)) - padding
+        rows = reflected(down if self.config.crop_along == "both" else (height - size) // 2, size, height)
+        columns = reflected(int(left * (width + 2 * padding - size + 1)) - padding, size, width)
+        pixels: NDArray[np.uint8] = np.asarray(image)[rows][:, columns]
+        return pixels
+
+    def _resized_crop(self, image: Image.Image) -> Image.Image:
+        """A random box of the image at the size: torchvision's, without its cost, which is a tenth of the work."""
+        boxes = crop_boxes(self.config, _box_draws(), image.height, image.width)
+        top, left, height, width = (int(side[0]) for side in boxes)
+        size = self.preprocess.size
+        return resized(image.crop((left, top, left + width, top + height)), (size, size), self.preprocess)
+
+    def _erased(self, image: Tensor) -> Tensor:
+        found, boxes = erasing_boxes(_box_draws(), image.shape[-1])
+        if found[0]:  # not where ten tries found no rectangle that fits
+            i, j, h, w = (int(side[0]) for side in boxes)
+            noise = torch.randn(3, h, w).mul_(self._std).add_(self._mean).mul_(255)
+            image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, 255).to(torch.uint8)
+        return image
+
+
+def _box_draws() -> NDArray[np.float64]:
+    return torch.rand(1, BOX_DRAWS, dtype=torch.float64).numpy()
+
+
+def check_possible(config: AugmentConfig, size: int) -> None:
+    """Raise `ValueError` where settings exclude one another or the size."""
+    if config.crop in ("simple", "pad") and config.padding >= size:
+        raise ValueError(
+            f"data.augment.padding: a border of {config.padding} pixels cannot be reflected from an image of {size}; "
+            f"use at most {size - 1}"
+        )
+    problems = conflicts(config)
+    if config.rand_ops and config.rand_style == "big_vision" and 10 * config.rand_magnitude >= size:
+        problems.append(
+            f"data.augment.rand_style: big_vision's moves images by {10 * config.rand_magnitude} pixels and these have "
+            f"{size}; use torchvision or timm, or images of 224"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def blur_range(size: int) -> tuple[float, float]:
+    """Smallest and largest sigma of the blur, in pixels of an image of this size.
+
+    The same share of the image at every size: the pixels meant for 224 would leave little of an image of 32.
+
+    >>> blur_range(448)
+    (0.2, 4.0)
+    """
+    low, high = BLUR_SIGMA
+    return low * size / BLUR_SIZE, high * size / BLUR_SIZE
+
+
+def greyed(image: Image.Image) -> Image.Image:
+    """Luminance, in three equal channels."""
+    return image.convert("L").convert("RGB")
+
+
+def solarised(image: Image.Image) -> Image.Image:
+    """The image with its bright bytes inverted."""
+    return ImageOps.solarize(image, SOLARISE_FROM)
+
+
+def reflected(start: int, count: int, length: int) -> NDArray[np.int64]:
+    """Positions start .. start + count - 1 of a line of `length` pixels that is mirrored at both of its ends.
+
+    >>> reflected(-2, 6, 3).tolist()
+    [2, 1, 0, 1, 2, 1]
+    """
+    positions = np.abs(np.arange(start, start + count))
+    folded: NDArray[np.int64] = (length - 1) - np.abs((length - 1) - positions)
+    return folded
+
+
+def view_augments(
+    spec: ViewSpec, strong: AugmentConfig, weak: AugmentConfig, preprocess: PreprocessConfig
+) -> list[Augment]:
+    """An augmentation for each view; those of equal settings are one object.
+
+    Raises `ValueError` where a view wants another share of the image than a crop of its kind can give.
+    """
+    made: dict[tuple[AugmentConfig, PreprocessConfig], Augment] = {}
+    found = []
+    for view in spec.all():
+        config = weak if view.weak else strong
+        if view.scale is not None:
+            if config.crop != "resized":
+                name = "weak" if view.weak else "augment"
+                raise ValueError(f"data.{name}.crop: views of several scales need resized crops, not {config.crop}")
+            config = replace(config, scale=view.scale)
+        seen = preprocess if view.size is None else replace(preprocess, size=view.size)
+        if (config, seen) not in made:
+            made[config, seen] = Augment(config, seen)
+        found.append(made[config, seen])
+    return found
+
+
+def stored_alike(augments: Sequence[Augment]) -> bool:
+    """Whether images stored once serve all of these: a resized crop takes any size, the other crops take their own."""
+    crops = {augment.config.crop for augment in augments}
+    sizes = {augment.preprocess.size for augment in augments}
+    return len(crops) == 1 and (crops == {"resized"} or len(sizes) == 1)

@@ -1,0 +1,383 @@
+"""The interface of image sources: splits of labelled images that can be read one at a time.
+
+A `Split` holds labels and names in memory and reads pixels on demand through a small picklable reader, so that it can
+travel to worker processes. Rows are positions in the split; `index` is the stable number of an image in its source,
+which stays the same whatever is held out or left out, and which seeds its augmentation.
+
+Dividing labelled images: validation and test carved off, and fewer images drawn, with every class in proportion.
+
+Which images are drawn depends on their stable indices, their labels and the seed, and on nothing else: each image has a
+random number of its own (a function of seed and index), and the smallest numbers of a class are drawn. Nothing is ever
+cut off as a slice of an ordered list.
+
+Multi-label images are stratified approximately: each counts for the rarest of its labels (images without a label form
+a class of their own), so that rare labels are divided in proportion and frequent ones nearly so.
+
+Labels at several levels of a taxonomy: which class an image has at each, and which level is learned.
+
+Less to learn from, on purpose: few images a class, a share of all, a long tail of rare classes, wrong labels.
+
+Only training images change, after val and test were carved off. As in `vitrail.data.dataset`, what happens to an image
+depends on its stable index, its label and the seed; so fewer shots are a subset of more shots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data.counter import bits, uniform
+from vitrail.schema import near
+
+
+class BadImage(Exception):
+    """An image that cannot be decoded: which one, and why."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key, self.reason = key, reason
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+UNLABELLED = "unlabelled"
+"""The one class of images that have none."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """An ordered list of labelled images."""
+
+    name: str  # train, val or test
+    reader: Callable[[int], Image.Image]  # stable index -> RGB image; raises BadImage. Picklable.
+    index: NDArray[np.int64]  # [images] stable index of each row
+    keys: Sequence[str]  # what names a row to a person: its path, or a number
+    labels: NDArray[np.int64]  # [images] class, or [images, classes] of 0/1 where several may hold
+    levels: NDArray[np.int64] | None = None  # [images, levels] class at each of `DataSet.levels`
+    boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
+    generated: NDArray[np.bool_] | None = None  # [images] made by a model, no photograph; none: all are real
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, row: int) -> Image.Image:
+        """The image of a row, as RGB, upright. Raises `BadImage`; `ValueError` where the data set is of texts."""
+        image = self.reader(int(self.index[row]))
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"{self.name} holds texts, and this is for images only")
+        return image
+
+    def take(self, rows: NDArray[np.int64] | Sequence[int], name: str | None = None) -> Split:
+        """The split made of these rows, in this order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return replace(
+            self,
+            name=name or self.name,
+            index=self.index[rows],
+            keys=[self.keys[int(r)] for r in rows],
+            labels=self.labels[rows],
+            levels=None if self.levels is None else self.levels[rows],
+            boxes=None if self.boxes is None else self.boxes[rows],
+            generated=None if self.generated is None else self.generated[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a taxonomy."""
+
+    name: str
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Images with class names, in splits `train`, `val` and, where there is one, `test`."""
+
+    uri: str
+    classes: tuple[str, ...]
+    splits: dict[str, Split]
+    levels: tuple[Level, ...] = ()  # of a taxonomy, finest first; none where labels have one level only
+    multilabel: bool = False
+    notes: tuple[str, ...] = field(default=())  # what a person should know: carved splits, ignored files
+
+    @property
+    def unlabelled(self) -> bool:
+        """Whether nobody said what is on the images."""
+        return self.classes == (UNLABELLED,)
+
+    @property
+    def things(self) -> str:
+        """What a person calls the examples: `images`, unless a reader that gives something else says what."""
+        return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
+
+    def __getitem__(self, split: str) -> Split:
+        if split not in self.splits:
+            raise KeyError(f"{self.uri} has no split {split!r}; it has {', '.join(self.splits)}")
+        return self.splits[split]
+
+
+UNDIVIDED = "all"  # name of the only split of a source that is not divided
+Key = tuple[int, int]  # seed, which draw
+_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE = range(1, 7)  # which draw: an image has an independent number in each
+
+
+def carve(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -> DataSet:
+    """The data set with a val split, and with a test split where the source is one undivided tree.
+
+    Shares of an undivided tree are shares of the whole tree; otherwise val is a share of train. A source with val but
+    without test keeps it so. Raises `ValueError` where the shares leave nothing to train on, or nothing to carve.
+    """
+    if UNDIVIDED in data.splits:
+        if val_fraction + test_fraction >= 1:
+            raise ValueError(
+                f"val_fraction {val_fraction:g} and test_fraction {test_fraction:g} leave nothing to train on; "
+                "their sum must be less than 1"
+            )
+        whole, notes = data.splits[UNDIVIDED], []
+        splits, rest = {}, np.ones(len(whole), bool)
+        for name, fraction, draw in (("test", test_fraction, _TEST), ("val", val_fraction, _VAL)):
+            if fraction > 0:
+                rows = _share(whole, rest, fraction, (seed, draw), f"{name} from {data.uri}")
+                rest[rows] = False
+                splits[name] = whole.take(rows, name)
+                carved = f"{len(rows)} {data.things} ({fraction:.3g} of all) carved off, stratified, seed {seed}"
+                notes.append(f"{name}: {carved}")
+        splits["train"] = whole.take(np.flatnonzero(rest), "train")
+    else:
+        splits, notes = dict(data.splits), []
+        if "val" not in splits and val_fraction > 0:
+            if val_fraction >= 1:
+                raise ValueError(f"val_fraction {val_fraction:g} leaves nothing to train on; it must be less than 1")
+            train, rest = splits["train"], np.ones(len(splits["train"]), bool)
+            rows = _share(train, rest, val_fraction, (seed, _VAL), f"val from the training {data.things} of {data.uri}")
+            rest[rows] = False
+            splits |= {"train": train.take(np.flatnonzero(rest)), "val": train.take(rows, "val")}
+            carved = f"{len(rows)} {data.things} ({val_fraction:.3g} of train) carved off, stratified, seed {seed}"
+            notes.append(f"val: {carved}")
+    if "val" not in splits:
+        notes.append("no val split: nothing can be measured while training")
+    if "test" not in splits and "val" in splits:
+        notes.append("no test split: final figures are on val")
+    ordered: dict[str, Split] = {name: splits[name] for name in ("train", "val", "test") if name in splits}
+    return replace(data, splits=ordered, notes=(*data.notes, *notes))
+
+
+def limit_train(data: DataSet, limit: int, seed: int) -> DataSet:
+    """At most `limit` training images, every class in proportion and, where `limit` allows, at least one of each."""
+    train = data["train"]
+    if limit >= len(train):
+        return data
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    sizes = np.bincount(stratum(train.labels))
+    least = np.minimum(sizes, 1) if limit >= np.count_nonzero(sizes) else np.zeros_like(sizes)
+    counts = apportion(sizes.astype(np.float64) * (limit / len(train)), least, sizes, limit)
+    rows = smallest(train, np.ones(len(train), bool), counts, (seed, _LIMIT))
+    note = f"train: {limit} of {len(train)} {data.things} drawn, stratified, seed {seed}"
+    return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))
+
+
+def stratum(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[images] the class by which an image is stratified: its label, or the rarest of its labels."""
+    if labels.ndim == 1:
+        return labels
+    classes = labels.shape[1]
+    rarity = np.where(labels > 0, labels.sum(0, keepdims=True), np.iinfo(np.int64).max)
+    return np.where(labels.any(1), rarity.argmin(1), classes)
+
+
+def apportion(
+    exact: NDArray[np.float64], least: NDArray[np.int64], most: NDArray[np.int64], total: int
+) -> NDArray[np.int64]:
+    """Whole numbers near `exact` that add up to `total`, by largest remainder, as far as `least` and `most` allow.
+
+    >>> apportion(np.array([2.5, 1.3, 0.2]), np.zeros(3, int), np.full(3, 9), 4).tolist()
+    [3, 1, 0]
+    """
+    counts = np.clip(np.floor(exact).astype(np.int64), least, most)
+    for step in (1, -1):
+        while (missing := step * (total - int(counts.sum()))) > 0:
+            can_move = counts < most if step == 1 else counts > least
+            if not can_move.any():
+                break
+            wish = np.where(can_move, step * (exact - counts), -np.inf)
+            chosen = np.argsort(-wish, kind="stable")[: min(missing, int(can_move.sum()))]
+            counts[chosen] += step
+    return counts
+
+
+def _share(whole: Split, free: NDArray[np.bool_], fraction: float, key: Key, what: str) -> NDArray[np.int64]:
+    strata = stratum(whole.labels)
+    exact = np.bincount(strata).astype(np.float64) * fraction
+    room = np.maximum(np.bincount(strata, free, len(exact)).astype(np.int64) - 1, 0)  # one of each class stays in train
+    if not room.any():
+        raise ValueError(
+            f"cannot carve {what}: no class has one to spare; add examples or that split, or set its fraction to 0"
+        )
+    counts = apportion(exact, np.zeros_like(room), room, max(1, round(float(exact.sum()))))
+    return smallest(whole, free, counts, key)
+
+
+def smallest(split: Split, free: NDArray[np.bool_], counts: NDArray[np.int64], key: Key) -> NDArray[np.int64]:
+    """Rows, in order, of the `counts[c]` free images of each class c with the smallest random numbers."""
+    rows, strata = np.flatnonzero(free), stratum(split.labels)
+    index = split.index[rows]
+    order = rows[np.lexsort((index, bits(*key, index), strata[rows]))]
+    sizes = np.bincount(strata[order], minlength=len(counts))
+    place = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.sort(order[place < counts[strata[order]]])
+
+
+FINEST = "fine"  # name of the level that `labels` of a source are on
+
+
+def with_finest(
+    classes: tuple[str, ...], multilabel: bool, coarser: Mapping[str, tuple[str, ...]]
+) -> tuple[Level, ...]:
+    """All levels, finest first, given the classes of the coarser ones in order; none where there are no coarser ones.
+
+    Images with several labels have no single class at the finest level, so there it is left out.
+    """
+    if not coarser:
+        return ()
+    finest = () if multilabel else (Level(FINEST, classes),)
+    return (*finest, *(Level(name, names) for name, names in coarser.items()))
+
+
+def stacked(labels: NDArray[np.int64], coarser: list[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+    """[images, levels] of labels [images] (or [images, classes], left out as in `with_finest`) and the coarser ones."""
+    if not coarser:
+        return None
+    columns = [labels, *coarser] if labels.ndim == 1 else coarser
+    return np.stack(columns, 1).astype(np.int64)
+
+
+def choose_level(data: DataSet, name: str) -> DataSet:
+    """The data set whose labels and classes are those of a level (empty: as they are); `levels` keeps all of them.
+
+    Raises `ValueError` for a level that is not there.
+    """
+    if not name:
+        return data
+    names = [level.name for level in data.levels]
+    if name not in names:
+        has = f"it has {', '.join(names)}" if names else "it has one level of labels only; leave this empty"
+        raise ValueError(f"data.level: {data.uri} has no level {name!r} ({has}){near(name, names)}")
+    if name == FINEST:
+        return data
+    column = names.index(name)
+    splits = {}
+    for key, split in data.splits.items():
+        if split.levels is None:
+            raise ValueError(f"data.level: split {key} of {data.uri} has no labels of level {name!r}; add them to it")
+        splits[key] = replace(split, labels=np.ascontiguousarray(split.levels[:, column]))
+    level = data.levels[column]
+    if len(level.classes) < 2:
+        raise ValueError(f"data.level: level {name!r} of {data.uri} has only one class ({', '.join(level.classes)})")
+    note = f"labels are of level {name}: {len(level.classes)} classes, {len(data.classes)} at the finest"
+    return replace(data, classes=level.classes, splits=splits, multilabel=False, notes=(*data.notes, note))
+
+
+def reduce_train(
+    data: DataSet,
+    *,
+    seed: int,
+    shots: int | None = None,
+    fraction: float = 1.0,
+    long_tail: float | None = None,
+    limit: int | None = None,
+) -> DataSet:
+    """The data set with fewer training images; `limit` comes after the other three. Raises `ValueError`."""
+    if sum((shots is not None, fraction < 1, long_tail is not None)) > 1:
+        raise ValueError("data.shots, data.fraction and data.long_tail exclude one another; set one of them")
+    if shots is not None:
+        data = few_shots(data, shots, seed)
+    if fraction < 1:
+        count = len(data["train"])
+        classes = len(np.unique(stratum(data["train"].labels)))
+        data = limit_train(data, max(classes, round(fraction * count)), seed)
+    if long_tail is not None:
+        data = make_long_tail(data, long_tail, seed)
+    return data if limit is None else limit_train(data, limit, seed)
+
+
+def few_shots(data: DataSet, shots: int, seed: int) -> DataSet:
+    """`shots` training images of every class that has any. Raises `ValueError` where a class has fewer."""
+    sizes = _sizes(data, "shots")
+    poorest = int(np.where(sizes > 0, sizes, np.iinfo(np.int64).max).argmin())
+    if sizes[poorest] < shots:
+        raise ValueError(
+            f"data.shots: {data.classes[poorest]!r} has {sizes[poorest]} training {data.things} of the {shots} asked "
+            f"for; use at most {sizes[poorest]}"
+        )
+    return _kept(data, np.minimum(sizes, shots), SHOTS, seed, f"{shots} {data.things} a class")
+
+
+def make_long_tail(data: DataSet, factor: float, seed: int) -> DataSet:
+    """Class c of C keeps floor(most * factor^(-c / (C - 1))) training images (Cui et al., 2019).
+
+    Classes come in their own order, as in the published long-tailed sets, so the first is the most frequent and the
+    last the rarest; `most` is the largest number for which every class has images enough. Raises `ValueError` where the
+    rarest class would have none.
+    """
+    sizes = _sizes(data, "long_tail")
+    present = np.flatnonzero(sizes)
+    place = np.linspace(0, 1, len(present))
+    profile = factor**-place
+    tail = place < 1  # the last class needs one image, which it has
+    largest = float((sizes[present][tail] ** (1 / (1 - place[tail]))).min())  # most * profile is then at least 1
+    if not 1 <= factor <= largest:
+        raise ValueError(
+            f"data.long_tail: a factor of {factor:g} leaves a class without any {data.things}; use 1 to "
+            f"{int(largest + 1e-6)}"
+        )
+    most = float((sizes[present] / profile).min())
+    counts = np.zeros_like(sizes)
+    counts[present] = np.floor(most * profile + 1e-9)  # 500 / 100 must be 5 in spite of rounding
+    what = f"long tail of {counts[present[0]]} to {counts[present[-1]]} {data.things} a class, factor {factor:g}"
+    return _kept(data, counts, LONG_TAIL, seed, what)
+
+
+def add_label_noise(data: DataSet, share: float, seed: int, level: str = "") -> DataSet:
+    """Each training label becomes, with probability `share`, one of the other classes, all as likely.
+
+    Labels at the other levels of a taxonomy stay true, as do those of val and test. `level` names that of the labels.
+    """
+    if not share:
+        return data
+    train = data["train"]
+    _sizes(data, "label_noise")
+    classes = len(data.classes)
+    hit = uniform(seed, NOISE, train.index, 0) < share
+    away = 1 + np.floor(uniform(seed, NOISE, train.index, 1) * (classes - 1)).astype(np.int64)
+    labels = np.where(hit, (train.labels + away) % classes, train.labels)
+    levels = train.levels
+    if levels is not None:
+        levels = levels.copy()
+        levels[:, [each.name for each in data.levels].index(level or FINEST)] = labels
+    note = f"train: {int(hit.sum())} of {len(train)} labels replaced by another class ({share:g} wanted), seed {seed}"
+    noisy = replace(train, labels=labels, levels=levels)
+    return replace(data, splits={**data.splits, "train": noisy}, notes=(*data.notes, note))
+
+
+def _sizes(data: DataSet, setting: str) -> NDArray[np.int64]:
+    """[classes] training images of each."""
+    labels = data["train"].labels
+    if labels.ndim == 2:
+        raise ValueError(
+            f"data.{setting}: {data.things} of {data.uri} have several labels, and it counts by one; leave it out"
+        )
+    return np.bincount(labels, minlength=len(data.classes)).astype(np.int64)
+
+
+def _kept(data: DataSet, counts: NDArray[np.int64], draw: int, seed: int, what: str) -> DataSet:
+    train = data["train"]
+    rows = smallest(train, np.ones(len(train), bool), counts, (seed, draw))
+    note = f"train: {len(rows)} of {len(train)} {data.things} drawn, {what}, seed {seed}"
+    return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))

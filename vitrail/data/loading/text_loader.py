@@ -1,0 +1,109 @@
+"""Batches of texts on the device: the same interface, order and places as the loaders of images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitrail.data.batch import Batch
+from vitrail.data.dataset import Split
+from vitrail.data.loading.sampler import BatchSampler
+from vitrail.data.tokenizer import EncodedTexts
+
+L = TypeVar("L", bound="_Texts")
+
+
+class _Texts:
+    """What training and evaluation share."""
+
+    def __init__(self, texts: EncodedTexts, split: Split, device: torch.device | str, length: int | None) -> None:
+        assert len(texts) == len(split)
+        self.texts, self.split, self.device, self.length = texts, split, torch.device(device), length
+        self.skipped: list[tuple[str, str]] = []  # as loaders of images have it: every text can be read
+
+    def close(self) -> None:
+        """There are no workers to end."""
+
+    def __enter__(self: L) -> L:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _batch(self, rows: Sequence[int] | NDArray[np.int64], step: int = 0) -> Batch:
+        rows = np.asarray(rows, np.int64)
+        label = torch.from_numpy(self.split.labels[rows]).to(self.device)
+        index = torch.from_numpy(self.split.index[rows]).to(self.device)
+        return Batch((self.texts.batch(rows, self.length).to(self.device),), label, label, index, step=step)
+
+
+class TextTrainLoader(_Texts):
+    """Batches of optimiser steps `start` to `stop`, cut into pieces as `TrainLoader` cuts them.
+
+    `length` is what every batch is padded to (none: its longest text). Raises `ValueError` where it cannot be cut.
+    """
+
+    def __init__(
+        self,
+        texts: EncodedTexts,
+        split: Split,
+        order: BatchSampler,
+        *,
+        device: torch.device | str,
+        start: int,
+        stop: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        length: int | None = None,
+    ) -> None:
+        super().__init__(texts, split, device, length)
+        self.piece, left_over = divmod(order.batch, world * accumulate)
+        if left_over:
+            raise ValueError(
+                f"data.batch: {order.batch} texts cannot be cut into {world} processes x {accumulate} accumulation "
+                f"pieces; use a multiple of {world * accumulate}"
+            )
+        self.order, self.start, self.stop, self.accumulate, self.rank = order, start, stop, accumulate, rank
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start) * self.accumulate
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self.start, self.stop):
+            for part in range(self.accumulate):
+                place = (self.rank * self.accumulate + part) * self.piece
+                yield self._batch(self.order.table(step, place, self.piece)[:, 0], step)
+
+
+class TextEvalLoader(_Texts):
+    """Every text of a split once, in order: rank r of w takes rows r, r + w, r + 2w, ..."""
+
+    def __init__(
+        self,
+        texts: EncodedTexts,
+        split: Split,
+        *,
+        batch: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        length: int | None = None,
+    ) -> None:
+        super().__init__(texts, split, device, length)
+        if batch < 1:
+            raise ValueError(f"an evaluation batch of {batch} texts is impossible; use at least 1")
+        self.rows, self.size = range(rank, len(split), world), batch
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.rows) / self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self.rows), self.size):
+            yield self._batch(self.rows[first : first + self.size])

@@ -1,0 +1,164 @@
+"""Arrays of images in one .npz file: x_train, y_train, x_test, y_test and the like, never more in memory than is read.
+
+Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3]; labels are whole
+numbers [images], or 0/1 [images, classes] where several may hold. `classes`, `coarse_*` and `coarse_classes` may be
+given, and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
+stable index counts through train, val and test in that order.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data.dataset import FINEST, DataSet, Split, stacked, with_finest
+
+_SPLITS = ("train", "val", "test")
+
+
+class ArrayReader:
+    """Reads image number i from consecutive arrays of a .npz; only their place travels to other processes."""
+
+    def __init__(self, path: str, members: tuple[str, ...], starts: tuple[int, ...]) -> None:
+        self.path, self.members, self.starts = path, members, starts
+        self._arrays: dict[str, NDArray[np.uint8]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrays": {}}
+
+    def pixels(self, index: int) -> NDArray[np.uint8]:
+        """[height, width] or [height, width, 3]"""
+        which = int(np.searchsorted(self.starts, index, side="right")) - 1
+        member = self.members[which]
+        if member not in self._arrays:
+            self._arrays[member] = mapped(Path(self.path), member)
+        pixels = np.asarray(self._arrays[member][index - self.starts[which]])
+        return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[-1] == 1 else pixels
+
+    def __call__(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels(index)).convert("RGB")
+
+
+def mapped(path: Path, member: str) -> NDArray[Any]:
+    """An array of a .npz, mapped from disk where it is stored uncompressed (`np.savez`), otherwise read into memory."""
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo(f"{member}.npy")
+        if entry.compress_type == zipfile.ZIP_STORED:
+            with path.open("rb") as stream:
+                stream.seek(entry.header_offset + 26)
+                name, extra = np.frombuffer(stream.read(4), "<u2")
+                stream.seek(entry.header_offset + 30 + int(name) + int(extra))
+                shape, fortran, dtype = _header(stream)
+                if not dtype.hasobject and np.prod(shape) > 0:
+                    return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
+    with np.load(path, allow_pickle=False) as arrays:
+        return np.asarray(arrays[member])
+
+
+def open_arrays(path: Path, uri: str) -> DataSet:
+    """The data set in a .npz. Raises `ValueError` that names every array that does not fit."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [n[:-4] for n in archive.namelist() if n.endswith(".npy")]
+        levels = _levels(members)
+        known = _known(levels.values())
+        arrays = {name: mapped(path, name) for name in members if name in known}
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{uri} cannot be read as plain arrays ({error}); write it again with numpy.savez") from None
+    if "x_train" not in arrays or "y_train" not in arrays:
+        raise ValueError(f"{uri} needs the arrays x_train and y_train; it has {', '.join(members) or 'none'}")
+    present = tuple(s for s in _SPLITS if f"x_{s}" in arrays)
+    labels = {s: np.asarray(arrays[f"y_{s}"]) for s in _SPLITS if f"y_{s}" in arrays}
+    classes = _names(arrays.get("classes"), labels.values())
+    coarser = {
+        name: _names(
+            arrays.get(f"{stem}_classes"),
+            [np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays],
+        )
+        for name, stem in levels.items()
+    }
+    counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
+    problems = [p for s in _SPLITS for p in _misfits(s, arrays, counts)]
+    problems += [f"level_{FINEST}_* would be the level of y_*; leave it out"] * (FINEST in levels)
+    if len({y.ndim for y in labels.values()}) > 1:
+        problems.append("y_*: single labels in one split, several in another")
+    if problems:
+        raise ValueError(f"{uri} does not fit together: {'; '.join(problems)}")
+    starts = np.cumsum([0, *(len(arrays[f"x_{s}"]) for s in present)]).tolist()
+    reader = ArrayReader(str(path.resolve()), tuple(f"x_{s}" for s in present), tuple(starts[:-1]))
+    splits = {
+        s: Split(
+            s,
+            reader,
+            np.arange(a, b),
+            [f"{s}/{i}" for i in range(b - a)],
+            labels[s].astype(np.int64),
+            stacked(labels[s], [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values()])
+            if all(f"{stem}_{s}" in arrays for stem in levels.values())
+            else None,
+        )
+        for s, a, b in zip(present, starts[:-1], starts[1:], strict=True)
+    }
+    multilabel = labels["train"].ndim == 2
+    return DataSet(uri, classes, splits, with_finest(classes, multilabel, coarser), multilabel)
+
+
+def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = npy.read_magic(stream)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    return tuple(shape), bool(fortran), dtype
+
+
+def _levels(members: Iterable[str]) -> dict[str, str]:
+    """Names of the coarser levels, in the order in which they are stored, and how the names of their arrays begin."""
+    found = [re.fullmatch(rf"(coarse|level_(.+))_(?:{'|'.join(_SPLITS)})", member) for member in members]
+    return {match[2] or match[1]: match[1] for match in found if match}
+
+
+def _known(levels: Iterable[str]) -> set[str]:
+    stems = {"x", "y", *levels}
+    return {f"{stem}_{s}" for stem in stems for s in (*_SPLITS, "classes")} | {"classes"}
+
+
+def _names(given: NDArray[Any] | None, labels: Any) -> tuple[str, ...]:
+    if given is not None:
+        return tuple(str(name) for name in np.asarray(given).ravel())
+    sizes = [y.shape[1] if y.ndim == 2 else int(y.max(initial=-1)) + 1 for y in labels if y.dtype.kind in "iub"]
+    return tuple(str(i) for i in range(max(sizes, default=0)))
+
+
+def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, int]) -> list[str]:
+    """What is wrong with a split; `counts` are the classes of labels by how the names of their arrays begin."""
+    x, y = arrays.get(f"x_{split}"), arrays.get(f"y_{split}")
+    if x is None or y is None:
+        return [] if x is y else [f"x_{split} and y_{split} must come together"]
+    problems = []
+    if x.dtype != np.uint8:
+        problems.append(f"x_{split} must be uint8, not {x.dtype}")
+    if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+        shape = "x".join(map(str, x.shape))
+        problems.append(f"x_{split} must be [images, height, width] with 1, 3 or no channels at the end, not {shape}")
+    if len(x) == 0:
+        problems.append(f"x_{split} is empty")
+    for stem, count in counts.items():
+        name, values = f"{stem}_{split}", arrays.get(f"{stem}_{split}")
+        if values is None:
+            continue
+        if len(values) != len(x):
+            problems.append(f"x_{split} has {len(x)} images but {name} has {len(values)} labels")
+        if values.dtype.kind not in "iub" or values.ndim > (2 if stem == "y" else 1):
+            problems.append(f"{name} must be whole numbers [images]")
+        elif values.ndim == 2 and (values.shape[1] != count or not np.isin(values, (0, 1)).all()):
+            problems.append(f"{name} must be 0 or 1 [images, {count} classes]")
+        elif values.ndim == 1 and len(values) and not 0 <= int(values.min()) <= int(values.max()) < count:
+            problems.append(f"{name} has labels {int(values.min())}..{int(values.max())} for {count} classes")
+    return problems

@@ -1,0 +1,194 @@
+"""Labels in a table: CSV, tab-separated or Parquet with the columns path and label, and perhaps split and coarse.
+
+Paths are relative to the table. `a|b` in any label makes the whole set multi-label; `|` alone then means no label at
+all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
+column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them. A column
+`generated` of 0 and 1 tells images that a model made from real ones.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.dataset import FINEST, UNDIVIDED, DataSet, Split, stacked, with_finest
+from vitrail.data.sources.folder import SPLIT_NAMES, FileReader, natural, split_called
+from vitrail.schema import near
+
+COLUMNS = ("path", "label", "split", "coarse", "generated")
+LEVEL = "level:"  # begins the name of a column that holds one more level
+
+_BETWEEN = "|"  # labels of one image
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of text of equal length, and what names each row to a person (`line 2`)."""
+
+    columns: dict[str, list[str]]
+    places: list[str]
+
+
+def open_table(path: Path, uri: str, names: Mapping[str, str]) -> DataSet:
+    """The labelled images of a table; `names` gives the name of any column that is not called by its own.
+
+    Raises `ValueError` that counts all faulty rows and lists the first ten.
+    """
+    table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else _read_text(path, uri)
+    columns = {}
+    for column in COLUMNS:
+        name = names.get(column, column)
+        if name in table.columns:
+            columns[column] = table.columns[name]
+        elif column in ("path", "label") or column in names:
+            raise ValueError(
+                f"{uri} has no column {name!r} (it has {', '.join(table.columns) or 'none'}); "
+                f"choose it with ?{column}=NAME{near(name, table.columns)}"
+            )
+    levels = _levels(uri, table.columns, names.get("coarse", "coarse"))
+    if not table.places:
+        raise ValueError(f"{uri} has a header but no rows; add one row an image")
+    cells = columns | {name if name == "coarse" else LEVEL + name: texts for name, texts in levels.items()}
+    _refuse_faulty(path.parent, uri, cells, table.places)
+    return _assemble(path.parent, uri, columns, levels)
+
+
+def _read_text(path: Path, uri: str) -> Table:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            first = stream.readline()
+            stream.seek(0)
+            lines = csv.reader(stream, delimiter="\t" if "\t" in first else ",")
+            header = [name.strip() for name in next(lines, [])]
+            rows = [(lines.line_num, row) for row in lines if any(cell.strip() for cell in row)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{uri} cannot be read as UTF-8 text in columns: {error}") from None
+    if len(set(header)) < len(header):
+        raise ValueError(f"{uri} has two columns of the same name: {', '.join(header)}")
+    uneven = [f"line {number}" for number, row in rows if len(row) != len(header)]
+    if uneven:
+        raise ValueError(
+            f"{uri}: {len(uneven)} rows do not have the header's {len(header)} columns ({_some(uneven)}); "
+            "put quotes around text that holds a separator"
+        )
+    columns = {name: [row[i].strip() for _, row in rows] for i, name in enumerate(header)}
+    return Table(columns, [f"line {number}" for number, _ in rows])
+
+
+def _read_parquet(path: Path, uri: str) -> Table:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{uri}: Parquet tables need pyarrow; install vitrail[table], or save as CSV") from None
+    try:
+        stored = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{uri} cannot be read as Parquet: {' '.join(str(error).split())}") from None
+    columns = {name: [_text(value) for value in stored[name].to_pylist()] for name in stored.column_names}
+    return Table(columns, [f"row {i + 1}" for i in range(stored.num_rows)])
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return _BETWEEN.join(map(_text, value)) + (_BETWEEN if len(value) < 2 else "")  # a list is always multi-label
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], places: Sequence[str]) -> None:
+    faults = []
+    for row, place in enumerate(places):
+        cells = {column: values[row] for column, values in columns.items()}
+        faults += [f"{place}: empty {column}" for column, text in cells.items() if not text]
+        if cells["path"] and not (root / cells["path"]).is_file():
+            faults.append(f"{place}: no file {cells['path']}")
+        if cells.get("split") and split_called(cells["split"]) is None:
+            faults.append(f"{place}: split {cells['split']!r} is not train, val or test")
+        if cells.get("generated", "0") not in ("", "0", "1"):
+            faults.append(f"{place}: generated {cells['generated']!r} is not 0 or 1")
+    if faults:
+        listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
+        more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ValueError(f"{uri} has {len(faults)} faults; mend or remove those rows:{listed}{more}")
+
+
+def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Mapping[str, list[str]]) -> DataSet:
+    paths = columns["path"]
+    classes, labels, multilabel = labels_of(columns["label"])
+    names = {level: tuple(sorted(set(texts), key=natural)) for level, texts in levels.items()}
+    numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
+    coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
+    reader = FileReader(str(root.absolute()), tuple(paths))
+    made = np.array(columns["generated"]) == "1" if "generated" in columns else None
+    whole = Split(UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser), generated=made)
+    splits = {UNDIVIDED: whole}
+    if "split" in columns:
+        meant = np.array([split_called(text) for text in columns["split"]])
+        splits = {name: whole.take(np.flatnonzero(meant == name), name) for name in SPLIT_NAMES if name in meant}
+        if "train" not in splits:
+            raise ValueError(f"{uri} has {' and '.join(splits)} but no rows whose split is train")
+        refuse_unseen(uri, classes, splits)
+    repeated = len(paths) - len(set(paths))
+    notes = (f"{repeated} paths are listed more than once",) if repeated else ()
+    return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
+
+
+def _levels(uri: str, columns: Mapping[str, list[str]], coarse: str) -> dict[str, list[str]]:
+    """The columns of coarser levels by their names, in the order of the table."""
+    levels: dict[str, list[str]] = {}
+    for column, texts in columns.items():
+        if column != coarse and not column.startswith(LEVEL):
+            continue
+        name = "coarse" if column == coarse else column.removeprefix(LEVEL).strip()
+        if name in ("", FINEST, *levels):
+            raise ValueError(f"{uri}: column {column!r} names no new level; give each its own name, but not {FINEST!r}")
+        levels[name] = texts
+    return levels
+
+
+def labels_of(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64], bool]:
+    """Class names in natural order; labels [images], or 0/1 [images, classes] where any text names several."""
+    multilabel = any(_BETWEEN in text for text in texts)
+    lists = [[part.strip() for part in text.split(_BETWEEN) if part.strip()] for text in texts]
+    classes = tuple(sorted({name for names in lists for name in names}, key=natural))
+    number = {name: i for i, name in enumerate(classes)}
+    if not multilabel:
+        return classes, np.array([number[names[0]] for names in lists], np.int64), False
+    labels = np.zeros((len(texts), len(classes)), np.int64)
+    for row, names in enumerate(lists):
+        labels[row, [number[name] for name in names]] = 1
+    return classes, labels, True
+
+
+def refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
+    """Raise `ValueError` where val or test has a class that train has not; an undivided source has neither."""
+    if "train" not in splits:
+        return
+    seen = _present(splits["train"].labels, len(classes))
+    for name, split in splits.items():
+        unseen = [classes[c] for c in np.flatnonzero(_present(split.labels, len(classes)) & ~seen).tolist()]
+        if unseen:
+            raise ValueError(
+                f"{uri}: {len(unseen)} classes of {name} are not in train ({_some(unseen)}); add training images"
+            )
+
+
+def _present(labels: NDArray[np.int64], classes: int) -> NDArray[np.bool_]:
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+    return np.asarray(counts > 0)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

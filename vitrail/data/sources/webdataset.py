@@ -1,0 +1,156 @@
+"""Images inside tar files, as WebDataset shards have them, read in any order.
+
+    0001.jpg 0001.cls       its class, a number or a name; or 0001.json with "label" (a list makes it multi-label)
+    cat/0001.jpg            without either, the folder is the class: a tar of class folders
+
+A shard whose name or folder says train, val or test (`train-000003.tar`, `val/0.tar`) is part of that split; a
+`classes.txt` beside the shards names classes that are numbers, one a line from 0. Only headers are read at first: where
+each image begins and how long it is. So there is an epoch, an order and a resume as for any folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data.dataset import UNDIVIDED, DataSet, Split
+from vitrail.data.decode import decode
+from vitrail.data.sources.folder import SPLIT_NAMES, SUFFIXES, natural, split_called
+from vitrail.data.sources.table import labels_of, refuse_unseen
+
+LABELS = ("label", "cls", "class")  # of a JSON file, the first that is there
+_SHOWN = 5
+
+
+@dataclass(frozen=True, eq=False)
+class TarReader:
+    """Reads image number i: `size[i]` bytes from `start[i]` of the file `files[place[i]]`."""
+
+    decodes: ClassVar[bool] = True  # so that a scan has something to find
+    files: tuple[str, ...]
+    keys: tuple[str, ...]
+    place: NDArray[np.int64]  # [images]
+    start: NDArray[np.int64]  # [images]
+    size: NDArray[np.int64]  # [images]
+
+    def __call__(self, index: int) -> Image.Image:
+        with Path(self.files[self.place[index]]).open("rb") as stream:
+            stream.seek(int(self.start[index]))
+            return decode(stream.read(int(self.size[index])), self.keys[index])
+
+
+def inner_files(folder: Path, suffix: str) -> list[Path]:
+    """Files of this suffix in a folder, or in folders of it that are called `data` or as a split is."""
+    inside = [p for p in folder.iterdir() if p.is_dir() and (p.name == "data" or split_called(p.name))]
+    found = [p for place in (folder, *inside) for p in place.glob(f"*{suffix}") if not p.name.startswith(".")]
+    return sorted(found, key=lambda p: natural(p.relative_to(folder).as_posix()))
+
+
+def split_of(file: Path) -> str:
+    """Which split a file belongs to, by a word of its name or else by its folder."""
+    words = [*re.split(r"[^A-Za-z]+", file.stem), file.parent.name]
+    return next((split for word in words if (split := split_called(word))), UNDIVIDED)
+
+
+def parts(files: Sequence[Path], uri: str) -> list[str]:
+    """The split of each file. Raises `ValueError` where some have one and others none, or where train is missing."""
+    found = [split_of(file) for file in files]
+    if UNDIVIDED in found and len(set(found)) > 1:
+        odd = files[found.index(UNDIVIDED)].name
+        raise ValueError(f"{uri}: {odd} says neither train, val nor test, though others do; name it after its split")
+    if not {UNDIVIDED, "train"} & set(found):
+        raise ValueError(f"{uri} has {' and '.join(sorted(set(found)))} but no file whose name says train")
+    return found
+
+
+def open_tars(files: Sequence[Path], uri: str) -> DataSet:
+    """The labelled images of tar files. Raises `ValueError` for images without a label, and for damaged files."""
+    splits = parts(files, uri)
+    keys: list[str] = []
+    texts: list[str] = []
+    places: list[tuple[int, int, int]] = []  # file, first byte, bytes
+    of_split: dict[str, list[int]] = defaultdict(list)
+    unlabelled: list[str] = []
+    for number, (file, split) in enumerate(zip(files, splits, strict=True)):
+        for key, start, size, text in _members(file, uri):
+            inside = split_called(PurePosixPath(key).parent.parent.name)  # a tar of train/CLASS/ and val/CLASS/
+            of_split[inside or UNDIVIDED if split == UNDIVIDED else split].append(len(keys))
+            keys.append(f"{file.name}/{key}")
+            places.append((number, start, size))
+            texts.append(text)
+            if not text:
+                unlabelled.append(keys[-1])
+    if not keys:
+        raise ValueError(f"{uri} holds no images in {len(files)} tar files; expected KEY.jpg with KEY.cls or KEY.json")
+    if unlabelled:
+        raise ValueError(
+            f"{uri}: {len(unlabelled)} of {len(keys)} images have no label ({', '.join(unlabelled[:_SHOWN])}); put "
+            "KEY.cls or KEY.json beside each KEY.jpg, or each image into a folder named after its class"
+        )
+    if len(of_split) > 1 and UNDIVIDED in of_split:
+        lost = keys[of_split[UNDIVIDED][0]]
+        raise ValueError(f"{uri}: {lost} is in no split, though others are; put it below train/, val/ or test/")
+    classes, labels, multilabel = labels_of(_named(texts, files[0].parent / "classes.txt"))
+    place, start, size = np.array(places, np.int64).T
+    reader = TarReader(tuple(str(f.absolute()) for f in files), tuple(keys), place, start, size)
+    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels)
+    ordered = [name for name in (*SPLIT_NAMES, UNDIVIDED) if name in of_split]
+    made = {name: whole.take(of_split[name], name) for name in ordered}
+    refuse_unseen(uri, classes, made)
+    return DataSet(uri, classes, made, multilabel=multilabel)
+
+
+def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
+    """(name, first byte, bytes, label or nothing) of every image."""
+    images: list[tuple[str, str, int, int]] = []
+    said: dict[str, str] = {}
+    try:
+        with tarfile.open(file, "r:") as tar:
+            for member in tar:
+                name = PurePosixPath(member.name)
+                if not member.isfile() or name.name.startswith("."):
+                    continue
+                stem = (name.parent / name.name.partition(".")[0]).as_posix()  # WebDataset: up to the first dot
+                if name.suffix.lower() in SUFFIXES:
+                    images.append((member.name, stem, member.offset_data, member.size))
+                elif name.suffix in (".cls", ".json"):
+                    stream = tar.extractfile(member)
+                    assert stream is not None  # a plain file
+                    said[stem] = _label(stream, name.suffix) or said.get(stem, "")
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        zipped = file.open("rb").read(2) == b"\x1f\x8b"
+        how = "unpack it with gunzip" if zipped else f"{error}; write or fetch it again"
+        raise ValueError(f"{uri}: {file.name} cannot be read as a plain tar file ({how})") from None
+    return [
+        (name, start, size, said.get(stem) or PurePosixPath(name).parent.name) for name, stem, start, size in images
+    ]
+
+
+def _label(stream: IO[bytes], suffix: str) -> str:
+    text = stream.read().decode("utf-8").strip()
+    if suffix == ".cls":
+        return text
+    found = json.loads(text)
+    value = next((found[name] for name in LABELS if name in found), "") if isinstance(found, dict) else ""
+    return "|".join(map(str, value)) + "|" if isinstance(value, list) else str(value)
+
+
+def _named(texts: list[str], file: Path) -> list[str]:
+    """Labels that are numbers by the names in a file, where there is one."""
+    if not file.is_file() or not all(text.isdigit() for text in texts):
+        return texts
+    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    beyond = next((text for text in texts if int(text) >= len(names)), None)
+    if beyond is not None:
+        raise ValueError(f"{file} names {len(names)} classes, and there is a label {beyond}; labels count from 0")
+    return [names[int(text)] for text in texts]

@@ -1,0 +1,335 @@
+"""Training, from top to bottom: steps are the clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.engine import run_folder as checkpoint
+from vitrail.engine.config import EngineConfig, OptimConfig
+from vitrail.engine.device import ProcessGroup, StopRequest, Vote
+from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
+from vitrail.engine.progress import Progress
+from vitrail.engine.run_folder import RunFolder
+from vitrail.engine.step import TrainStep
+from vitrail.learn.objective import Objective
+from vitrail.model.adapters.files import base_tensors, digest
+from vitrail.model.classifier import Classifier
+
+SETTLED_STEPS = 10  # after which a step allocates nothing new
+
+
+class Diverged(ValueError):
+    """Gradients have long been no numbers: going on would change nothing."""
+
+
+class Stopped(Exception):
+    """Training was asked to stop; everything needed to go on is saved."""
+
+    def __init__(self, step: int, run: Path) -> None:
+        super().__init__(f"stopped after step {step}; continue with: vitrail train --resume {run}")
+        self.step, self.run = step, run
+
+
+@dataclass
+class FitResult:
+    """What training leaves: the weights to keep, and how it went."""
+
+    model: Classifier
+    steps: int
+    seconds: float  # of this process, without what an earlier one did before a resume
+    images_per_second: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Fit:
+    """A training run: `Fit(...).run()`.
+
+    `batches(start, stop)` gives the batches of those steps, `accumulate` a step; `evaluate(model)` gives figures on
+    val; `indices(step)` names the examples of a step, for reports of bad updates.
+    """
+
+    objective: Objective
+    batches: Callable[[int, int], Iterable[Batch]]
+    schedule: Schedule
+    optim: OptimConfig
+    engine: EngineConfig
+    batch: int
+    images: int  # training examples, for epochs
+    folder: RunFolder
+    device: torch.device
+    autocast: torch.dtype | None = None  # none: float32
+    compile: bool = False
+    graph: bool = False
+    group: ProcessGroup = field(default_factory=ProcessGroup)
+    evaluate: Callable[[Classifier], Mapping[str, float]] | None = None
+    indices: Callable[[int], Sequence[int]] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what must be the same when the run is resumed
+    things: str = "images"  # what a person calls the examples
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.work = TrainStep(
+            self.objective,
+            self.optim,
+            self.schedule,
+            device=self.device,
+            autocast=self.autocast,
+            compile=self.compile,
+            graph=self.graph,
+            ema=self.engine.ema,
+            accumulate=self.engine.accumulate,
+            group=self.group,
+        )
+        self.saved: int | None = None  # step of the last checkpoint
+        self.notes: list[str] = []
+
+    @property
+    def kept(self) -> Classifier:
+        """The weights that are evaluated and kept: the moving average where there is one."""
+        model = self.work.model
+        assert isinstance(model, Classifier)
+        return model
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return self.work.step
+
+    def run(self) -> FitResult:
+        """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
+        began, first = time.monotonic(), self.step
+        settling: float | None = None  # seconds of the first steps, compilation among them
+        total = self.schedule.steps
+        quiet = self.quiet or not self.group.main
+        asked_to_stop = Vote(self.group)  # processes must agree on the step
+        with ExitStack() as stack, StopRequest() as stop, Progress("train", total, quiet=quiet) as bar:
+            bar.advance(self.step)
+            self._window = (time.monotonic(), self.step)
+            stack.callback(gc.unfreeze)
+            self._describe(bar)
+            for piece in self.batches(self.step, total):
+                if not self.work.feed(piece):
+                    continue
+                bar.advance(1)
+                if self.step == first + SETTLED_STEPS:
+                    # What compilation left behind stays: looking through it for garbage takes a third of a second.
+                    gc.collect()
+                    gc.freeze()
+                    settling = time.monotonic() - began
+                finished = self.step == total
+                if finished or self.step % self.engine.log_every == 0:
+                    self._log(bar)
+                if finished or self._due(self.engine.evaluate_every):
+                    self._look_at_val(bar)
+                halt = not finished and asked_to_stop(stop.requested)
+                if finished or halt or self._due(self.engine.checkpoint_every):
+                    self.save()
+                if halt:
+                    raise Stopped(self.step, self.folder.path)
+        seconds = time.monotonic() - began
+        rate = (self.step - first) * self.batch / max(seconds, 1e-9)
+        if self.group.main:
+            apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
+            self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
+        return FitResult(self.kept, self.step, seconds, rate, self.notes)
+
+    def _describe(self, bar: Progress) -> None:
+        """Which optimiser takes how much, and whether steps are CUDA graphs, into the log."""
+        shares = optimizer_shares(self.optim.name, self.work.optimizer.param_groups)
+        if not self.group.main:
+            return
+        self.folder.log(describe_shares(shares))
+        if self.device.type == "cuda":
+            why = self.work.why_no_graph or ("" if self.graph else "engine.graph is off")
+            self.folder.log(f"no CUDA graph: {why}" if why else "every step is one CUDA graph")
+        if self.optim.name == "muon" and 2 * shares.get("muon", 0) < sum(shares.values()):
+            self._say(bar, f"warning: Muon takes less than half of the weights ({describe_shares(shares)})")
+
+    def _every(self, epochs: float) -> int:
+        return max(1, round(epochs * self.images / self.batch))
+
+    def _due(self, epochs: float) -> bool:
+        return bool(epochs) and self.step % self._every(epochs) == 0
+
+    def _epoch(self) -> float:
+        return self.step * self.batch / self.images
+
+    def _log(self, bar: Progress) -> None:
+        means = self.work.meter.read(self.group)
+        skipped, last = self.work.updater.look()
+        now = time.monotonic()
+        steps = self.step - self._window[1]
+        rate = steps * self.batch / max(now - self._window[0], 1e-9)
+        if skipped:
+            self._report_skipped(bar, skipped, last, steps)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "epoch": round(self._epoch(), 6),
+            "split": "train",
+            **means,
+            "lr": self.work.lr,
+        }
+        if skipped:
+            line["skipped_updates"] = skipped
+        self._sound_alarm(bar, self.objective.alarm(means, self.step / self.schedule.steps))
+        self._write({**line, "images_per_second": round(rate, 1), "seconds": round(now - self._window[0], 3)})
+        unit = "img" if self.things == "images" else self.things
+        loss = f"loss {means['loss']:.4f}  " if means else ""
+        bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} {unit}/s")
+        self._window = (time.monotonic(), self.step)
+
+    def _sound_alarm(self, bar: Progress, text: str) -> None:
+        kind = text.partition(":")[0]
+        if text and not any(note.partition(":")[0] == kind for note in self.notes):
+            text = f"{text} (step {self.step})"
+            self._say(bar, text)
+            self.notes.append(text)
+
+    def _report_skipped(self, bar: Progress, skipped: int, last: int, steps: int) -> None:
+        rows = list(self.indices(last))[:8] if self.indices else []
+        where = f" ({self.things} {', '.join(map(str, rows))}, ...)" if rows else ""
+        safe = "none yet" if self.saved is None else f"step {self.saved}"
+        text = (
+            f"{skipped} of the last {steps} updates were skipped for a non-finite gradient, the last at step {last}"
+            f"{where}; last good checkpoint: {safe}"
+        )
+        self._say(bar, text)
+        self.notes.append(text)
+        if skipped == steps and steps >= 10:
+            raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
+
+    def _look_at_val(self, bar: Progress) -> None:
+        if self.evaluate is None:
+            return
+        began = time.monotonic()
+        self.work.agree()
+        figures = dict(self.evaluate(self.kept))
+        self.work.train()
+        seconds = round(time.monotonic() - began, 3)
+        self._write(
+            {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **figures, "seconds": seconds}
+        )
+        plain = [(name, value) for name, value in figures.items() if not name.endswith(("_low", "_high"))]
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in plain[:4])
+        if shown:  # without labels there is nothing to say
+            self._say(bar, f"epoch {self._epoch():6.2f}  step {self.step:6d}  val  {shown}")
+        self._window = (self._window[0] + time.monotonic() - began, self._window[1])  # a look is not training time
+
+    def _say(self, bar: Progress, text: str) -> None:
+        bar.say(text)
+        if self.group.main:
+            self.folder.log(text)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self.group.main:
+            self.folder.write_metrics(line)
+
+    # State
+
+    def state(self) -> checkpoint.State:
+        """Everything a resumed run needs (all processes must call it)."""
+        base = self._base()
+        if base and digest(base) != self.facts["base"]:  # an objective that changes more than it trains
+            base = {}
+        kept = {n: t for n, t in self.objective.state_dict().items() if not self._found_again(n, base)}
+        tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
+        if self.work.ema is not None:
+            average = self.work.ema.model.state_dict()  # of the model alone, which may hold a frozen module, too
+            tensors |= {f"ema/{n}": t for n, t in average.items() if not self._found_again(f"model.{n}", base)}
+        for group in self.work.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                for key, value in self.work.optimizer.state[parameter].items():
+                    tensors[f"optimizer/{name}/{key}"] = value
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        for rank, found in enumerate(self.group.gather(random)):
+            tensors |= {f"rng/{rank}/{kind}": value for kind, value in found.items()}
+        # Sums are of this process; all processes log their mean, so each keeps its own share.
+        for rank, sums in enumerate(self.group.gather({k: v.cpu() for k, v in self.work.meter.state().items()})):
+            tensors |= {f"meter/{rank}/{name}": value for name, value in sums.items()}
+        tensors["skipped"] = self.work.updater.skipped
+        tensors["last_skipped"] = self.work.updater.last_skipped
+        return checkpoint.State(self.step, tensors, self._kept_facts())
+
+    def _base(self) -> dict[str, Tensor]:
+        """The weights below an adapter; none where the run trains a whole model."""
+        return base_tensors(self.objective.model) if "base" in self.facts else {}
+
+    def _found_again(self, name: str, base: Mapping[str, Tensor]) -> bool:
+        """Whether a tensor of the objective is not stored, because a resumed run has it from where this one had it."""
+        module, _, rest = name.partition(".")
+        frozen = any(name.startswith(f"{one}.") for one in self.objective.frozen)
+        return frozen or (module == "model" and rest in base)
+
+    def _kept_facts(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed: its facts (the hash of an adapter's base is one), and the
+        teachers. Neither is stored itself."""
+        return {**self.facts, **self.objective.identities}
+
+    def save(self) -> None:
+        """Write a checkpoint. A full disk ends the run with the last good one intact."""
+        self.work.agree()
+        state = self.state()
+        if self.group.main:
+            try:
+                checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
+            except OSError as error:
+                safe = "there is none yet" if self.saved is None else f"step {self.saved} is intact"
+                raise OSError(
+                    f"the checkpoint of step {self.step} could not be written ({error}); last good checkpoint: {safe}; "
+                    f"make room, then: vitrail train --resume {self.folder.path}"
+                ) from error
+        self.saved = self.step
+        self.group.barrier()
+
+    def restore(self, state: checkpoint.State) -> None:
+        """Go on from a checkpoint. Raises `ValueError` where it belongs to another run."""
+        for key, value in self._kept_facts().items():
+            if state.facts.get(key) != value:
+                same = f"with the {key}" if key in (*self.objective.frozen, "base") else "on the data"
+                raise ValueError(
+                    f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
+                    f"a run can only be resumed {same} it began with"
+                )
+        missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
+        if self.work.ema is not None:
+            lacking = self.work.ema.model.load_state_dict(state.part("ema"), strict=False).missing_keys
+            missing = [*missing, *(f"model.{name}" for name in lacking)]
+        base = self._base()
+        missing = [name for name in missing if not self._found_again(name, base)]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
+        saved = state.part("optimizer")
+        self.work.follow_checkpoint(saved)
+        for group in self.work.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}
+                self.work.optimizer.state[parameter] = {k: _laid_out(v, parameter) for k, v in values.items()}
+        random = state.part(f"rng/{self.group.rank}")
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.device)
+        self.work.meter.restore(state.part(f"meter/{self.group.rank}"), self.device)
+        self.work.updater.skipped.copy_(state.tensors["skipped"])
+        self.work.updater.last_skipped.copy_(state.tensors["last_skipped"])
+        self.work.step = self.saved = state.step
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """Optimiser state on its parameter's device and, of the same shape, with its strides, as fused steps need it."""
+    if value.shape != like.shape:
+        return value.to(like.device)
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)

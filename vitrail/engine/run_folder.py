@@ -1,0 +1,323 @@
+"""The rows of `metrics.jsonl`, logged to TensorBoard as well.
+
+The run folder: configuration, metrics, log, environment, checkpoints; one writer at a time.
+
+The state of a run on disk: one safetensors file a checkpoint, tensors and a JSON header, written atomically.
+
+A file is complete or it is not there; its header carries a checksum, so a damaged one is named and never used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.files import write_text
+from vitrail.model.store import current_names, write_tensors
+from vitrail.version import __version__
+
+FOLDER = "tensorboard"  # in the run folder
+PLACES = ("step", "epoch")
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard, a curve for every number of every split.
+
+    `step` is where the run goes on: what was written after it is taken back. Raises `ValueError`, with what to do,
+    where TensorBoard is not installed.
+    """
+
+    def __init__(self, run: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise ValueError(NOT_THERE) from None
+        self.writer = SummaryWriter(str(run / FOLDER), purge_step=step + 1 if step else None)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`."""
+        split = str(line["split"])
+        for name, value in line.items():
+            if name not in PLACES and isinstance(value, int | float) and not isinstance(value, bool):
+                self.writer.add_scalar(f"{split}/{name}", value, int(line["step"]))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave engine.track out"
+
+
+def refuse_untracked(track: str) -> None:
+    """Raises `ValueError` before work starts, where the tracker is not installed."""
+    from importlib.util import find_spec
+
+    if track == "tensorboard" and find_spec("tensorboard") is None:
+        raise ValueError(NOT_THERE)
+
+
+TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ between equal runs
+
+
+class RunFolder:
+    """`config.yaml`, `metrics.jsonl`, `checkpoint/`, `model/`, `predictions.safetensors`, `report.html`, `log.txt`,
+    `environment.json`; of a language model `completions.jsonl` in place of predictions. The report comes last: a run
+    that has one, and final figures, is finished."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tracker: TensorBoard | None = None
+        self._lock: Any = None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @classmethod
+    def create(cls, path: Path, config: str) -> RunFolder:
+        """A new run. An existing one is refused: nothing is ever overwritten."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            hint = f"continue it with: vitrail train --resume {path}" if (path / "config.yaml").exists() else ""
+            raise FileExistsError(f"{path} already exists; {hint or 'choose another --out'}")
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run.lock()
+        write_text(run.config, config)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run, to continue it."""
+        if not (path / "config.yaml").is_file():
+            raise FileNotFoundError(f"{path} is no run folder (it has no config.yaml)")
+        run = cls(path)
+        run.lock()
+        return run
+
+    def lock(self) -> None:
+        """Hold the run. The operating system lets go when the process ends, however it ends.
+
+        A record lock belongs to this process alone: worker processes that outlive a kill by a moment do not hold it.
+        """
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock = None
+            raise FileExistsError(
+                f"another process is writing to {self.path}; wait for it or choose another --out"
+            ) from None
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+        self.unlock()
+
+    def write_environment(self, extra: Mapping[str, Any]) -> None:
+        write_text(self.path / "environment.json", json.dumps({**environment(), **extra}, indent=1))
+
+    def log(self, text: str) -> None:
+        """A line of log.txt."""
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line and flush it, so that what a checkpoint knows is also on disk."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if self.tracker is not None:
+            self.tracker.write(line)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every whole line; a line torn by a kill is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = []
+        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue
+        return lines
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything is there. A resumed run loses its final figures first, and then counts as unfinished."""
+        return self.report.is_file() and any(line.get("final") for line in self.read_metrics())
+
+    @property
+    def busy(self) -> bool:
+        """Whether another process is writing here. Not for the writer itself: asking would let go of its own lock."""
+        if not (self.path / ".lock").exists():
+            return False
+        probe = RunFolder(self.path)
+        try:
+            probe.lock()
+        except FileExistsError:
+            return True
+        probe.unlock()
+        return False
+
+    def cut_metrics(self, step: int) -> None:
+        """Forget what was logged after the checkpoint, and any final figures."""
+        kept = [line for line in self.read_metrics() if line["step"] <= step and not line.get("final")]
+        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and command, as they stand beside every figure."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "unknown"
+
+    cuda = torch.cuda.is_available()
+    return {
+        "vitrail": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": installed("torchvision"),
+        "timm": installed("timm"),
+        "numpy": installed("numpy"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if cuda else "none",
+        "command": " ".join(["vitrail", *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def free_name(base: Path) -> Path:
+    """`base`, or `base-2`, `base-3`, ... where that is taken."""
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = base.with_name(f"{base.name}-{n}")
+    return path
+
+
+FORMAT = 1
+
+
+@dataclass
+class State:
+    """Everything that training needs to go on as if it had never stopped."""
+
+    step: int  # optimiser steps done
+    tensors: dict[str, Tensor]  # by name: objective/..., ema/..., optimizer/..., rng/..., meter/...
+    facts: dict[str, Any] = field(default_factory=dict)  # plain values
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose name starts with `prefix/`, without it."""
+        cut = len(prefix) + 1
+        return {name[cut:]: t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        data = tensors[name].detach().cpu().contiguous()
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:09d}.safetensors"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, oldest first."""
+    found = (re.fullmatch(r"step-(\d+)\.safetensors", p.name) for p in folder.glob("step-*.safetensors"))
+    return sorted(int(m[1]) for m in found if m)
+
+
+def save(folder: Path, state: State, keep: int) -> Path:
+    """Write a checkpoint, then remove all but the newest `keep`; nothing older goes before the new one is safe."""
+    header = {"format": FORMAT, "step": state.step, "facts": state.facts, "checksum": _checksum(state.tensors)}
+    path = _file(folder, state.step)
+    write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
+    for step in steps_saved(folder)[: -max(1, keep)]:
+        _file(folder, step).unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> State:
+    """Read one checkpoint. Raises `ValueError` with one sentence if it is damaged or foreign."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})["vitrail"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"checkpoint {path} is damaged or not ours ({reason})") from None
+    if header.get("format") != FORMAT:
+        raise ValueError(f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}")
+    if header["checksum"] != _checksum(tensors):
+        raise ValueError(f"checkpoint {path} is damaged (its checksum does not match)")
+    return State(header["step"], current_names(tensors), header["facts"])
+
+
+def newest(folder: Path) -> tuple[State | None, list[str]]:
+    """The newest checkpoint that is whole, and a sentence for each damaged one that was passed over."""
+    damaged: list[str] = []
+    for step in reversed(steps_saved(folder)):
+        try:
+            return read(_file(folder, step)), damaged
+        except ValueError as error:
+            damaged.append(str(error))
+    return None, damaged

@@ -1,0 +1,287 @@
+"""From noise to an image: the probability-flow equation of diffusion, in steps.
+
+With lambda = log(signal / noise), the exact solution from time s to time t is
+
+    z_t = (noise_t / noise_s) z_s + noise_t * integral over lambda from s to t of e^lambda x(z, lambda)
+
+in which x is the image that the network sees in z. DDIM takes x as constant over a step (Song and others 2021): first
+order. DPM-Solver++(2M) takes it as the line through this x and the one before it (Lu and others 2022): second order.
+
+The interface of diffusion models for GeNIe (Abbasi Koohpayegani et al., 2023, arXiv 2312.02548).
+
+    X_r = STDiff(X_S, T, r): noise the image part of the way, then denoise it under another class
+
+`r` is a time in training: of the steps of a whole run, only those with a time of at most r are made. How much noise
+that is depends on the schedule; `vitrail.model.trunks.denoiser.equal_noise` converts between schedules.
+
+A diffusion model that was trained here, as a `Diffuser`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vitrail.data.augment.pixel_ops import normal_noise
+from vitrail.model.classifier import Classifier
+from vitrail.model.config import NoiseScheduleName
+from vitrail.model.optimize import Replay
+from vitrail.model.trunks.denoiser import Denoiser, NoiseSchedule, equal_noise
+
+Solver = Literal["ddim", "dpm"]
+
+
+def solve(
+    clean: Callable[[Tensor, float], Tensor],
+    z: Tensor,
+    times: Sequence[float],
+    schedule: NoiseSchedule,
+    solver: Solver = "dpm",
+) -> Tensor:
+    """Follow z [batch, ...] from times[0] down to times[-1]; `clean(z, time)` says which image it sees.
+
+    One call of `clean` a step. At time 0 no noise is left, whatever the schedule says; a step that ends there is of
+    first order, since lambda is infinite.
+    """
+    signal, noise = (level.tolist() for level in schedule.levels(torch.tensor(times, dtype=torch.float64)))
+    if times[-1] == 0:
+        signal[-1], noise[-1] = 1.0, 0.0
+    before: Tensor | None = None
+    reach = 0.0  # of the step before, in lambda
+    for i in range(len(times) - 1):
+        seen = clean(z, times[i])
+        shrink = noise[i + 1] / noise[i]
+        fall = shrink * signal[i] / signal[i + 1]  # e^-h, with h the step in lambda
+        guess = seen
+        step = -math.log(fall) if fall > 0 else math.inf
+        if solver == "dpm" and before is not None and fall > 0:
+            guess = seen + (seen - before) * (step / (2 * reach))
+        z = shrink * z + signal[i + 1] * (1 - fall) * guess
+        before, reach = seen, step
+    return z
+
+
+def times_from(r: float, steps: int, made: int) -> list[float]:
+    """Times of `made` steps from r down to 0, the last ones of `steps` even steps from 1.
+
+    The first begins at r itself, so that the noise an image carries is always that of its time.
+    """
+    return [r, *(i / steps for i in range(made - 1, -1, -1))]
+
+
+PURE_NOISE = 0.999  # an r above it means that nothing of the image is left
+
+
+class Diffuser(Protocol):
+    """Makes images of a class, from another image or from noise alone. Each depends on its own seed and on no other.
+
+    `classes` names what targets count: target [batch] of places in it; seeds [batch] of whole numbers.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    steps: int
+
+    def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        """Images [batch, 3, height, width], bytes or floats in 0..1, changed towards `target`; of the kind given."""
+        ...
+
+    def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
+        """Images of the target classes from noise alone: bytes [batch, 3, height, width]."""
+        ...
+
+    def evaluations(self, r: float) -> int:
+        """What an image costs: rows that the network sees for it, two a step where it is guided."""
+        ...
+
+
+def steps_run(r: float, steps: int) -> int:
+    """How many of `steps` are made from noise level `r` on: floor(r * steps).
+
+    >>> [steps_run(r, 50) for r in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
+    [15, 25, 30, 35, 40, 45, 50]
+    """
+    if not 0 <= r <= 1:
+        raise ValueError(f"r is a share of the noise, so {r:g} must lie between 0 and 1")
+    return steps if r > PURE_NOISE else math.floor(r * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
+
+
+def check_request(
+    classes: Sequence[str], target: Tensor, seeds: Tensor, images: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Targets and seeds as int64; raises `ValueError` where they do not fit the images or the classes."""
+    target, seeds = (torch.as_tensor(t).to(torch.int64) for t in (target, seeds))
+    count = len(target) if images is None else len(images)
+    if target.shape != (count,) or seeds.shape != (count,):
+        raise ValueError(
+            f"{count} images need as many targets and seeds, not {list(target.shape)} and {list(seeds.shape)}"
+        )
+    if count and not 0 <= int(target.min()) <= int(target.max()) < len(classes):
+        raise ValueError(f"targets must be places in the {len(classes)} classes, from 0 to {len(classes) - 1}")
+    if images is not None:
+        if images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be [batch, 3, height, width], not {list(images.shape)}")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise ValueError(f"images must be bytes (uint8) or floats in 0..1, not {images.dtype}")
+    return target, seeds
+
+
+def as_signed(images: Tensor) -> Tensor:
+    """Bytes, or floats in 0..1, to float32 in -1..1."""
+    return images.to(torch.float32) / 127.5 - 1 if images.dtype == torch.uint8 else images.to(torch.float32) * 2 - 1
+
+
+def as_given(signed: Tensor, like: torch.dtype) -> Tensor:
+    """Floats in -1..1 to bytes, or to floats in 0..1."""
+    if like == torch.uint8:
+        return ((signed + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return ((signed + 1) / 2).clamp(0, 1).to(like)
+
+
+class OwnDiffuser:
+    """Runs a denoiser (`vitrail train small-diffusion`) with guidance, on pixels.
+
+    `guidance` g moves every guess from that without a class through that with the class: none + g (class - none); 1
+    leaves out the former, and half of the cost. Both are rows of one call. `clip` keeps guessed images in -1..1.
+
+    `r_schedule` is the schedule on which r is stated (none: that of the model). With `scaled_linear`, Stable
+    Diffusion's, r means as much noise as in papers, whatever schedule the model was trained with.
+
+    Noise is a function of an image's seed alone, to the bit. What the network makes of it differs in the last digits
+    between batches of different sizes, where libraries choose other kernels; `exact` always computes `batch` rows, so
+    that an image is the same whatever it was asked for with. On CUDA the network is then one graph, which is several
+    times faster where images are small; its weights must stay where they are.
+    """
+
+    def __init__(
+        self,
+        model: Classifier | str | Path,
+        *,
+        steps: int = 50,
+        solver: Solver = "dpm",
+        guidance: float = 2.0,
+        batch: int = 256,
+        clip: bool = True,
+        exact: bool = False,
+        r_schedule: NoiseScheduleName | None = None,
+        device: str | torch.device | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(model, Classifier):
+            from vitrail.model.store import load_model
+
+            model = load_model(model)
+        if not isinstance(model.trunk, Denoiser):
+            raise ValueError("this model makes no images; train one that does with: vitrail train small-diffusion")
+        if steps < 1 or batch < 1:
+            raise ValueError(f"steps and batch must be at least 1, not {steps} and {batch}")
+        self.model = model.to(device).eval() if device is not None else model.eval()
+        self.name = str(model.spec.get("name") or "denoiser")
+        self.classes = model.classes
+        self.steps, self.solver, self.guidance = steps, solver, guidance
+        self.batch, self.clip, self.exact, self.autocast = batch, clip, exact, autocast
+        self.r_schedule = r_schedule
+        self._graphs: dict[torch.Size, Replay] = {}
+
+    @property
+    def network(self) -> Denoiser:
+        assert isinstance(self.model.trunk, Denoiser)
+        return self.model.trunk
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def size(self) -> int:
+        """Side of the images that it makes."""
+        return self.model.preprocess.size
+
+    def time(self, r: float) -> float:
+        """The model's own time for an r as it is stated; noise alone stays noise alone."""
+        own = self.network.schedule.name
+        return r if r > PURE_NOISE else equal_noise(r, self.r_schedule or own, own)
+
+    def evaluations(self, r: float) -> int:
+        return steps_run(self.time(r), self.steps) * (1 if self.guidance == 1 else 2)
+
+    def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        r = self.time(r)
+        target, seeds = check_request(self.classes, target, seeds, images)
+        if tuple(images.shape[2:]) != (self.size, self.size):
+            raise ValueError(
+                f"the model makes images of {self.size}x{self.size} pixels, these have "
+                f"{images.shape[2]}x{images.shape[3]}; resize them first"
+            )
+        if steps_run(r, self.steps) == 0 or not len(images):
+            return images.clone()
+        made = [
+            self._run(images[rows], target[rows], r, seeds[rows]).to(images.device) for rows in self._rows(len(images))
+        ]
+        return as_given(torch.cat(made), images.dtype)
+
+    def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
+        target, seeds = check_request(self.classes, target, seeds)
+        made = [self._run(None, target[rows], 1.0, seeds[rows]) for rows in self._rows(len(target))]
+        whole = torch.cat(made) if made else torch.empty(0, 3, self.size, self.size)
+        return as_given(whole, torch.uint8).cpu()
+
+    def start(self, images: Tensor | None, r: float, seeds: Tensor) -> Tensor:
+        """Where the way back begins, [batch, 3, height, width]: images at time r, or noise alone above 0.999."""
+        noise = normal_noise(seeds.to(self.device), 3, self.size, self.size)
+        if images is None or r > PURE_NOISE:
+            return noise
+        signed = as_signed(images.to(self.device))
+        return self.network.schedule.noised(signed, noise, torch.full((len(signed),), r, device=self.device))
+
+    def _rows(self, count: int) -> list[slice]:
+        return [slice(first, first + self.batch) for first in range(0, count, self.batch)]
+
+    @torch.inference_mode()
+    def _run(self, images: Tensor | None, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        """Images in -1..1."""
+        count = len(seeds)
+        if self.exact and count < self.batch:
+            fill = [i % count for i in range(self.batch)]
+            images, target, seeds = (None if images is None else images[fill]), target[fill], seeds[fill]
+        label = target.to(self.device)
+        z = self.start(images, r, seeds)
+        if self.device.type == "cuda":
+            z = z.contiguous(memory_format=torch.channels_last)
+        begins = 1.0 if r > PURE_NOISE else r
+        times = times_from(begins, self.steps, steps_run(r, self.steps))
+        with self._precision():
+            made = solve(
+                lambda seen, time: self._clean(seen, time, label), z, times, self.network.schedule, self.solver
+            )
+        return made[:count].clamp(-1, 1)
+
+    def _guessed(self, rows: Tensor, at: Tensor, label: Tensor) -> Tensor:
+        if not (self.exact and rows.is_cuda):
+            return self.network(rows, at, label)
+        if rows.shape not in self._graphs:
+            self._graphs[rows.shape] = Replay(self.network, rows, at, label)
+        made: Tensor = self._graphs[rows.shape](rows, at, label).clone()
+        return made
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def _clean(self, z: Tensor, time: float, label: Tensor) -> Tensor:
+        """The image that the guided network sees in z."""
+        network, rows = self.network, z
+        if self.guidance != 1:
+            rows, label = torch.cat([z, z]), torch.cat([label, torch.full_like(label, network.no_class)])
+        at = torch.full((len(rows),), time, device=z.device)
+        guessed = self._guessed(rows, at, label)
+        if self.guidance != 1:
+            given, free = guessed.chunk(2)
+            guessed = free + self.guidance * (given - free)
+        seen = network.schedule.clean(z, guessed, at[: len(z)])
+        return seen.clamp(-1, 1) if self.clip else seen

@@ -1,0 +1,545 @@
+"""Settings of supervised objectives, with or without a teacher.
+
+Settings of objectives that compare views of images, most of them self-supervised.
+
+Settings of objectives that distil the embeddings of a frozen teacher into a student.
+
+Settings of objectives that reconstruct images, or transfer the attention of a teacher.
+
+Settings of attacks on the compute of adaptive models, and of adversarial training against them.
+
+Settings of the training objectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Supervised learning: cross entropy or binary cross entropy on labels."""
+
+    kind: Literal["supervised"] = "supervised"
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """`bce`: one sigmoid per class (RSB, arXiv 2110.00476). Multi-label data always use it."""
+    smoothing: Fraction = 0.0
+    """Label smoothing: the true class keeps 1 - smoothing."""
+    smoothing_style: Literal["all", "others"] = "all"
+    """Share smoothing over all classes (torch) or over the other classes only (DeiT, arXiv 2012.12877)."""
+    bce_threshold: Fraction | None = None
+    """Targets above it become 1, the rest 0 (none: soft targets)."""
+    bce_sum: bool = False
+    """Sum over classes, then mean over the batch (else mean over both)."""
+    class_weights: str = "none"
+    """none; `balanced`: weigh a class by the inverse of its training frequency, mean weight 1; or weights by name, as
+    "cat=3,lynx=0.5" (1 for those that are not named)."""
+    logit_adjustment: NotNegative = 0.0
+    """Strength with which the log of each class's training frequency is added to its logit, in training alone; 1 makes
+    rare classes count as if all were as frequent (Menon et al., arXiv 2007.07314). With `bce` the log odds (LiVT, Xu et
+    al., arXiv 2212.02015)."""
+    count_generated: bool = True
+    """Whether generated images count for frequencies (where the data tell them from real ones)."""
+    classifier_loss: Literal["sum", "mean"] = "sum"
+    """How the losses of several classifiers of one head are put together."""
+
+
+def named_weights(text: str) -> dict[str, float]:
+    """Weights by class of `class_weights`; empty for none and balanced. Raises `ValueError` for any other text.
+
+    >>> named_weights("cat=3, lynx=0.5")
+    {'cat': 3.0, 'lynx': 0.5}
+    """
+    if text in ("none", "balanced"):
+        return {}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            found[""] = 0.0
+    if "" in found or not all(0 <= weight < float("inf") for weight in found.values()):
+        raise ValueError(f"{text!r} is not none, balanced or NAME=WEIGHT,NAME=WEIGHT with weights of 0 and more")
+    return found
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Knowledge distillation: labels and a teacher (DeiT, Touvron et al., 2020, arXiv 2012.12877).
+
+    A head with a distillation token gives its class classifier the labels and the other one the teacher; any other head
+    learns both with every classifier.
+    """
+
+    kind: Literal["distillation"] = "distillation"
+    teacher: str = ""
+    """A run folder, a model folder, timm:NAME with its published weights, or a weights file of a CIFAR ResNet."""
+    mode: Literal["hard", "soft"] = "hard"
+    """`hard`: the teacher's decision is a second label. `soft`: its probabilities, at `temperature`."""
+    weight: Fraction | None = None
+    """Share of the teacher (none: one half for hard, 0.1 for soft)."""
+    temperature: Positive = 3.0
+    """Of soft targets."""
+    first: Literal["teacher", "student"] = "teacher"
+    """Soft: KL(teacher || student), as usual, or KL(student || teacher), as DeiT's eq. 2 is printed."""
+    cache: bool = False
+    """Ask the teacher once for each image; only where views are fixed (crop evaluation, no flips, no mixing)."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How labels are learned."""
+
+
+@dataclass(frozen=True)
+class GrafitConfig:
+    """Fine-grained representations from coarse labels (Grafit, Touvron et al., 2020, arXiv 2011.12982).
+
+    The sum of the parts with the weights below. The model's head must be `projected`: what it embeds is compared.
+    """
+
+    kind: Literal["grafit"] = "grafit"
+    neighbours: NotNegative = 1.0
+    """Weight of the neighbour loss (NCA) over the memory of all training images."""
+    instance: NotNegative = 1.0
+    """Weight of the instance loss: agreement of views with the momentum encoder."""
+    classification: NotNegative = 0.0
+    """Weight of the labels' cross entropy."""
+    triplet: NotNegative = 0.0
+    """Weight of the triplet loss within a batch."""
+    views: Count = 4
+    """Augmented views of each image (2 or more for `instance`; the others take the first)."""
+    temperature: Positive = 0.05
+    momentum: Fraction = 0.99
+    """Decay of the momentum encoder."""
+    predictor_hidden: Count = 4096
+    triplet_margin: Positive = 0.2
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+
+
+@dataclass(frozen=True)
+class OneConfig:
+    """On-the-fly native ensemble (ONE, Lan et al., 2018, arXiv 1806.04606): branches learn labels and their gated
+    ensemble."""
+
+    kind: Literal["one"] = "one"
+    temperature: Positive = 3.0
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """Next-token prediction of completions, given their prompts; the model's head must be `next_token`."""
+
+    kind: Literal["language_model"] = "language_model"
+    smoothing: Fraction = 0.0
+    """Label smoothing: the true word keeps 1 - smoothing, the whole vocabulary shares the rest."""
+
+
+Views = Literal["weak_strong", "strong_strong", "weak_weak"]
+
+
+@dataclass(frozen=True)
+class MomentumConfig:
+    """What objectives with a momentum teacher share. The model's head must be `projected`."""
+
+    momentum: Fraction = 0.99
+    """Decay of the momentum teacher."""
+    momentum_end: Fraction | None = None
+    """Its decay at the end of the run, on a cosine; 1 as in BYOL's paper (none: constant)."""
+
+
+@dataclass(frozen=True)
+class PairConfig(MomentumConfig):
+    """What objectives share that show one view to the momentum teacher and another to the model."""
+
+    views: Views = "strong_strong"
+    """The teacher's and the model's: made by data.weak or data.augment (the papers' w/s, s/s, w/w)."""
+
+
+@dataclass(frozen=True)
+class BankConfig(PairConfig):
+    """What objectives with a bank of earlier embeddings share."""
+
+    bank: Count = 128_000
+    """Embeddings that the bank holds; the oldest make room."""
+    bank_precision: Literal["float32", "bf16"] = "float32"
+
+
+@dataclass(frozen=True)
+class ByolConfig(PairConfig):
+    """Predict the momentum encoder's embedding of another view (BYOL, Grill et al., 2020, arXiv 2006.07733)."""
+
+    kind: Literal["byol"] = "byol"
+    predictor_hidden: Count = 4096
+    symmetric: bool = False
+    """Learn from both views, each against the other (else one way, which costs half: BYOL-asym)."""
+    uniformity: NotNegative = 0.0
+    """Weight of UniSiam's uniformity term over the batch (Lu et al., 2022, arXiv 2207.09176; published: 0.1, with
+    `symmetric` and a momentum of 0, which makes the momentum encoder the model itself)."""
+    uniformity_temperature: Positive = 2.0
+
+
+@dataclass(frozen=True)
+class MocoConfig(BankConfig):
+    """Contrast the other view of an image with a bank of other images (MoCo, He et al., 2019, arXiv 1911.05722)."""
+
+    kind: Literal["moco"] = "moco"
+    symmetric: bool = False
+    """Both views are query and key in turn; a step costs twice as much."""
+    momentum: Fraction = 0.999
+    bank: Count = 65_536
+    temperature: Positive = 0.2
+
+
+@dataclass(frozen=True)
+class IsdConfig(BankConfig):
+    """Match the momentum encoder's similarities to a queue of other images (ISD, Tejankar et al., 2020, arXiv
+    2012.09259)."""
+
+    kind: Literal["isd"] = "isd"
+    views: Views = "weak_strong"
+    predictor_hidden: Count = 4096
+    temperature: Positive = 0.1
+    """Of the online network."""
+    teacher_temperature: Positive = 0.01
+    """Of the momentum teacher; below the other one it sharpens what is learned."""
+
+
+@dataclass(frozen=True)
+class MsfConfig(BankConfig):
+    """Move towards the mean of the nearest neighbours in a bank (MSF, Abbasi Koohpayegani et al., 2021, arXiv
+    2105.07269)."""
+
+    kind: Literal["msf"] = "msf"
+    views: Views = "weak_strong"
+    predictor_hidden: Count = 4096
+    k: Count = 5
+    """Neighbours, the image itself among them; with 1 this is BYOL."""
+
+
+@dataclass(frozen=True)
+class CmsfConfig(BankConfig):
+    """Mean shift among a constrained set of neighbours (CMSF, Navaneet et al., 2021, arXiv 2112.04607)."""
+
+    kind: Literal["cmsf"] = "cmsf"
+    views: Views = "weak_strong"
+    predictor_hidden: Count = 4096
+    constraint: Literal["self", "semi", "supervised"] = "self"
+    """`self`: an older embedding of the same images; `supervised`: the label; `semi`: the label of a share of the
+    images, and confident pseudo-labels of the others."""
+    k: Count | None = 5
+    """Neighbours, the image itself among them (none: all that are allowed, with labels only)."""
+    pool: Count = 5
+    """`self`: neighbours in the older embedding, among which `k` are chosen."""
+    labelled: Fraction = 0.1
+    """`semi`: share of every class whose labels may be used."""
+    threshold: Fraction = 0.85
+    """`semi`: probability above which a pseudo-label counts."""
+
+
+@dataclass(frozen=True)
+class DinoConfig(MomentumConfig):
+    """Predict from small views what the momentum teacher predicts from large ones (DINO, Caron et al., 2021, arXiv
+    2104.14294).
+
+    Two large views are made by data.augment; small ones too, of a smaller share of the image.
+    """
+
+    kind: Literal["dino"] = "dino"
+    momentum: Fraction = 0.996
+    momentum_end: Fraction | None = 1.0
+    prototypes: Annotated[int, Range(2)] = 65_536
+    """Learned directions over which the softmaxes go."""
+    temperature: Positive = 0.1
+    """Of the student."""
+    teacher_temperature: Positive = 0.07
+    teacher_temperature_start: Positive = 0.04
+    teacher_warmup: Fraction = 0.3
+    """Share of the run in which the teacher's temperature rises from its start."""
+    centre_momentum: Fraction = 0.9
+    """Decay of the centre, the running mean of the teacher's scores that is subtracted from them."""
+    freeze_last: Fraction = 0.01
+    """Share of the run in which the prototypes do not learn yet (the authors: one epoch of a hundred)."""
+    local_views: Whole = 8
+    """Small views of each image."""
+    local_size: Count | None = 96
+    """Their side in pixels (none: the model's, where it can see no other)."""
+    local_scale: tuple[Fraction, Fraction] = (0.05, 0.4)
+    """Share of the image's area that they cover; large ones: data.augment.scale."""
+
+
+@dataclass(frozen=True)
+class SupconConfig:
+    """Supervised contrast within a batch (SupCon, Khosla et al., 2020, arXiv 2004.11362)."""
+
+    kind: Literal["supcon"] = "supcon"
+    temperature: Positive = 0.1
+
+
+@dataclass(frozen=True)
+class ProtonwConfig(BankConfig):
+    """Classification by the class means of a bank (the baseline ProtoNW of CMSF, arXiv 2112.04607)."""
+
+    kind: Literal["protonw"] = "protonw"
+    predictor_hidden: Count = 4096
+    temperature: Positive = 0.1
+
+
+@dataclass(frozen=True)
+class CompresConfig:
+    """Match a frozen teacher's similarity distribution over a queue of anchors (CompRess, Abbasi Koohpayegani et al.,
+    2020, arXiv 2010.14713)."""
+
+    kind: Literal["compres"] = "compres"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    queues: Annotated[int, Range(1, 2)] = 1
+    """1: compare with the teacher's anchors, through a linear map where widths differ. 2: with those of the
+    student's momentum encoder."""
+    temperature: Positive = 0.04
+    bank: Count = 128_000
+    """Embeddings that a queue holds; the oldest make room."""
+    bank_precision: Literal["float32", "bf16"] = "float32"
+    momentum: Fraction | None = None
+    """Two queues: decay of the student's momentum encoder. None: 1 - 650 / steps, at least 0 and at most 0.999, so that
+    it lags by the share of the run that the paper's 0.999 does in 650,000 steps (0.15 %)."""
+    cache: bool = False
+    """Embed each image once by the teacher and keep the embedding of its first view."""
+
+
+@dataclass(frozen=True)
+class SimregConfig:
+    """Regress a frozen teacher's embedding (SimReg, Navaneet et al., 2022, arXiv 2201.05131)."""
+
+    kind: Literal["simreg"] = "simreg"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    layers: Count = 4
+    """Of the predictor, which is discarded after training; 1 is plain regression."""
+    hidden: Count | None = None
+    """Width between the predictor's layers (none: twice the embedding)."""
+    match: Literal["unit", "raw", "batch_norm"] = "unit"
+    """Compare unit vectors, embeddings as they are, or both normalised over the batch."""
+
+
+@dataclass(frozen=True)
+class ClustersConfig:
+    """Classify the cluster of a frozen teacher's features (the baseline CC of CompRess, arXiv 2010.14713)."""
+
+    kind: Literal["clusters"] = "clusters"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    clusters: Annotated[int, Range(2)] = 16_000
+
+
+@dataclass(frozen=True)
+class CrdConfig:
+    """Contrast a frozen teacher's embedding of an image with those of others (CRD, Tian et al., 2019, arXiv
+    1910.10699)."""
+
+    kind: Literal["crd"] = "crd"
+    teacher: str = ""
+    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: its own)."""
+    width: Count = 128
+    """To which both embeddings are mapped."""
+    negatives: Count = 16_384
+    temperature: Positive = 0.07
+
+
+@dataclass(frozen=True)
+class MaeConfig:
+    """Masked autoencoding: masked patches are predicted from visible ones, without labels (MAE, He et al., 2021, arXiv
+    2111.06377)."""
+
+    kind: Literal["mae"] = "mae"
+    mask: Fraction = 0.75
+    """Share of the patches that is masked."""
+    decoder_width: Count = 512
+    decoder_depth: Count = 8
+    decoder_heads: Count = 16
+    normalise: bool = True
+    """Pixels of every patch are brought to mean 0 and deviation 1 before they are compared."""
+
+
+@dataclass(frozen=True)
+class DiffusionConfig:
+    """Class-conditional denoising diffusion; the model must be a denoiser."""
+
+    kind: Literal["diffusion"] = "diffusion"
+    prediction: Literal["v", "eps"] = "v"
+    """Prediction target: velocity, or the noise itself."""
+    schedule: Literal["cosine", "scaled_linear"] = "cosine"
+    """How the signal fades; `scaled_linear` is Stable Diffusion's."""
+    drop_label: Fraction = 0.1
+    """Share of labels that are withheld, for guidance."""
+    min_snr: Positive | None = None
+    """Cap of the weight of times with little noise; 5 is usual (none: no weights)."""
+
+
+@dataclass(frozen=True)
+class AttentionTransferConfig:
+    """Labels, and the attention of a teacher (attention transfer, Li et al., 2024, arXiv 2411.09702).
+
+    `copy`: the student uses the teacher's attention, and needs it at inference, too. `distill`: it has its own, which
+    is drawn to the teacher's; the teacher is dropped after training.
+    """
+
+    kind: Literal["attention_transfer"] = "attention_transfer"
+    teacher: str = ""
+    """A run or model folder, timm:NAME of a plain ViT, random (untrained), or a .safetensors file with `attention.0`
+    and so on: [heads, tokens, tokens], or with images in front, by stable index (distill, fixed views)."""
+    mode: Literal["copy", "distill"] = "distill"
+    target: Literal["map", "q", "k", "v", "qk", "features"] = "map"
+    """What is taken. Distilled maps: cross entropy; all else: mean squared error. Copying q and k is copying maps."""
+    layers: str = "all"
+    """Layers of the student that take: all, first:K, last:K, or a list such as 0,1,5."""
+    heads: str = "all"
+    """Heads of the student that take: all, first:K, last:K, or a list."""
+    layer_map: tuple[Whole, ...] = ()
+    """Teacher's layer for each of them (empty: the same; needed where depths differ)."""
+    head_map: tuple[Whole, ...] = ()
+    """Teacher's head for each of them (empty: the same; needed where numbers of heads differ)."""
+    aggregate: Literal["none", "examples", "layers", "heads", "queries"] = "none"
+    """Average the teacher's maps over this before they are taken; examples: a running mean over training."""
+    weight: NotNegative = 1.0
+    """Of the distillation loss, relative to 1 for the labels (the paper: 3 for its main result, 1 elsewhere)."""
+    head_reduction: Literal["mean", "sum"] = "mean"
+    """Over heads; always the mean over images and queries, and the sum over layers."""
+    drop_path: Literal["off", "shared"] = "off"
+    """The teacher's: none, or the student's masks for both."""
+    teacher_size: Count | None = None
+    """Image size that the teacher sees (none: the student's)."""
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How labels are learned."""
+
+
+@dataclass(frozen=True)
+class AttackConfig:
+    """A universal patch or perturbation that raises the compute of a frozen adaptive model (SlowFormer, Navaneet et
+    al., 2023, arXiv 2310.02544).
+
+    `optim.lr` is in standard deviations of normalised images, as published: 0.2 is about 11 of 255 levels.
+    """
+
+    kind: Literal["attack"] = "attack"
+    change: Literal["patch", "perturbation"] = "patch"
+    """A square that takes the place of pixels, or at most `eps` levels more or less of every pixel."""
+    size: Count = 64
+    """Side of the patch in pixels."""
+    place: str = "top_left"
+    """Where the patch is: top_left, centre, random (drawn once from `seed`), or ROW,COLUMN."""
+    eps: Annotated[int, Range(1, 255)] = 16
+    """Perturbation: levels of 255."""
+    loss: Literal["compute", "ntap", "tap", "random"] = "compute"
+    """`compute`: by the victim's policy. For comparison: `ntap`, any wrong class; `tap`, the class `target`;
+    `random`, nothing is learned."""
+    layer_weights: tuple[NotNegative, ...] = ()
+    """ATS: weight of each sampling block (empty: 1)."""
+    prior: Literal["thesis", "released"] = "thesis"
+    """A-ViT: push halting away from its prior (default, as published) or towards it (the authors' released code)."""
+    task: Literal["none", "preserve", "destroy"] = "none"
+    """Whether accuracy is to stay or to go besides."""
+    task_weight: NotNegative = 1.0
+    """Of the cross entropy, where it counts; not published."""
+    target: Whole = 0
+    """`tap`: the class, counted from 0."""
+    seed: Whole = 0
+    """Of the patch's start and of a random place."""
+
+
+@dataclass(frozen=True)
+class DefenceConfig:
+    """Adversarial training: labels, on images that carry patches learned against the model during the run (SlowFormer's
+    defence, arXiv 2310.02544)."""
+
+    kind: Literal["defence"] = "defence"
+    every: Count = 500
+    """Steps between new patches; published: five per epoch."""
+    inner_steps: Count = 500
+    """Steps in which a patch is made."""
+    inner_lr: Positive = 0.8
+    """Their learning rate, in standard deviations of normalised images."""
+    clean: Fraction = 0.0
+    """Share of steps without a patch."""
+    attack: AttackConfig = field(default_factory=AttackConfig)
+    """How patches are made."""
+    labels: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How labels are learned."""
+
+
+__all__ = [
+    "WITHOUT_LABELS",
+    "AttackConfig",
+    "AttentionTransferConfig",
+    "BankConfig",
+    "ByolConfig",
+    "ClustersConfig",
+    "CmsfConfig",
+    "CompresConfig",
+    "CrdConfig",
+    "DefenceConfig",
+    "DiffusionConfig",
+    "DinoConfig",
+    "DistillationConfig",
+    "GrafitConfig",
+    "IsdConfig",
+    "LanguageModelConfig",
+    "MaeConfig",
+    "MocoConfig",
+    "MomentumConfig",
+    "MsfConfig",
+    "ObjectiveConfig",
+    "OneConfig",
+    "PairConfig",
+    "ProtonwConfig",
+    "SimregConfig",
+    "SupconConfig",
+    "SupervisedConfig",
+    "Views",
+    "learns_without_labels",
+    "named_weights",
+]
+
+ObjectiveConfig = (
+    SupervisedConfig
+    | DistillationConfig
+    | GrafitConfig
+    | OneConfig
+    | AttentionTransferConfig
+    | MaeConfig
+    | DiffusionConfig
+    | LanguageModelConfig
+    | ByolConfig
+    | MocoConfig
+    | IsdConfig
+    | MsfConfig
+    | CmsfConfig
+    | CompresConfig
+    | SimregConfig
+    | ClustersConfig
+    | CrdConfig
+    | DinoConfig
+    | SupconConfig
+    | ProtonwConfig
+    | AttackConfig
+    | DefenceConfig
+)
+
+WITHOUT_LABELS = ("mae", "byol", "moco", "isd", "msf", "compres", "simreg", "clusters", "crd", "dino")
+
+
+def learns_without_labels(config: ObjectiveConfig) -> bool:
+    """Whether labels serve metrics only, so that unlabelled images can be used."""
+    return config.kind in WITHOUT_LABELS or (isinstance(config, CmsfConfig) and config.constraint == "self")

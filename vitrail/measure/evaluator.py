@@ -1,0 +1,388 @@
+"""Rows that the processes of a group hold, together.
+
+Predictions of a model for everything a loader gives, and the figures that follow from them.
+
+Nothing waits for the device inside the loop: results stay there and are fetched in large pieces. In a process group
+every rank predicts its own rows and all ranks get all rows, each exactly once.
+
+Metrics that need no labels: whether embeddings distinguish images.
+
+Which rows of a labelled set are drawn: so many of every class, at random.
+
+Evaluation on a subset of a model's classes: the others cannot be predicted (as under shift, ImageNet-A or -R).
+
+Predictions of a finished run for each test image, stored so that runs can be compared image by image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.data.counter import uniform
+from vitrail.measure.classification import Figures, SingleLabelFigures, classification
+from vitrail.model.store import read_tensors, write_tensors
+from vitrail.schema import near
+
+
+def rows_of_all(columns: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """Rows of all ranks: the first column says their order; every column is [rows, ...], as long as the others.
+
+    A rank may have no rows at all (none), and then knows no shapes; none where nobody has any. In one process rows come
+    back as they are, and in their order.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None if columns is None else list(columns)
+    own = None if columns is None else [(c.shape, c.dtype) for c in columns]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    shapes = next((one for one in told if one is not None), None)
+    if shapes is None:
+        return None
+    counts = [0 if one is None else one[0][0][0] for one in told]
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    made = []
+    for number, (shape, dtype) in enumerate(shapes):
+        padded = torch.zeros(max(counts), *shape[1:], dtype=dtype, device=device)  # ranks must send equal sizes
+        if columns is not None:
+            padded[: len(columns[number])] = columns[number]
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded)
+        made.append(torch.cat([rows[:n] for rows, n in zip(received, counts, strict=True)]))
+    order = made[0].argsort(stable=True)
+    return [column[order] for column in made]
+
+
+Model = Callable[[Tensor], Tensor]  # images [batch, 3, height, width] -> logits [batch, classes]
+Advance = Callable[[int], None]  # called with the number of images just handed to the model
+
+FETCH_BYTES = 64 * 2**20  # results kept on the device before they are fetched
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What a model said about each image, on the CPU."""
+
+    index: Tensor  # [images] stable index of each image in its source
+    target: Tensor  # [images] class, or [images, classes] of 0/1
+    logits: Tensor  # [images, classes] float32
+
+    @property
+    def multilabel(self) -> bool:
+        return self.target.ndim == 2
+
+    @property
+    def probabilities(self) -> Tensor:  # [images, classes]
+        return self.logits.sigmoid() if self.multilabel else self.logits.softmax(1)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A prediction that was wrong, and how sure the model was."""
+
+    index: int  # stable index of the image in its source
+    truth: tuple[int, ...]  # classes the image has
+    guess: int  # class that was wrongly given (or, multi-label, wrongly withheld)
+    probability: float  # of `guess`
+    truth_probability: float  # that the model gave to the right answer
+
+
+class EvaluationData(Protocol):
+    """What an evaluator may read: class names and a loader for each split."""
+
+    @property
+    def classes(self) -> Sequence[str]: ...
+
+    @property
+    def loaders(self) -> Mapping[str, Iterable[Batch]]: ...
+
+    @property
+    def split(self) -> str: ...  # the split that is judged; others may serve as reference (neighbours, probes)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The plain `EvaluationData`."""
+
+    classes: Sequence[str]
+    loaders: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
+    split: str = "val"
+    levels: Sequence[str] = ()  # names of the levels of a taxonomy, finest first
+
+
+class Findings(TypedDict):
+    """What an evaluator found."""
+
+    numbers: dict[str, float]  # fractions, one line of metrics.jsonl
+    tables: dict[str, Any]  # plain lists and dicts
+    pictures: dict[str, Any]  # name -> uint8 [height, width, 3]
+
+
+class Evaluator(Protocol):
+    """A named way to judge a model."""
+
+    def __call__(
+        self,
+        model: Model,
+        data: EvaluationData,
+        *,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> Findings: ...
+
+
+def predict_all(
+    model: Model,
+    loader: Iterable[Batch],
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Advance | None = None,
+) -> Predictions:
+    """Logits of `model`, in evaluation mode, for every image of `loader`, in float32 on the CPU.
+
+    Runs on `device` (none: where the batches are), under autocast where a dtype is given. In one process rows keep the
+    loader's order; in a process group all ranks get the rows of all ranks, ordered by index. Every module's own
+    training flag is put back afterwards. Raises `ValueError` for an empty loader.
+    """
+    pieces: list[Predictions] = []
+    waiting: list[Predictions] = []
+    waiting_bytes = 0
+    with evaluation_mode(model):
+        for batch in loader:
+            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
+            # Around the model only: tensors that a loader makes and keeps must stay usable in training.
+            with torch.inference_mode(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+                logits = model(images).float()
+            if logits.ndim != 2 or len(logits) != len(batch):
+                raise ValueError(
+                    f"the model gave shape {list(logits.shape)} for {len(batch)} images; "
+                    "logits [images, classes] are needed"
+                )
+            waiting.append(Predictions(batch.index, batch.label, logits))
+            waiting_bytes += logits.numel() * 4
+            if waiting_bytes >= FETCH_BYTES:
+                pieces.append(_fetch(waiting))
+                waiting, waiting_bytes = [], 0
+            if progress is not None:
+                progress(len(batch))
+    if waiting:
+        pieces.append(_fetch(waiting))
+    own = _fetch(pieces) if pieces else None
+    found = rows_of_all(None if own is None else (own.index, own.target, own.logits))
+    if found is None:
+        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+    return Predictions(*(column.cpu() for column in found))
+
+
+def evaluate(
+    model: Model,
+    loader: Iterable[Batch],
+    classes: Sequence[str] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Advance | None = None,
+) -> Figures:
+    """Figures of `model` on every image of `loader`; the same on every rank of a process group."""
+    made = predict_all(model, loader, device=device, autocast=autocast, progress=progress)
+    return classification(made.logits, made.target, classes)
+
+
+def worst_mistakes(predictions: Predictions, most: int = 12) -> list[Mistake]:
+    """The errors about which the model was most sure, at most one an image, surest first."""
+    probability = predictions.probabilities
+    rows = torch.arange(len(predictions))
+    if predictions.multilabel:
+        wrongness = (probability - predictions.target.to(probability.dtype)).abs()
+        sure, guess = wrongness.max(1)
+        wrong = sure > 0.5
+        truth = [tuple(int(c) for c in row.nonzero()[:, 0]) for row in predictions.target]
+        truth_probability = 1 - sure
+    else:
+        sure, guess = probability.max(1)
+        wrong = guess != predictions.target
+        truth = [(int(c),) for c in predictions.target]
+        truth_probability = probability[rows, predictions.target]
+    order = torch.where(wrong, sure, -1.0).argsort(descending=True, stable=True)[: min(most, int(wrong.sum()))]
+    return [
+        Mistake(
+            int(predictions.index[row]),
+            truth[row],
+            int(guess[row]),
+            float(probability[row, guess[row]]),
+            float(truth_probability[row]),
+        )
+        for row in order.tolist()
+    ]
+
+
+def classify(
+    model: Model,
+    data: EvaluationData,
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Findings:
+    """The evaluator "classification": accuracy, calibration and per-class figures of one split."""
+    figures = evaluate(model, data.loaders[data.split], data.classes, device=device, autocast=autocast)
+    tables: dict[str, Any] = {"figures": figures.to_json()}
+    if isinstance(figures, SingleLabelFigures):
+        tables["confused"] = [
+            {"true": figures.classes[true], "predicted": figures.classes[guess], "images": images}
+            for true, guess, images in figures.confused_pairs()
+        ]
+    return {"numbers": figures.scalars(), "tables": tables, "pictures": {}}
+
+
+@contextmanager
+def evaluation_mode(model: Model) -> Iterator[None]:
+    """The model in evaluation mode; every module's own training flag is put back."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    # Flags differ inside a model (a frozen trunk below a trained head), so one flag for the whole would lose them.
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags.items():
+            module.training = training
+
+
+def _fetch(pieces: Sequence[Predictions]) -> Predictions:
+    return Predictions(
+        torch.cat([p.index for p in pieces]).cpu(),
+        torch.cat([p.target for p in pieces]).cpu(),
+        torch.cat([p.logits for p in pieces]).cpu(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class UnlabelledFigures(Figures):
+    """No classes, so nothing of each class, and no loss (NaN)."""
+
+    spread: float
+    """Of the embeddings: 0 where all images get one, 1 where they point everywhere alike."""
+    rank: float
+    """In how many directions they differ (participation ratio)."""
+
+    def scalars(self) -> dict[str, float]:
+        return {"spread": self.spread, "rank": self.rank}
+
+
+DRAW = 0x64726177  # keeps these numbers apart from those by which training images are drawn
+
+
+def draw_by_class(labels: Tensor, wanted: Callable[[int], int], seed: int) -> Tensor:
+    """Rows [drawn], ascending: of a class of n rows `wanted(n)` are drawn, never more than it has.
+
+    `labels` [rows]. Each row has a random number of its own, a function of seed and place, and the smallest of a class
+    are drawn: so a smaller draw with the same seed is part of a larger one.
+
+    >>> draw_by_class(torch.tensor([0, 0, 1, 1, 1]), lambda n: n, seed=0).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    if labels.ndim != 1:
+        raise ValueError("rows are drawn by class, so each needs one label; these have several")
+    known = labels.cpu().numpy()
+    order = np.lexsort((uniform(seed, DRAW, np.arange(len(known))), known))
+    sizes = np.bincount(known)
+    first = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
+    counts = np.array([min(int(n), max(0, wanted(int(n)))) if n else 0 for n in sizes], np.int64)
+    place = np.arange(len(known)) - np.repeat(first, sizes)
+    chosen = np.sort(order[place < np.repeat(counts, sizes)])
+    return torch.from_numpy(chosen).to(labels.device)
+
+
+def only_classes(predictions: Predictions, classes: Sequence[str], kept: Sequence[str]) -> Predictions:
+    """Logits of the `kept` classes only, in that order, for the images that have one of them.
+
+    `classes` are those of the predictions. Labels are counted anew; images of other classes are left out, and where
+    several labels may hold only the other labels are. Raises `ValueError` for an unknown class, or without images.
+    """
+    names = list(classes)
+    unknown = [name for name in kept if name not in names]
+    if unknown:
+        raise ValueError(f"the model has no class {unknown[0]!r}{near(unknown[0], names)}")
+    if not kept or len(set(kept)) != len(kept):
+        raise ValueError(f"name each class that may be chosen once, not {', '.join(kept) or 'none'}")
+    columns = [names.index(name) for name in kept]
+    logits, target = predictions.logits[:, columns], predictions.target
+    if predictions.multilabel:
+        return Predictions(predictions.index, target[:, columns], logits)
+    place = target.new_full((len(names),), -1)
+    place[columns] = place.new_tensor(range(len(kept)))
+    target = place[target]
+    has = target >= 0
+    if not has.any():
+        raise ValueError(f"no image is of {', '.join(kept[:5])}{', ...' if len(kept) > 5 else ''}")
+    return Predictions(predictions.index[has], target[has], logits[has])
+
+
+PREDICTIONS = "predictions.safetensors"  # in the run folder
+LARGEST = float(torch.finfo(torch.float16).max)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPredictions:
+    """`predictions.safetensors`, ordered by index."""
+
+    index: Tensor  # [images] stable index of each image in its source
+    target: Tensor  # [images] class, or [images, classes] of 0/1
+    guess: Tensor  # [images] class, or [images, classes] of 0/1, as decided before logits were rounded
+    logits: Tensor  # [images, classes] float16
+
+    @property
+    def multilabel(self) -> bool:
+        return self.target.ndim == 2
+
+    @property
+    def right(self) -> Tensor:
+        """[images] of 0/1: the class, or every label, was right."""
+        same = self.guess == self.target
+        return (same.all(1) if self.multilabel else same).long()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+def write_predictions(folder: Path, made: Predictions) -> Path:
+    """Write what was predicted into a run folder, atomically: two bytes a logit, and the decisions exactly."""
+    order = made.index.argsort(stable=True)
+    target, logits = made.target[order], made.logits[order]
+    guess = (logits > 0).to(torch.uint8) if made.multilabel else logits.argmax(1).to(torch.int32)
+    tensors = {
+        "index": made.index[order],
+        "target": target.to(guess.dtype),
+        "guess": guess,
+        # Rounding makes ties, so decisions are stored apart; an infinite logit stays the extreme one.
+        "logits": logits.clamp(-LARGEST, LARGEST).to(torch.float16),
+    }
+    write_tensors(folder / PREDICTIONS, tensors)
+    return folder / PREDICTIONS
+
+
+def read_predictions(folder: Path) -> StoredPredictions | None:
+    """What `write_predictions` wrote; none where the run kept nothing. Raises `ValueError` if it is damaged."""
+    path = folder / PREDICTIONS
+    if not path.is_file():
+        return None
+    found = read_tensors(path)
+    missing = {"index", "target", "guess", "logits"} - found.keys()
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; renew it with: vitrail train --resume {folder}")
+    return StoredPredictions(found["index"], found["target"].long(), found["guess"].long(), found["logits"])

@@ -1,0 +1,237 @@
+"""SoT's token embeddings: a 3x3 convolution and max pooling, three blocks, a 1x1 convolution.
+
+Xie et al. 2021, arXiv 2104.10935, supplement A.
+
+Layouts are those that reproduce the published counts. A patch of 16 pixels means that all three blocks halve; with 8
+the last does not (the 112-pixel models), with 4 only the first does (32-pixel images).
+
+Images to patch tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.model.config import ConvStem, Patchify, SotStem, StemConfig
+from vitrail.model.parts.block import activation
+
+STEM_WIDTH, BLOCK_WIDTH = 64, 128
+
+
+def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Convolution without bias, BatchNorm, ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, size, stride, size // 2, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)
+    )
+
+
+class DenseLayer(nn.Module):
+    """BN-ReLU-1x1-BN-ReLU-3x3, concatenated to its input."""
+
+    def __init__(self, inside: int, growth: int, bottleneck: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(inside), nn.BatchNorm2d(growth * bottleneck)
+        self.conv1 = nn.Conv2d(inside, growth * bottleneck, 1, bias=False)
+        self.conv2 = nn.Conv2d(growth * bottleneck, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))], 1)
+
+
+class DenseBlock(nn.Sequential):
+    """Six dense layers of growth 16, then BN-1x1-average pooling (no ReLU between)."""
+
+    def __init__(self, inside: int, halve: bool) -> None:
+        layers: list[nn.Module] = [DenseLayer(inside + 16 * i, 16, 2) for i in range(6)]
+        width = inside + 96
+        pool = nn.AvgPool2d(2) if halve else nn.Identity()
+        super().__init__(*layers, nn.BatchNorm2d(width), nn.Conv2d(width, BLOCK_WIDTH, 1, bias=False), pool)
+
+
+class ResidualBlock(nn.Module):
+    """Bottleneck 1x1 -> 3x3 -> 1x1 of widths 64, 64, 256, with a projection where the shape changes."""
+
+    def __init__(self, inside: int, halve: bool) -> None:
+        super().__init__()
+        stride = 2 if halve else 1
+
+        def norm(width: int) -> nn.BatchNorm2d:
+            return nn.BatchNorm2d(width, eps=1e-3, momentum=0.01)
+
+        self.conv1, self.norm1 = nn.Conv2d(inside, 64, 1, bias=False), norm(64)
+        self.conv2, self.norm2 = nn.Conv2d(64, 64, 3, stride, 1, bias=False), norm(64)
+        self.conv3, self.norm3 = nn.Conv2d(64, 256, 1, bias=False), norm(256)
+        same = inside == 256 and not halve
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(nn.Conv2d(inside, 256, 1, stride, bias=False), norm(256))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+
+
+class InceptionBlock(nn.Module):
+    """Four branches, concatenated to 128 channels."""
+
+    def __init__(self, inside: int, halve: bool) -> None:
+        super().__init__()
+        stride = 2 if halve else 1
+        self.point = conv(inside, 32, 1, stride)
+        self.three = nn.Sequential(conv(inside, 32, 1), conv(32, 64, 3, stride))
+        self.five = nn.Sequential(conv(inside, 16, 1), conv(16, 16, 5, stride))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, stride, 1), conv(inside, 16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.point(x), self.three(x), self.five(x), self.pool(x)], 1)
+
+
+class NonLocalBlock(nn.Module):
+    """A 3x3 convolution of stride 2, then every place attends to every other (embedded Gaussian, residual).
+
+    The inside of the non-local part is not given; widths, biases and norms are those that give the counted 4.1979 M.
+    """
+
+    attention_products = True
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.reduce = nn.Sequential(nn.Conv2d(inside, 64, 3, 2, 1), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.theta, self.phi, self.value = (nn.Conv2d(64, 64, 1) for _ in range(3))
+        self.out = nn.Sequential(nn.Conv2d(64, outside, 1), nn.BatchNorm2d(outside))
+        self.shortcut = nn.Sequential(nn.Conv2d(64, outside, 1), nn.BatchNorm2d(outside))
+        self.norm = nn.BatchNorm2d(outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.reduce(x)
+        q, k, v = (layer(x).flatten(2).transpose(1, 2) for layer in (self.theta, self.phi, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).unflatten(2, x.shape[2:])
+        return F.relu(self.norm(self.shortcut(x) + self.out(mixed)))
+
+
+class SotEmbed(nn.Module):
+    """images [batch, 3, height, width] -> [batch, width, height / patch, width / patch]."""
+
+    def __init__(self, block: str, patch: int, width: int) -> None:
+        super().__init__()
+        halvings = int(math.log2(patch))
+        if 2**halvings != patch or not 2 <= halvings <= 4:
+            raise ValueError(f"SoT's token embedding makes patches of 4, 8 or 16 pixels, not {patch}")
+        self.block = block
+        self.stem = nn.Conv2d(3, STEM_WIDTH, 3, padding=1)
+        halve = [i < halvings - 1 for i in range(3)]
+        if block == "densenet":
+            blocks: list[nn.Module] = [
+                DenseBlock(STEM_WIDTH if i == 0 else BLOCK_WIDTH, h) for i, h in enumerate(halve)
+            ]
+            last = BLOCK_WIDTH
+        elif block == "resnet":
+            blocks = [ResidualBlock(STEM_WIDTH if i == 0 else 256, h) for i, h in enumerate(halve)]
+            last = 256
+        elif block == "inception":
+            blocks = [InceptionBlock(STEM_WIDTH if i == 0 else BLOCK_WIDTH, h) for i, h in enumerate(halve)]
+            last = BLOCK_WIDTH
+        else:
+            if halvings != 3:
+                raise ValueError("the non-local embedding makes patches of 8 pixels only")
+            blocks = [NonLocalBlock(STEM_WIDTH, 128), NonLocalBlock(128, 256)]
+            last = 256
+        self.blocks = nn.Sequential(*blocks)
+        self.project = nn.Conv2d(last, width, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.project(self.blocks(F.max_pool2d(self.stem(images), 3, 2, 1)))
+
+
+class Stem(nn.Module):
+    """images [batch, 3, height, width] -> tokens [batch, rows * columns, width]; one patch is `patch` pixels wide."""
+
+    patch: int
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches. Raises `ValueError` where patches do not fit."""
+        if height % self.patch or width % self.patch:
+            raise ValueError(
+                f"an image of {height}x{width} pixels cannot be cut into patches of {self.patch}; "
+                f"use sides that are multiples of {self.patch}"
+            )
+        return height // self.patch, width // self.patch
+
+    def features(self, images: Tensor) -> Tensor:
+        """[batch, width, rows, columns]"""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.features(images).flatten(2).transpose(1, 2)
+
+
+class PatchEmbed(Stem):
+    """Non-overlapping patches, one linear projection (ViT, Dosovitskiy et al. 2020, arXiv 2010.11929)."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.proj(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not images.is_cuda:
+            return super().forward(images)
+        # There, a matrix product is several times as fast as a convolution of three channels.
+        rows, columns = self.grid(images.shape[-2], images.shape[-1])
+        patches = images.reshape(len(images), 3, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.reshape(len(images), rows * columns, -1), self.proj.weight.flatten(1), self.proj.bias)
+
+
+class ConvEmbed(Stem):
+    """3x3 convolutions of stride 2 without biases, each doubling the width, activations between.
+
+    With BatchNorm after each where `norm` (XCiT), without in PatchConvNet (Touvron et al. 2021, arXiv 2112.13692, and
+    their code). For patches of 16 there are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
+    """
+
+    def __init__(self, patch: int, width: int, norm: bool, act: str = "gelu") -> None:
+        super().__init__()
+        halvings = int(math.log2(patch))
+        if 2**halvings != patch or halvings < 1:
+            raise ValueError(f"a convolutional stem halves the image step by step: patch {patch} is no power of 2")
+        self.patch = patch
+        widths = [3, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in pairwise(widths))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) if norm else nn.Identity() for b in widths[1:])
+        self.act = activation(act)
+
+    def features(self, images: Tensor) -> Tensor:
+        x = images
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            x = norm(conv(x if i == 0 else self.act(x)))
+        return x
+
+
+class SotTokens(Stem):
+    """SoT's convolutional token embedding (arXiv 2104.10935, supplement A)."""
+
+    def __init__(self, config: SotStem, patch: int, width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.embed = SotEmbed(config.block, patch, width)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.embed(images)
+
+
+def build_stem(config: StemConfig, patch: int, width: int, act: str = "gelu") -> Stem:
+    """The stem that `config` describes."""
+    if isinstance(config, ConvStem):
+        return ConvEmbed(patch, width, config.norm, act)
+    if isinstance(config, SotStem):
+        return SotTokens(config, patch, width)
+    assert isinstance(config, Patchify)
+    return PatchEmbed(patch, width)

@@ -1,0 +1,195 @@
+"""Trace of an adaptive forward pass: tokens, heads and branches used by every block for every image.
+
+Tokens of a trunk, and how intermediates are captured or replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from vitrail.kernels.ragged_attention import unpack
+from vitrail.schema import near
+
+
+@dataclass
+class BlockUse:
+    """What one block worked on, [batch] each (floats; prefix tokens are counted)."""
+
+    entering: Tensor  # tokens whose keys and values were made
+    leaving: Tensor  # tokens that were updated and went on
+    heads: Tensor  # heads that mixed
+    mixing: Tensor  # 1 where the mixing branch ran, else 0
+    channels: Tensor  # 1 where the channel branch ran, else 0
+
+
+@dataclass
+class Trace:
+    """Every block's use, in order, and what training may push on.
+
+    `losses` holds differentiable values by name, [batch] each, as the policy defines them. `overflow` is true where a
+    packed batch had less room than it needed: its result is then worthless and must be computed with more.
+    """
+
+    blocks: tuple[BlockUse, ...] = ()
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    overflow: Tensor | None = None
+
+
+def _register(cls: type[Any]) -> None:
+    names = [f.name for f in fields(cls)]
+    _pytree.register_pytree_node(
+        cls,
+        lambda value: ([getattr(value, n) for n in names], None),
+        lambda leaves, _: cls(*leaves),
+        serialized_type_name=f"vitrail.{cls.__name__}",
+    )
+
+
+_register(BlockUse)
+_register(Trace)
+
+
+@dataclass
+class Tokens:
+    """Tokens of a batch of images: dense, padded and masked, or packed.
+
+    Packed, the sequence is a table [capacity, width] in which image b has the rows from `offsets[b]` to
+    `offsets[b + 1]`; rows beyond the last are padding, so that the capacity can be static.
+    """
+
+    sequence: Tensor  # dense [batch, prefix + patches, width], or packed [capacity, width]
+    prefix: int  # leading class / distillation / register tokens of every image
+    grid: tuple[int, int]  # rows, columns of the patches
+    mask: Tensor | None = None  # dense: [batch, prefix + patches], true where a token is real
+    index: Tensor | None = None  # [batch, patches], packed [capacity]: which original patch each surviving token is
+    offsets: Tensor | None = None  # packed: [batch + 1]
+    most: int = 0  # packed: tokens that an image can have at most
+    trace: Trace | None = None  # what an adaptive policy spent
+
+    @property
+    def patches(self) -> Tensor:
+        """The patch tokens, [batch, patches, width]."""
+        assert self.offsets is None
+        return self.sequence[:, self.prefix :]
+
+    def but(self, sequence: Tensor) -> Tokens:
+        """The same layout around another sequence."""
+        return replace(self, sequence=sequence)
+
+    def token(self, place: int) -> Tensor:
+        """One prefix token of every image, [batch, width]."""
+        if self.offsets is None:
+            return self.sequence[:, place]
+        rows = self.offsets[:-1] + place
+        return self.sequence[rows.clamp_max(len(self.sequence) - 1)]  # images that an overflow cut off have none
+
+    def counts(self) -> Tensor:
+        """How many tokens each image has, prefix tokens among them: [batch], float32."""
+        if self.offsets is not None:
+            return self.offsets.diff().to(torch.float32)
+        if self.mask is not None:
+            return self.mask.sum(1, dtype=torch.float32)
+        batch, tokens = self.sequence.shape[:2]
+        return torch.full((batch,), float(tokens), device=self.sequence.device)
+
+    def padded(self) -> Tokens:
+        """The same dense: padded and masked where it was packed."""
+        if self.offsets is None:
+            return self
+        sequence, mask = unpack(self.sequence, self.offsets, self.most)
+        index = None
+        if self.index is not None:
+            index = unpack(self.index[:, None], self.offsets, self.most)[0][:, self.prefix :, 0]
+        return replace(self, sequence=sequence, mask=mask, index=index, offsets=None, most=0)
+
+    def kept(self) -> Tensor:
+        """Which of the original patches are left, [batch, rows * columns], 1 or 0."""
+        dense = self.padded()
+        batch, patches = len(dense.sequence), self.grid[0] * self.grid[1]
+        if dense.index is None:
+            found = torch.ones(batch, patches, device=dense.sequence.device)
+            return found if dense.mask is None else dense.mask[:, dense.prefix :].to(found)
+        real = torch.ones_like(dense.index, dtype=torch.float32)
+        if dense.mask is not None:
+            real = dense.mask[:, dense.prefix :].to(torch.float32)
+        return torch.zeros(batch, patches, device=real.device).scatter_reduce(1, dense.index, real, "amax")
+
+
+def _flatten(tokens: Tokens) -> tuple[list[Any], Any]:
+    leaves = [tokens.sequence, tokens.mask, tokens.index, tokens.offsets, tokens.trace]
+    return leaves, (tokens.prefix, tokens.grid, tokens.most)
+
+
+def _unflatten(leaves: Any, layout: Any) -> Tokens:
+    sequence, mask, index, offsets, trace = leaves
+    return Tokens(sequence, layout[0], layout[1], mask, index, offsets, layout[2], trace)
+
+
+_pytree.register_pytree_node(Tokens, _flatten, _unflatten, serialized_type_name="vitrail.Tokens")
+
+
+Given = Tensor | Callable[[Tensor], Tensor]
+"""What takes the place of a computed value: a tensor, or a function of that value (some heads of it)."""
+
+
+class Probe:
+    """Captures and replaces intermediates by name: `attention.3`, `q.0`, `k.0`, `v.0`, `input.0` (of which these three
+    are made), `tokens.7`, `kept.5`.
+
+    `want` names what is captured; `given` maps names to what takes the place of a computed value. Names that the model
+    does not have are an error before anything runs: a silent empty answer would be worse. `keep.3`, which can only be
+    given, is what drop path multiplies the two branches of block 3 by, [2, batch, 1, 1].
+    """
+
+    def __init__(self, want: Collection[str], given: Mapping[str, Given], known: Collection[str]) -> None:
+        layers = {name.partition(".")[2] for name in known}
+        for name in (*want, *given):
+            kept = name in given and name not in want and name.startswith("keep.") and name[5:] in layers
+            if name not in known and not kept:
+                kinds = ", ".join(sorted({one.partition(".")[0] for one in known}))
+                raise ValueError(f"no intermediate {name!r}{near(name, known)}; there are {kinds}; layers count from 0")
+        self.want, self.given = frozenset(want), dict(given)
+        self.captured: dict[str, Tensor] = {}
+
+    def concerns(self, *names: str) -> bool:
+        """Whether any of these is wanted or given."""
+        return any(name in self.want or name in self.given for name in names)
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        """What the model goes on with under this name: the given value if there is one, else `value`."""
+        if name in self.given:
+            given = self.given[name]
+            value = (given if isinstance(given, Tensor) else given(value)).to(value)
+        if name in self.want:
+            self.captured[name] = value
+        return value
+
+    def map(self, name: str, compute: Callable[[], Tensor]) -> Tensor | None:
+        """An attention map where it is wanted or given, else None (the fused kernel runs)."""
+        if name in self.given:
+            given = self.given[name]
+            value = given if isinstance(given, Tensor) else given(compute())
+            if name in self.want:
+                self.captured[name] = value
+            return value
+        return self(name, compute()) if name in self.want else None
+
+    def keep(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """What drop path multiplies the two branches of a block by, where that is given: [batch, 1, 1] each."""
+        given = self.given.get(f"keep.{layer}")
+        return (given[0], given[1]) if isinstance(given, Tensor) else None
+
+
+def reset(module: torch.nn.Module) -> None:
+    """Draw the initial weights of every part anew, inner parts first (after `to_empty` from the meta device)."""
+    for child in module.children():
+        reset(child)
+    draw = getattr(module, "reset_parameters", None)
+    if callable(draw):
+        draw()

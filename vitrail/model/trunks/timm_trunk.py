@@ -1,0 +1,418 @@
+"""A plain timm ViT block by block, so that its maps and tokens can be asked for like those of our trunks.
+
+Features of several stages of a network as one map (GA, Ryu et al. 2023, arXiv 2310.16483).
+
+Any timm model as a trunk, with its own classifier or a head of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.model.config import TimmBackbone
+from vitrail.model.heads.head import Head
+from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.schema import near
+
+
+def is_plain_vit(backbone: nn.Module) -> bool:
+    """Whether timm runs it as `VisionTransformer` does: embedding, blocks one after the other, norm."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    return isinstance(backbone, VisionTransformer) and (
+        type(backbone).forward_features is VisionTransformer.forward_features
+    )
+
+
+def vit_intermediates(backbone: nn.Module) -> list[str]:
+    """Every name that `want` knows."""
+    names = []
+    for i, block in enumerate(_blocks(backbone)):
+        shown = hasattr(block, "attn") and hasattr(block.attn, "fused_attn") and hasattr(block.attn, "attn_drop")
+        names += [f"attention.{i}"] * shown + [f"tokens.{i}"]
+    return names
+
+
+def begin_vit(backbone: nn.Module, images: Tensor) -> Tensor:
+    """Images to tokens with positions, [batch, tokens, width]."""
+    vit = cast("Any", backbone)
+    return cast("Tensor", vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images)))))
+
+
+def run_vit(
+    backbone: nn.Module, x: Tensor, want: Collection[str], until: int | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The blocks and the final norm (not the norm where `until` stops before a block), and what was asked for."""
+    vit = cast("Any", backbone)
+    probe = Probe(want, {}, vit_intermediates(backbone))
+    blocks = _blocks(backbone)
+    if not want and until is None and vit.grad_checkpointing and vit.training:
+        from timm.models import checkpoint_seq
+
+        return cast("Tensor", vit.norm(checkpoint_seq(vit.blocks, x))), {}
+    for i, block in enumerate(blocks[:until]):
+        if f"attention.{i}" in probe.want:
+            with _unfused(block.attn, probe, f"attention.{i}"):
+                x = block(x)
+        else:
+            x = block(x)
+        x = probe(f"tokens.{i}", x)
+    return x if until is not None and until < len(blocks) else vit.norm(x), probe.captured
+
+
+@contextmanager
+def _unfused(attention: Any, probe: Probe, name: str) -> Iterator[None]:
+    """timm's own unfused path, whose map passes through `attn_drop`."""
+    before = attention.fused_attn
+    hook = attention.attn_drop.register_forward_hook(lambda module, given, out: probe(name, out))
+    attention.fused_attn = False
+    try:
+        yield
+    finally:
+        attention.fused_attn = before
+        hook.remove()
+
+
+def _blocks(backbone: nn.Module) -> list[Any]:
+    return list(cast("Any", backbone).blocks)
+
+
+NARROWING = 4
+"""Width of the map over that of the bottleneck: 4 gives the released 2.23 M parameters (tiny, 688 channels)."""
+
+
+def stage_taps(depth: int, taps: int) -> list[int]:
+    """Blocks (from 0) of a stage whose outputs are tapped: every floor(depth / (taps + 1)), its last not counted.
+
+    >>> stage_taps(9, 2), stage_taps(27, 4)
+    ([2, 5], [4, 9, 14, 19])
+    """
+    if taps < 0 or taps >= depth:
+        raise ValueError(f"a stage of {depth} blocks has at most {depth - 1} taps before its output, not {taps}")
+    step = depth // (taps + 1)
+    return [step * (i + 1) - 1 for i in range(taps)]
+
+
+class StageAggregation(nn.Module):
+    """Feature maps `[batch, widths[i], rows_i, columns_i]` to one `[batch, width, *grid]`.
+
+    Each map is brought to `grid` (averaged down, interpolated up), all are concatenated, and one residual bottleneck
+    with squeeze-and-excitation (`squeeze`: its inner share) makes `width` channels of them. With s = sum(widths),
+    m = width / 4 and r = m * squeeze there are
+
+        s m + 9 m^2 + m width + s width   (convolutions)   + 2 m r + r + m   (squeeze)   + 4 m + 4 width   (norms)
+
+    parameters: 2,233,119 for (96, 192, 3 x 384, 688) -> 688.
+    """
+
+    def __init__(self, widths: Sequence[int], width: int, squeeze: float = 0.25) -> None:
+        super().__init__()
+        inner = width // NARROWING
+        squeezed = int(inner * squeeze)
+        if not widths or squeezed < 1:
+            raise ValueError(
+                f"{len(widths)} maps cannot be aggregated to width {width} with squeeze {squeeze:g}: "
+                f"at least one map is needed, and width / {NARROWING} * squeeze must be 1 or more"
+            )
+        self.widths, self.width = tuple(widths), width
+        total = sum(widths)
+        self.conv1 = nn.Conv2d(total, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.squeeze = nn.Linear(inner, squeezed)
+        self.excite = nn.Linear(squeezed, inner)
+        self.conv3 = nn.Conv2d(inner, width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.shortcut = nn.Conv2d(total, width, 1, bias=False)
+        self.shortcut_bn = nn.BatchNorm2d(width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for conv in (self.conv1, self.conv2, self.conv3, self.shortcut):
+            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, maps: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
+        found = tuple(int(m.shape[1]) for m in maps)
+        if found != self.widths:
+            raise ValueError(f"the maps have {found} channels, the aggregation was built for {self.widths}")
+        x = torch.cat([to_grid(m, grid) for m in maps], dim=1)
+        inner = F.relu(self.bn1(self.conv1(x)))
+        inner = F.relu(self.bn2(self.conv2(inner)))
+        gain = self.excite(F.relu(self.squeeze(inner.mean((2, 3))))).sigmoid()
+        out = self.bn3(self.conv3(inner * gain[..., None, None]))
+        return F.relu(out + self.shortcut_bn(self.shortcut(x)))
+
+
+def to_grid(features: Tensor, grid: tuple[int, int]) -> Tensor:
+    """A map `[batch, channels, rows, columns]` at another grid: averaged where finer, interpolated where coarser."""
+    rows, columns = features.shape[-2:]
+    if (rows, columns) == tuple(grid):
+        return features
+    features = F.adaptive_avg_pool2d(features, (min(rows, grid[0]), min(columns, grid[1])))
+    if features.shape[-2:] == tuple(grid):
+        return features
+    return F.interpolate(features, grid, mode="bilinear", align_corners=False)
+
+
+class TimmTrunk(nn.Module):
+    """A timm model's final tokens or feature map, or the features of all its stages gathered, as `Tokens`."""
+
+    def __init__(self, backbone: nn.Module, config: TimmBackbone, own_head: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.config = config
+        self.width = int(cast("Any", backbone).num_features)
+        self.prefix = int(getattr(backbone, "num_prefix_tokens", 0))
+        self.own_head = own_head  # where its classifier lives, for `tune="head"`
+        self.edge_layers = own_head
+        self.fused_layers = {
+            name: 3 for name, _ in self.named_modules() if name.rpartition(".")[2] == "qkv"
+        }  # timm's name
+        self.gather: StageAggregation | None = None
+        self.taps: list[int] = []
+        if config.stages:
+            self._gather_stages(config)
+        self.plain = self.gather is None and is_plain_vit(backbone)  # can be run block by block
+        self._layer_of = _layers(backbone)
+        own = tuple(f"{place}." for place in own_head)  # the head, which is one deeper than the deepest block
+        depths = (depth for name, depth in self._layer_of.items() if not f"backbone.{name}".startswith(own))
+        self.layers = max(depths, default=0)
+
+    def _gather_stages(self, config: TimmBackbone) -> None:
+        widths = [int(info["num_chs"]) for info in cast("Any", self.backbone).feature_info][-4:]
+        if self.prefix or len(widths) < 4:
+            raise ValueError(f"timm:{config.name} has no four stages to gather; use stages=false")
+        if config.taps:
+            stages = getattr(self.backbone, "stages", None)
+            if stages is None or not hasattr(stages[2], "downsample"):
+                raise ValueError(f"timm:{config.name} cannot be tapped inside a stage; use taps=0")
+            self.taps = stage_taps(len(stages[2].blocks), config.taps)
+        self.width = config.width or widths[-1]
+        self.gather = StageAggregation(
+            [*widths[:2], *[widths[2]] * len(self.taps), widths[2], widths[3]], config.width or widths[-1]
+        )
+
+    @property
+    def intermediates(self) -> list[str]:
+        """Every name that `want` knows: maps and tokens of a plain ViT."""
+        return vit_intermediates(self.backbone) if self.plain else []
+
+    def layer_of(self, name: str) -> int:
+        return self._layer_of.get(name.removeprefix("backbone."), self.layers if name.startswith("gather.") else 0)
+
+    def _stages(self, images: Tensor) -> list[Tensor]:
+        """Outputs of the four stages, and of blocks inside the third, finest first."""
+        if not self.taps:
+            found: list[Tensor] = cast("Any", self.backbone).forward_intermediates(images, intermediates_only=True)
+            return found[-4:]
+        x, maps = cast("Any", self.backbone).stem(images), []
+        for i, stage in enumerate(cast("Any", self.backbone).stages):
+            x = stage.downsample(x)
+            for j, block in enumerate(stage.blocks):
+                x = block(x)
+                if i == 2 and j in self.taps:
+                    maps.append(x)
+            maps.append(x)
+        return maps
+
+    def feature_maps(self, images: Tensor) -> list[Tensor]:
+        """Outputs of the stages, `[batch, channels, rows, columns]`, finest first; of every block where there is none.
+
+        Raises `ValueError` for a timm model that does not show them.
+        """
+        try:
+            return list(cast("Any", self.backbone).forward_intermediates(images, intermediates_only=True))
+        except (AttributeError, NotImplementedError):
+            raise ValueError(f"timm:{self.config.name} does not give its intermediate maps") from None
+
+    def embed(self, images: Tensor) -> Tokens:
+        """The final features; only a plain ViT is cut into stem and blocks here."""
+        if self.gather is not None:
+            side = self.config.grid
+            gathered = self.gather(self._stages(images), (side, side))
+            return Tokens(gathered.flatten(2).transpose(1, 2), 0, (side, side))
+        begin = cast("Any", self.backbone).forward_features
+        features = begin_vit(self.backbone, images) if self.plain else begin(images)
+        if not isinstance(features, Tensor):
+            raise ValueError(f"timm:{self.config.name} gives several feature maps side by side and cannot be a trunk")
+        if features.ndim == 4:
+            last = features.shape[1] != self.width and features.shape[-1] == self.width
+            self._note_form("rows" if last else "maps")
+            if last:
+                features = features.permute(0, 3, 1, 2)  # Swin and its kin keep channels last
+            grid = (int(features.shape[2]), int(features.shape[3]))
+            return Tokens(features.flatten(2).transpose(1, 2), 0, grid)
+        self._note_form("tokens")
+        count = int(features.shape[1]) - self.prefix
+        side = round(count**0.5)
+        return Tokens(features, self.prefix, (side, side) if side * side == count else (1, count))
+
+    def _note_form(self, form: str) -> None:
+        """What the backbone gives, for its own classifier, where that is not what its parts promise."""
+        if form != _form(self.backbone):
+            cast("Any", self.backbone).form_of_features = form
+
+    def encode(
+        self,
+        tokens: Tokens,
+        want: Collection[str] = (),
+        given: Mapping[str, Tensor] | None = None,
+        until: int | None = None,
+    ) -> tuple[Tokens, dict[str, Tensor]]:
+        if given or ((want or until is not None) and not self.plain):
+            raise ValueError(
+                "a timm model used as a trunk gives no such intermediates (plain ViTs: maps and tokens); build the "
+                "architecture by its vitrail name with weights='timm' where the zoo has it"
+            )
+        if not self.plain:
+            return tokens, {}
+        out, captured = run_vit(self.backbone, tokens.sequence, want, until)
+        return tokens.but(out), captured
+
+
+class OwnHead(Head):
+    """The classifier that the timm model brings with it."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        # In a tuple: the parameters belong to the trunk and must not be registered twice.
+        self._backbone = (backbone,)
+        self.features = int(cast("Any", backbone).num_features)
+        # timm may start biases anywhere: who finds them changed knows that weights were loaded.
+        published = getattr(backbone, "classifier_is_published", False)
+        self._start = [] if published else [part.detach().clone() for parts in self.biases() for part in parts]
+
+    def biases(self) -> list[list[Tensor]]:
+        names = [name.removeprefix("backbone.") for name in classifier_names(self._backbone[0])]
+        layer = self._backbone[0].get_submodule(names[0]) if len(names) == 1 else None
+        return [[layer.bias]] if isinstance(layer, nn.Linear) and layer.bias is not None else []
+
+    def _fresh(self, parts: list[Tensor]) -> bool:
+        known = any(torch.equal(parts[0].detach().cpu(), start.cpu()) for start in self._start if not start.is_meta)
+        return known and parts[0].requires_grad
+
+    def _features(self, tokens: Tokens) -> Tensor:
+        form, x = _form(self._backbone[0]), tokens.sequence
+        if form == "tokens":
+            return x
+        if form == "rows":
+            return x.reshape(len(x), *tokens.grid, -1)
+        return x.transpose(1, 2).reshape(len(x), -1, *tokens.grid)
+
+    def embed(self, tokens: Tokens) -> Tensor:
+        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens), pre_logits=True))
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens)))[:, None]
+
+
+def _form(backbone: nn.Module) -> str:
+    """How a backbone hands its features on: tokens [batch, tokens, width], rows [batch, rows, columns, width] or maps
+    [batch, width, rows, columns]; by what its parts promise, until it was seen to do otherwise."""
+    promised = "maps"
+    if hasattr(backbone, "patch_embed"):
+        promised = "rows" if getattr(backbone, "output_fmt", "NLC") == "NHWC" else "tokens"
+    return str(getattr(backbone, "form_of_features", promised))
+
+
+def known_to_timm(name: str) -> bool:
+    """Whether timm has a model of this name, the one that we add included."""
+    import timm
+
+    return bool(timm.is_model(name))
+
+
+def unknown_name(name: str) -> str:
+    """What to say of a name that timm does not know."""
+    import timm
+
+    longer = timm.list_models(f"{name}*")[:3]  # near matches of part of a name are seldom what was meant
+    hint = f"; did you mean {' or '.join(map(repr, longer))}?" if longer else near(name, timm.list_models())
+    return f"timm {timm.__version__} has no model {name!r}{hint}"
+
+
+def build_backbone(
+    config: TimmBackbone, classes: int, pretrained: bool, device: str | torch.device | None
+) -> tuple[nn.Module, TimmBackbone]:
+    """The timm model, and its configuration less what it does not take. `classes` is 0 for a head of ours."""
+    import timm
+
+    if not known_to_timm(config.name):
+        raise ValueError(unknown_name(config.name))
+    options = dict(config.options)
+    if config.narrow and config.width is not None:
+        widths = [int(info["num_chs"]) for info in _feature_info(config.name)]
+        options["dims"] = (*widths[:-1], config.width)
+    if config.image_size is not None:
+        options["img_size"] = config.image_size
+    try:
+        with torch.device("cpu" if pretrained else device or "cpu"):
+            made: Any = timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options)
+        made.classifier_is_published = pretrained and made.pretrained_cfg.get("num_classes") == classes
+        return made, config
+    except TypeError as error:
+        if "img_size" in options and "img_size" in str(error):  # convolutional models take any size without being told
+            from dataclasses import replace
+
+            return build_backbone(replace(config, image_size=None), classes, pretrained, device)
+        raise ValueError(f"timm:{config.name} does not take {', '.join(options)}: {error}") from None
+    except (OSError, RuntimeError) as error:
+        if not pretrained:
+            raise
+        raise ValueError(no_weights(config.name, error)) from None
+
+
+def _feature_info(name: str) -> Sequence[Mapping[str, Any]]:
+    import timm
+
+    with torch.device("meta"):
+        return cast("Any", timm.create_model(name)).feature_info
+
+
+def no_weights(name: str, error: Exception) -> str:
+    """One sentence for the person who is offline or asked for weights that do not exist."""
+    reason = " ".join(str(error).split()).partition(". ")[0][:160]  # its first sentence; more would be advice of others
+    return (
+        f"the published weights of timm:{name} could not be fetched ({reason}); connect once so that they are cached, "
+        "give a file or a run (model.weights=PATH), or train from scratch (model.weights=none)"
+    )
+
+
+def timm_preprocess(backbone: nn.Module) -> PreprocessConfig:
+    """How timm evaluates this model."""
+    settings: Mapping[str, Any] = getattr(backbone, "pretrained_cfg", None) or {}
+    size = settings.get("test_input_size") or settings.get("input_size") or (3, 224, 224)
+    interpolation = str(settings.get("interpolation", "bicubic"))
+    known = ("nearest", "bilinear", "bicubic", "lanczos")
+    return PreprocessConfig(
+        size=int(size[-1]),
+        crop_ratio=float(settings.get("test_crop_pct") or settings.get("crop_pct") or 0.875),
+        interpolation=cast("Any", interpolation if interpolation in known else "bicubic"),
+        mean=cast("Any", tuple(settings.get("mean", (0.485, 0.456, 0.406)))),
+        std=cast("Any", tuple(settings.get("std", (0.229, 0.224, 0.225)))),
+    )
+
+
+def classifier_names(backbone: nn.Module) -> tuple[str, ...]:
+    """Where a timm model keeps its classifier, as prefixes inside a `TimmTrunk`."""
+    settings: Mapping[str, Any] = getattr(backbone, "pretrained_cfg", None) or {}
+    names = settings.get("classifier") or ()
+    return tuple(f"backbone.{n}" for n in ([names] if isinstance(names, str) else names))
+
+
+def _layers(backbone: nn.Module) -> dict[str, int]:
+    from timm.models import group_parameters
+
+    if not hasattr(backbone, "group_matcher"):
+        return {name: 0 for name, _ in backbone.named_parameters()}
+    groups = cast("Any", backbone).group_matcher(coarse=False)
+    by_depth = group_parameters(backbone, groups, reverse=False)
+    return {name: int(depth) for depth, names in by_depth.items() for name in names}

@@ -1,0 +1,379 @@
+"""One self-contained HTML page that says how good a model is, where it fails and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from vitrail.files import write_text
+from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
+from vitrail.measure.evaluator import Mistake
+from vitrail.report import quantities
+from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability
+from vitrail.report.quantities import amount, duration, memory, number, percent, shorten
+from vitrail.report.sheets import Picture, Sheet, data_uri
+
+MOST_SKIPPED = 50  # bad images that are listed one by one
+
+
+@dataclass(frozen=True)
+class ErrorPicture:
+    """An image about which the model was wrong."""
+
+    image: Picture
+    truth: str
+    guess: str
+    probability: float  # of the guess
+    truth_probability: float
+    key: str = ""  # path or number of the image
+    missed: bool = False  # multi-label: `guess` is there, and the model did not see it
+
+    @classmethod
+    def of(cls, mistake: Mistake, classes: Sequence[str], image: Picture, key: str = "") -> ErrorPicture:
+        """From a mistake that `worst_mistakes` found."""
+        return cls(
+            image=image,
+            truth=", ".join(classes[c] for c in mistake.truth) or "none of the classes",
+            guess=classes[mistake.guess],
+            probability=mistake.probability,
+            truth_probability=mistake.truth_probability,
+            key=key,
+            missed=mistake.guess in mistake.truth,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionPicture:
+    """An image and, beside it, where the model looked."""
+
+    image: Picture
+    overlay: Picture
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """What an adaptive model keeps of some images."""
+
+    sheet: Sheet
+    """A few images, and what is left of them stage by stage."""
+    tokens: Sequence[float]
+    """Mean number of tokens that enter each block."""
+    images: int
+    """That the mean is over."""
+    macs: float | None = None
+    macs_whole: float | None = None
+    """Of an image that is given everything."""
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model costs; whatever is unknown is left out."""
+
+    parameters: float | None = None
+    macs: float | None = None
+    """Multiply-accumulates of one image."""
+    images_per_second: float | None = None
+    peak_memory: float | None = None
+    """Bytes."""
+    training_seconds: float | None = None
+    conditions: str = ""
+    """Under which speed and memory were measured: "batch 128, 224 px, bfloat16, NVIDIA A100"."""
+    rows: Sequence[tuple[str, str]] = ()
+    """Anything else worth a line of the cost table."""
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What the run read."""
+
+    uri: str
+    classes: Sequence[str]
+    counts: Mapping[str, Sequence[int]]
+    """Images (multi-label: positive labels) of each class in each split."""
+    images: Mapping[str, int] = field(default_factory=dict)
+    """Images of each split, where that is not the sum of `counts` (multi-label)."""
+    notes: Sequence[str] = ()
+    skipped: Sequence[tuple[str, str]] = ()
+    """(image, reason) of every image that could not be used."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A section that was made elsewhere."""
+
+    name: str
+    heading: str
+    content: Markup
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a report can tell. Any part may be absent; its section is then left out and named at the end."""
+
+    title: str
+    figures: Figures | None = None
+    split: str = "test"
+    """Which images `figures` speak of."""
+    verdict: str = ""
+    """One or two sentences (empty: written from the figures)."""
+    history: Sequence[Mapping[str, Any]] = ()
+    """Lines of metrics.jsonl."""
+    cost: ModelCost | None = None
+    errors: Sequence[ErrorPicture] = ()
+    attention: Sequence[AttentionPicture] = ()
+    kept: KeptTokens | None = None
+    """Of an adaptive model."""
+    things: str = "images"
+    """What is classified."""
+    tiles: Sequence[tuple[str, str, str]] = ()
+    """(name, value, remark) of figures that stand beside the usual ones at the top."""
+    fragments: Sequence[Fragment] = ()
+    unfit: Sequence[str] = ()
+    """Sections that a report of these things cannot have."""
+    data: DataSummary | None = None
+    config: str = ""
+    """YAML."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    created: str = ""
+    inside: str = ""
+    """The command that makes the page of pictures which this one links to: inspect/inspect.html beside it."""
+
+
+def write_report(path: str | Path, report: Report) -> None:
+    """Write `report` to `path` as one HTML file that needs nothing else; a reader sees the old file or the new one."""
+    write_text(Path(path), render(report))
+
+
+def render(report: Report) -> str:
+    """The HTML of `report`."""
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        percent=percent,
+        number=number,
+        amount=amount,
+        memory=memory,
+        duration=duration,
+        shorten=shorten,
+        picture=data_uri,
+    )
+    sections: dict[str, Any] = {
+        "learning curves": _curves(report.history),
+        "confusion matrix": _confusion(report.figures),
+        "figures of each class": _class_rows(report.figures),
+        "calibration": _calibration(report.figures),
+        "most confident errors": report.errors,
+        "attention pictures": report.attention,
+        "what was kept": _kept(report.kept),
+        "cost": _cost_rows(report.cost),
+        "data": report.data and _data(report.data, report.things),
+        "configuration": report.config,
+        "environment": _flat(report.environment) + ([("command", report.command)] if report.command else []),
+    }
+    sections |= {fragment.name: fragment.content for fragment in report.fragments}
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        verdict=(report.verdict or verdict(report)).replace(" %", "\N{NO-BREAK SPACE}%"),
+        tiles=_tiles(report),
+        sections=sections,
+        # Most models keep everything: not worth a word.
+        absent=[n for n, content in sections.items() if not content and n not in ("what was kept", *report.unfit)],
+        multilabel=isinstance(report.figures, MultiLabelFigures),
+        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in ("report.css", "sheet.css"))),
+        missing=quantities.MISSING,
+    )
+
+
+def verdict(report: Report) -> str:
+    """What the figures say, in one or two sentences."""
+    figures = report.figures
+    if figures is None:
+        return "This run has not been tested yet."
+    if isinstance(figures, MultiLabelFigures):
+        scores = figures.scalars()
+        said = (
+            f"Mean average precision is {percent(scores['map'])} on {figures.count:,} {report.split} {report.things}; "
+            f"{percent(scores['subset_accuracy'])} of them have every label right."
+        )
+        if figures.without_positives:
+            said += f" Never seen there, and left out: {shorten(', '.join(figures.without_positives), 120)}."
+        return said
+    assert isinstance(figures, SingleLabelFigures)
+    low, high = figures.top1_interval
+    said = (
+        f"{percent(figures.top1)} of {figures.count:,} {report.split} {report.things} are classified correctly "
+        f"(95 % confidence: {percent(low)} to {percent(high)})"
+    )
+    commonest = figures.support.max() / figures.count
+    said += f"; always naming the commonest class would give {percent(commonest)}."
+    pairs = figures.confused_pairs(1)
+    if pairs:
+        true, guess, images = pairs[0]
+        names = figures.classes
+        share = percent(images / figures.support[true], 0)
+        said += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+    return said
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    """(name, value, remark) of the headline figures."""
+    tiles: list[tuple[str, str, str]] = []
+    figures, cost = report.figures, report.cost
+    if isinstance(figures, SingleLabelFigures):
+        low, high = figures.top1_interval
+        interval = f"95 %: {100 * low:.1f} to {100 * high:.1f}"
+        tiles = [
+            (f"{report.split} top-1", percent(figures.top1), interval),
+            *report.tiles,
+            (f"{report.split} top-{min(5, len(figures.classes))}", percent(figures.top5), ""),
+            ("loss", number(figures.loss), "cross-entropy"),
+            ("calibration error", percent(figures.ece), "ECE, 15 bins"),
+        ]
+    elif isinstance(figures, MultiLabelFigures):
+        scores = figures.scalars()
+        tiles = [
+            (f"{report.split} mAP", percent(scores["map"]), "mean over classes"),
+            ("micro F1", percent(figures.micro_f1), "at one half"),
+            ("macro F1", percent(scores["macro_f1"]), "at one half"),
+            ("all labels right", percent(figures.subset_accuracy), ""),
+            ("loss", number(figures.loss), "binary cross-entropy"),
+        ]
+    elif figures is not None:
+        tiles = list(report.tiles)
+    if cost is not None:
+        known = [
+            ("parameters", cost.parameters, amount, ""),
+            ("MACs an image", cost.macs, amount, ""),
+            ("images a second", cost.images_per_second, number, "inference"),
+            ("peak memory", cost.peak_memory, memory, "inference"),
+            ("training time", cost.training_seconds, duration, ""),
+        ]
+        tiles += [(name, tell(value), remark) for name, value, tell, remark in known if value is not None]
+    return tiles
+
+
+def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
+    """(heading, chart) of what was logged during training."""
+
+    def series(split: str, key: str, name: str = "") -> Series:
+        lines = [line for line in history if line.get("split") == split and key in line]
+        nan = math.nan  # a value that was NaN is null in strict JSON
+        return Series(
+            name or split,
+            [float(line.get("epoch", line.get("step", i))) for i, line in enumerate(lines)],
+            [nan if line[key] is None else float(line[key]) for line in lines],
+        )
+
+    def whole_percent(share: float) -> str:
+        return f"{100 * share:.4g} %"
+
+    wanted = [
+        ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
+        ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
+        ("Validation kNN", [series("val", "knn", "kNN")], percent, whole_percent),
+        ("Validation mAP", [series("val", "map", "mAP")], percent, whole_percent),
+        ("Validation perplexity", [series("val", "perplexity", "perplexity")], number, "{:g}".format),
+        ("Learning rate", [series("train", "lr", "lr")], number, "{:g}".format),
+    ]
+    return [
+        (
+            heading,
+            line_chart(
+                lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=tell_axis
+            ),
+        )
+        for heading, lines, tell, tell_axis in wanted
+        if any(line.x for line in lines)
+    ]
+
+
+def _confusion(figures: Figures | None) -> dict[str, Any] | None:
+    if not isinstance(figures, SingleLabelFigures):
+        return None
+    names = figures.classes
+    chart = heat_map(figures.confusion, names, title=f"Confusion matrix of {len(names)} classes")
+    pairs = [
+        (names[true], names[guess], images, images / figures.support[true])
+        for true, guess, images in figures.confused_pairs(12)
+    ]
+    return {"chart": chart, "pairs": pairs}
+
+
+def _class_rows(figures: Figures | None) -> list[dict[str, Any]]:
+    if figures is None:
+        return []
+    columns = {"precision": figures.precision, "recall": figures.recall, "F1": figures.f1}
+    if isinstance(figures, MultiLabelFigures):
+        columns = {"AP": figures.average_precision, **columns}
+    return [
+        {
+            "name": name,
+            "support": int(figures.support[i]),
+            "shares": {k: float(v[i]) if np.isfinite(v[i]) else None for k, v in columns.items()},
+        }
+        for i, name in enumerate(figures.classes)
+    ]
+
+
+def _calibration(figures: Figures | None) -> dict[str, Any] | None:
+    if not isinstance(figures, SingleLabelFigures):
+        return None
+    bins = figures.bin_count.tolist(), figures.bin_confidence.tolist(), figures.bin_accuracy.tolist()
+    mean = float(np.nansum(figures.bin_confidence * figures.bin_count) / figures.count)
+    chart = reliability(*bins, title="Reliability: accuracy against confidence")
+    return {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
+
+
+def _kept(kept: KeptTokens | None) -> dict[str, Any] | None:
+    if kept is None:
+        return None
+    names = [f"block {i}" for i in range(len(kept.tokens))]
+    chart = bar_chart(names, {"tokens": [round(n, 1) for n in kept.tokens]}, title="Tokens that enter each block")
+    said = f"Means over {kept.images} images."
+    if kept.macs is not None and kept.macs_whole:
+        share = percent(kept.macs / kept.macs_whole, 0)
+        said += f" An image takes {amount(kept.macs)} multiply-accumulates, {share} of the whole model's."
+    return {"sheet": kept.sheet, "chart": chart, "said": said}
+
+
+def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
+    if cost is None:
+        return []
+    known = [
+        ("Parameters", None if cost.parameters is None else f"{cost.parameters:,.0f}"),
+        ("Multiply-accumulates an image", None if cost.macs is None else amount(cost.macs)),
+        ("Inference", None if cost.images_per_second is None else f"{number(cost.images_per_second)} images a second"),
+        ("Peak memory of inference", None if cost.peak_memory is None else memory(cost.peak_memory)),
+        ("Measured with", cost.conditions or None),
+        ("Training time", None if cost.training_seconds is None else duration(cost.training_seconds)),
+    ]
+    return [(name, told) for name, told in known if told is not None] + list(cost.rows)
+
+
+def _data(data: DataSummary, things: str) -> dict[str, Any]:
+    images = {split: data.images.get(split, sum(counts)) for split, counts in data.counts.items()}
+    title = f"{things.capitalize()} of each class"
+    chart = bar_chart(data.classes, data.counts, title=title) if data.classes and data.counts else None
+    return {"images": images, "chart": chart, "splits": list(data.counts), "skipped": data.skipped[:MOST_SKIPPED]}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{before}{key} ")
+        else:
+            told = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            rows.append((f"{before}{key}", told))
+    return rows

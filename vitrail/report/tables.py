@@ -1,0 +1,236 @@
+"""Metrics as tables for the terminal; each fits 80 columns.
+
+Results of protocols and ensembles, as tables for the terminal.
+
+Metrics of one model on several data sets, crop ratios or image sizes, as a table for the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
+from vitrail.measure.ensembles import Together
+from vitrail.measure.evaluator import Findings, UnlabelledFigures
+from vitrail.measure.language import LanguageFigures
+from vitrail.report.quantities import number, percent, shorten
+
+LONGEST_NAME = 28
+
+
+def headline(figures: Figures, title: str = "") -> Table:
+    """The figures that are one number each."""
+    table = _table(title or f"{figures.count:,} images", "figure", "value")
+    scalars = figures.scalars()
+    if isinstance(figures, UnlabelledFigures):
+        table.add_row("spread of embeddings", f"{number(figures.spread, 3)}  (0: all images alike; 1: everywhere)")
+        table.add_row("their effective rank", number(figures.rank, 3))
+        return table
+    if isinstance(figures, SingleLabelFigures):
+        low, high = figures.top1_interval
+        table.add_row("top-1", f"{percent(figures.top1)}  (95 % interval {percent(low)} to {percent(high)})")
+        table.add_row("top-5", percent(figures.top5))
+        table.add_row("balanced accuracy", percent(scalars["balanced_accuracy"]))
+        table.add_row("macro F1", percent(scalars["macro_f1"]))
+        if len(figures.classes) == 2:
+            table.add_row("Matthews", number(scalars["matthews"], 4))
+        table.add_row("calibration error", percent(figures.ece))
+    elif isinstance(figures, LanguageFigures):
+        table.add_row("perplexity", f"{number(figures.perplexity, 4)}  (over {figures.tokens:,} tokens)")
+        if figures.bleu is not None:
+            table.add_row("BLEU", f"{percent(figures.bleu)}  (of {len(figures.written):,} prompts)")
+        if figures.sequence_accuracy is not None:
+            table.add_row("sequence accuracy", f"{percent(figures.sequence_accuracy)}  (right word for word)")
+    else:
+        table.add_row("mean average precision", percent(scalars["map"]))
+        table.add_row("micro F1", percent(scalars["micro_f1"]))
+        table.add_row("macro F1", percent(scalars["macro_f1"]))
+        table.add_row("all labels right", percent(scalars["subset_accuracy"]))
+    table.add_row("loss", number(figures.loss, 4))
+    return table
+
+
+def per_class(figures: Figures, most: int | None = None) -> Table:
+    """One row a class, weakest first where only `most` of them are shown."""
+    multilabel = isinstance(figures, MultiLabelFigures)
+    score = figures.average_precision if isinstance(figures, MultiLabelFigures) else figures.f1
+    rows = range(len(figures.classes))
+    if most is not None and most < len(rows):
+        rows = np.argsort(np.nan_to_num(score, nan=np.inf), kind="stable")[:most]  # type: ignore[assignment]
+    title = "classes" if len(rows) == len(figures.classes) else f"weakest {len(rows)} of {len(figures.classes)} classes"
+    columns = ["class", "images", "precision", "recall", "F1"] + (["AP"] if multilabel else [])
+    table = _table(title, *columns)
+    for i in rows:
+        cells = [percent(v[i]) for v in (figures.precision, figures.recall, figures.f1)]
+        cells += [percent(score[i])] if multilabel else []
+        table.add_row(_name(figures.classes[i]), f"{figures.support[i]:,}", *cells)
+    return table
+
+
+def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
+    """The pairs of classes that are taken for each other most often."""
+    table = _table("most confused", "true", "taken for", "images", "of the class")
+    for true, guess, images in figures.confused_pairs(most):
+        share = percent(images / figures.support[true])
+        table.add_row(_name(figures.classes[true]), _name(figures.classes[guess]), f"{images:,}", share)
+    return table
+
+
+def long_tail(groups: Mapping[str, Any], title: str = "by training images of the class") -> Table:
+    """Accuracy of Many, Med and Few classes, and of all."""
+    table = _table(title, "group", "classes", "training images", "images", "top-1", "class mean")
+    for name, group in groups.items():
+        low, high = group["training"]
+        each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        shares = ("" if share is None else percent(share) for share in (group["accuracy"], group["balanced"]))
+        table.add_row(name, f"{group['classes']:,}", each, f"{group['images']:,}", *shares)
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, width=None)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        left = name in ("value", "taken for")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def _name(name: str) -> Text:
+    # Text, because a class called "[red]" is a name and no colour.
+    return Text(shorten(" ".join(name.split()), LONGEST_NAME), no_wrap=True, overflow="ellipsis")
+
+
+COUNTS = frozenset({"median_rank"})  # every other figure between 0 and 1 is a share
+
+
+def protocol_tables(found: Mapping[str, Findings], title: str) -> Iterator[Table]:
+    """All figures in one table; then what is more than one number a protocol."""
+    table = _protocol_table(title, "protocol", "figure", "value")
+    for protocol, findings in found.items():
+        for place, (name, value) in enumerate(findings["numbers"].items()):
+            share = name not in COUNTS and -1 <= value <= 1 and name not in ("loss", "strength", "correlation")
+            table.add_row(protocol if not place else "", name, percent(value) if share else number(value))
+    yield table
+    if "corruptions" in found:
+        yield _corruptions(found["corruptions"]["tables"]["corruptions"])
+    if "few" in found:
+        yield _few(found["few"]["tables"]["few"])
+    if "episodes" in found:
+        yield _episodes(found["episodes"]["tables"]["episodes"])
+    for name in ("long_tail", "long_tail_thirds"):
+        if name in found:
+            yield long_tail(found[name]["tables"]["long_tail"])
+    if "linear" in found and found["linear"]["tables"]["linear"]["tried"]:
+        yield _linear(found["linear"]["tables"]["linear"])
+
+
+def ensemble_table(made: Together, title: str) -> Table:
+    """One row a member, then the ensemble and what it gains over its best member."""
+    keys = [key for key in ("top1", "map", "top5", "ece", "loss") if key in made.ensemble.scalars()]
+    table = _protocol_table(title, "model", *keys, "gain")
+    for name, figures in (*made.members.items(), ("ensemble", made.ensemble)):
+        scores = figures.scalars()
+        cells = [number(scores[key], 4) if key == "loss" else percent(scores[key], 2) for key in keys]
+        last = figures is made.ensemble
+        gain = f"{100 * made.gain:+.2f}" if last else ""
+        label = Text(shorten(name, 34), no_wrap=True)
+        table.add_row(label, *cells, gain, style="bold" if last else "")
+    return table
+
+
+def _corruptions(kinds: Mapping[str, Any]) -> Table:
+    table = _protocol_table("top-1 by severity", "corruption", "1", "2", "3", "4", "5", "mean", "of clean")
+    for kind, found in kinds.items():
+        table.add_row(kind, *map(percent, found["severities"]), percent(found["mean"]), percent(found["relative"]))
+    return table
+
+
+def _few(rows: Mapping[str, Any]) -> Table:
+    table = _protocol_table(
+        "few labels, mean and deviation over draws", "labelled", "images", "1-NN", "20-NN", "linear"
+    )
+    for name, row in rows.items():
+        cells = []
+        for key in ("knn1", "knn20", "linear"):
+            std = row[key]["std"]
+            cells.append(percent(row[key]["mean"]) + ("" if std is None else f" ± {100 * std:.1f}"))
+        table.add_row(name, f"{row['images']:,}", *cells)
+    return table
+
+
+def _episodes(found: Mapping[str, Any]) -> Table:
+    title = f"{found['episodes']} episodes, {found['way']}-way {found['shot']}-shot, {found['queries']} queries a class"
+    if found["left_out"]:
+        title += f"\n{len(found['left_out'])} classes with too few images are left out"
+    table = _protocol_table(title, "classifier", "accuracy", "95 % interval", "std over episodes")
+    for name, row in found["classifiers"].items():
+        table.add_row(name, percent(row["mean"]), f"± {100 * row['interval']:.1f}", f"{100 * row['std']:.1f}")
+    return table
+
+
+def _linear(found: Mapping[str, Any], most: int = 5) -> Table:
+    table = _protocol_table("best points of the linear probe on val", "learning rate", "weight decay", "val top-1")
+    for point in sorted(found["tried"], key=lambda point: -point["val"])[:most]:
+        table.add_row(f"{point['learning_rate']:.3g}", f"{point['weight_decay']:g}", percent(point["val"]))
+    return table
+
+
+def _protocol_table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
+    return table
+
+
+NAMES = {
+    **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
+    **{"bleu": "BLEU", "sequence_accuracy": "seq. acc.", "perplexity": "perplexity"},  # of language models
+    "loss": "loss",
+}
+NO_SHARE = ("perplexity", "loss")  # numbers of which less is better
+
+
+class Combination(Protocol):
+    """What a row needs to know."""
+
+    @property
+    def data(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def crop_ratio(self) -> float: ...
+    @property
+    def figures(self) -> Figures: ...
+
+
+def sweep_table(rows: Sequence[Combination]) -> Table:
+    """One row a combination; the best of each data set in its first figure is bold. Fits 80 columns."""
+    keys = [key for key in NAMES if key in rows[0].figures.scalars()]
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row.data] = max(best.get(row.data, -math.inf), _merit(row, keys[0]))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("data", no_wrap=True)
+    for name in ("split", "px", "crop", *(NAMES[key] for key in keys)):
+        table.add_column(name, justify="left" if name == "split" else "right", no_wrap=True)
+    for row in rows:
+        scores = row.figures.scalars()
+        cells = [number(scores[k], 4) if k in NO_SHARE else percent(scores[k]) for k in keys]
+        style = "bold" if _merit(row, keys[0]) == best[row.data] else ""
+        source = Text(shorten(row.data, 26), no_wrap=True, overflow="ellipsis")
+        table.add_row(source, row.split, f"{row.image_size}", f"{row.crop_ratio:g}", *cells, style=style)
+    return table
+
+
+def _merit(row: Combination, key: str) -> float:
+    return row.figures.scalars()[key] * (-1 if key in NO_SHARE else 1)

@@ -1,0 +1,278 @@
+"""The parts of a run that depend on the kind of its examples: batches, validation of settings, and the report.
+
+`ImageFeed` and `TextFeed` are the two kinds; everything else of a run (engine, objectives, evaluators, checkpoints)
+takes a `Batch` and does not ask.
+
+Images of a run: decoded and augmented by workers, or all of them on the device.
+
+Texts of a run: tokenised once, padded batch by batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from vitrail.config import RunConfig
+from vitrail.data.augment.host import Augment, stored_alike, view_augments
+from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.dataset import DataSet, Split
+from vitrail.data.loading.device_images import DeviceImages, fits
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.loader import EvalLoader, TrainLoader, auto_workers
+from vitrail.data.loading.sampler import BatchSampler
+from vitrail.data.loading.text_loader import TextEvalLoader, TextTrainLoader
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.completions import holds_completions
+from vitrail.data.sources.text_files import holds_texts, texts_of
+from vitrail.data.tokenizer import TOKENIZER, EncodedTexts, encode_completions
+from vitrail.engine.device import ProcessGroup
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.trunks.text_trunk import TextTrunk
+from vitrail.run.page import Told, report_language, report_run, report_texts
+
+if TYPE_CHECKING:
+    from vitrail.run.page import Told
+
+
+class Batches(Protocol):
+    """What is iterated over, closed at the end, and tells what it had to leave out."""
+
+    skipped: list[tuple[str, str]]
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def close(self) -> None: ...
+
+
+class JudgedBatches(Batches, AbstractContextManager[Any], Protocol):
+    """Every example of a split once."""
+
+
+class Feed(Protocol):
+    """Batches of one kind of examples, for one model."""
+
+    config: RunConfig  # with what was left to choose filled in, once `prepare` was called
+    compiles: bool  # whether steps are compiled and captured as a graph where nothing is said
+    notes: tuple[str, ...]  # what a person should hear of the examples before the run
+
+    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
+        """Make ready what `batches` needs. Raises `ValueError` for settings that do not fit."""
+
+    def batches(self, start: int, stop: int) -> Batches:
+        """Of these training steps."""
+
+    def judged(self, split: str) -> JudgedBatches:
+        """Of a split, for evaluation."""
+
+    def once(self) -> Iterator[Batch]:
+        """Every training example once, as evaluation sees it."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What must be the same when a run is resumed, besides labels and their order."""
+
+    def report(self, told: Told) -> None:
+        """Write the report of the finished run."""
+
+
+def make_feed(config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup) -> Feed:
+    """The feed for this kind of data. Raises `ValueError` where the model is for the other kind."""
+    refuse_other_kind(reads_texts(model), data)
+    refuse_other_task(writes_texts(model), data)
+    if holds_texts(data):
+        return TextFeed(config, data, model, device, group)
+
+    return ImageFeed(config, data, model, device, group)
+
+
+def reads_texts(model: Classifier) -> bool:
+    """Whether a model is for texts."""
+    return hasattr(model.trunk, "tokeniser")
+
+
+def refuse_other_kind(texts: bool, data: DataSet) -> None:
+    """Raises `ValueError` for a model of texts (`texts`) with images, and the other way round."""
+    if holds_texts(data) and not texts:
+        raise ValueError(f"{data.uri} holds texts, the model reads images; use --model.name text:FOLDER or text:bert")
+    if texts and not holds_texts(data):
+        raise ValueError(f"{data.uri} holds images, the model reads texts; name texts with --data, or another model")
+
+
+def refuse_other_task(writes: bool, data: DataSet) -> None:
+    """Raises `ValueError` for a language model (`writes`) with classes, and for a classifier with completions."""
+    if writes and not holds_completions(data):
+        raise ValueError(f"{data.uri} has classes, and the model writes; name prompts and completions with --data")
+    if holds_completions(data) and not writes:
+        raise ValueError(
+            f"{data.uri} holds prompts and completions, the model classifies; use --model.head next_token with "
+            "--objective language_model (vitrail train small-gpt2), or name texts with classes"
+        )
+
+
+def judged_batches(
+    model: Classifier, rows: Split, preprocess: Any, *, batch: int, device: torch.device, workers: int | None
+) -> JudgedBatches:
+    """Every example of a split once, as `model` is evaluated; `preprocess` is of images."""
+    if reads_texts(model):
+        from vitrail.data.loading.text_loader import TextEvalLoader
+
+        return TextEvalLoader(encode_split(model, rows), rows, batch=batch, device=device)
+    from vitrail.data.loading.loader import EvalLoader, auto_workers
+    from vitrail.data.preprocess import Preprocess
+
+    count = auto_workers(rows) if workers is None else workers
+    return EvalLoader(rows, Preprocess(preprocess), batch=batch, device=device, workers=count)
+
+
+class ImageFeed:
+    """`Feed` of images; `config.data.loader` is stored as chosen, so that the run repeats and resumes as it was."""
+
+    compiles = True
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
+    ) -> None:
+        self.config, self.data, self.model, self.device, self.group = config, data, model, device, group
+        wanted = config.data.workers
+        self.workers = auto_workers(data["train"]) if wanted is None else wanted
+        self.preprocess = Preprocess(model.preprocess)
+        self.images: DeviceImages | None = None
+        self.on_device = False
+
+    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
+        chosen, train, self.order = self.config.data, self.data["train"], order
+        self.augment = Augment(chosen.augment, self.model.preprocess)
+        self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
+        if chosen.loader == "auto":
+            able = stored_alike([self.augment, *self.augments])
+            able = able and fits(train, self.preprocess, self.device, chosen.augment)
+            chosen = replace(chosen, loader="device" if able else "host")
+            self.config = replace(self.config, data=chosen)
+        self.on_device = chosen.loader == "device"
+        if self.on_device:
+            self.images = DeviceImages(train, chosen.augment, self.preprocess, device=self.device, workers=self.workers)
+
+    def batches(self, start: int, stop: int) -> TrainLoader:
+        options: dict[str, Any] = {"images": self.images} if self.on_device else {}
+        return (DeviceLoader if self.on_device else TrainLoader)(
+            self.data["train"],
+            self.order,
+            self.augment,
+            self.preprocess,
+            classes=len(self.data.classes),
+            multilabel=self.data.multilabel,
+            seed=self.config.seed,
+            device=self.device,
+            workers=self.workers,
+            start=start,
+            stop=stop,
+            accumulate=self.config.engine.accumulate,
+            rank=self.group.rank,
+            world=self.group.world,
+            views=self.augments,
+            **options,
+        )
+
+    def judged(self, split: str) -> EvalLoader:
+        return self._judged(split, self.on_device)
+
+    def _judged(self, split: str, on_device: bool) -> EvalLoader:
+        return (DeviceEvalLoader if on_device else EvalLoader)(
+            self.data[split],
+            self.preprocess,
+            batch=min(256, max(1, len(self.data[split]))),
+            device=self.device,
+            workers=self.workers,
+            rank=self.group.rank,
+            world=self.group.world,
+        )
+
+    def once(self) -> Iterator[Batch]:
+        with self._judged("train", on_device=False) as loader:
+            yield from loader
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def report(self, told: Told) -> None:
+        report_run(told)
+
+
+JUDGED_AT_ONCE = 64
+
+
+def encode_split(model: Classifier, split: Split) -> EncodedTexts:
+    """The texts of a split as a text model reads them."""
+    tokeniser, texts = cast("TextTrunk", model.trunk).tokeniser(model.files[TOKENIZER]), texts_of(split)
+    return encode_completions(tokeniser, texts) if writes_texts(model) else tokeniser(texts)
+
+
+class TextFeed:
+    """`Feed` of texts."""
+
+    compiles = False  # batches differ in length, and masks of transformers may be decided on the host
+
+    def __init__(
+        self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
+    ) -> None:
+        self.config, self.data, self.device, self.group = config, data, device, group
+        self.trunk = cast("TextTrunk", model.trunk)
+        self.tokenizer = hashlib.sha256(model.files[TOKENIZER].encode()).hexdigest()[:16]
+        self.texts = {name: encode_split(model, split) for name, split in data.splits.items()}
+        self.length = self.trunk.config.length if config.data.pad == "length" else None
+        cut = {name: f"{texts.cut:,} of {len(texts):,} of {name}" for name, texts in self.texts.items() if texts.cut}
+        said = f"longer than {self.trunk.config.length} tokens, and cut: {', '.join(cut.values())} (model.trunk.length)"
+        self.notes: tuple[str, ...] = (said,) if cut else ()
+
+    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
+        chosen = self.config.data
+        if views.views != 1:
+            raise ValueError(
+                f"objective {self.config.objective.kind} wants {views.views} views of an example, and a text has one; "
+                "use supervised"
+            )
+        if chosen.augment.mixup or chosen.augment.cutmix:
+            raise ValueError("data.augment: mixup and CutMix mix pixels; set both to 0 for texts")
+        self.order = order
+
+    def batches(self, start: int, stop: int) -> TextTrainLoader:
+        return TextTrainLoader(
+            self.texts["train"],
+            self.data["train"],
+            self.order,
+            device=self.device,
+            start=start,
+            stop=stop,
+            accumulate=self.config.engine.accumulate,
+            rank=self.group.rank,
+            world=self.group.world,
+            length=self.length,
+        )
+
+    def judged(self, split: str) -> TextEvalLoader:
+        return TextEvalLoader(
+            self.texts[split],
+            self.data[split],
+            batch=JUDGED_AT_ONCE,
+            device=self.device,
+            rank=self.group.rank,
+            world=self.group.world,
+            length=self.length,
+        )
+
+    def once(self) -> Iterator[Batch]:
+        yield from self.judged("train")
+
+    def facts(self) -> Mapping[str, Any]:
+        # Numbers of tokens mean nothing without the words they stand for, which may come from the data themselves.
+        return {"texts": self.texts["train"].digest(), "tokenizer": self.tokenizer}
+
+    def report(self, told: Told) -> None:
+        (report_language if writes_texts(told.model) else report_texts)(told, self.texts[told.split])

@@ -1,0 +1,240 @@
+"""Metrics of a model at the end of a run, or by `vitrail evaluate`, according to its task.
+
+A saved model, and its metrics on any data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
+from vitrail.engine.device import choose_device, choose_precision
+from vitrail.engine.progress import Progress
+from vitrail.learn.selfsupervised import spread_and_rank
+from vitrail.measure.classification import Figures, classification
+from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
+from vitrail.measure.language import language_figures
+from vitrail.model.classifier import Classifier
+from vitrail.model.cost import cost
+from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.store import load_model
+from vitrail.run.data_module import JudgedBatches, judged_batches, reads_texts, refuse_other_kind, refuse_other_task
+from vitrail.run.run_data import open_for
+from vitrail.schema import ConfigError, check, near
+
+
+def figures_of(
+    model: Classifier,
+    loader: JudgedBatches,
+    classes: Sequence[str],
+    *,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    progress: Advance | None = None,
+) -> tuple[Figures, Predictions]:
+    """Accuracy and the like of a classifier, and every prediction. Perplexity and BLEU of a language model, spread and
+    rank of embeddings where images have no labels; predictions are then of no class: logits [examples, 0]."""
+    if tuple(classes) == (UNLABELLED,):
+        return _apart(model, loader, device=device, autocast=autocast, progress=progress)
+    if writes_texts(model):
+        figures = language_figures(model, loader, device=device, autocast=autocast, progress=progress)
+        return figures, _of_no_class(figures.count)
+    predictions = predict_all(model, loader, device=device, autocast=autocast, progress=progress)
+    return classification(predictions.logits, predictions.target, classes), predictions
+
+
+def _of_no_class(count: int) -> Predictions:
+    return Predictions(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.zeros(count, 0))
+
+
+@torch.inference_mode()
+def _apart(
+    model: Classifier,
+    loader: JudgedBatches,
+    *,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    progress: Advance | None,
+) -> tuple[UnlabelledFigures, Predictions]:
+    index, found = [], []
+    with evaluation_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
+        for batch in loader:
+            found.append(model.outputs(batch.images.to(device, non_blocking=True)).representation.float())
+            index.append(batch.index.to(device))
+            if progress is not None:
+                progress(len(batch))
+    rows = rows_of_all((torch.cat(index), torch.cat(found)) if found else None)
+    if rows is None:
+        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+    count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
+    none = np.zeros(0)
+    figures = UnlabelledFigures(
+        (), count, float("nan"), none, none, none, np.zeros(0, np.int64), spread=spread, rank=rank
+    )
+    return figures, _of_no_class(count)
+
+
+def load(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    *,
+    base: str | Path | None = None,
+    bits: int | None = None,
+    merged: bool = True,
+) -> Classifier:
+    """The classifier of a run folder or a model folder; it preprocesses its own input.
+
+    Of a run that trained an adapter: base and adapter, merged (or in use, with `merged=False`). `base` is where its
+    base is now (none: where it was), `bits` rounds what the adapter trained to 2 to 8 bits.
+    """
+    return load_model(path, device, base=base, bits=bits, merged=merged)
+
+
+def evaluate(
+    run: str | Path | Classifier,
+    data: str | Path | DataSet,
+    *,
+    split: str | None = None,
+    crop_ratio: float | None = None,
+    image_size: int | None = None,
+    batch: int = 256,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    quiet: bool = True,
+) -> tuple[Figures, Predictions, str]:
+    """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
+
+    Returns the figures, every prediction, and the split. Data that come undivided are divided as the model's run
+    divided its own. Classes are matched by name; an unknown class is an error.
+    `crop_ratio` and `image_size` take the place of the model's own (none). A run is judged by its last weights.
+    """
+    place = choose_device(device)
+    model = run if isinstance(run, Classifier) else load(run)
+    model.to(place)
+    changes = {"crop_ratio": crop_ratio, "size": image_size}
+    preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
+    _refuse_impossible(model, preprocess)
+    opened = open_for(model, data)
+    refuse_other_kind(reads_texts(model), opened)
+    refuse_other_task(writes_texts(model), opened)
+    opened = _with_classes_of(model, opened)
+    split = split or ("test" if "test" in opened.splits else "val")
+    if split not in opened.splits:
+        raise ValueError(
+            f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
+        )
+    rows = opened[split]
+    with (
+        judged_batches(model, rows, preprocess, batch=batch, device=place, workers=workers) as loader,
+        Progress("evaluate", len(rows), quiet=quiet) as bar,
+    ):
+        autocast = choose_precision(precision, place)
+        figures, predictions = figures_of(
+            model, loader, model.classes, device=place, autocast=autocast, progress=bar.advance
+        )
+        for key, reason in loader.skipped:
+            bar.say(f"skipped {key}: {reason}")
+    return figures, predictions, split
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Figures of one combination of a sweep."""
+
+    data: str
+    split: str
+    image_size: int
+    crop_ratio: float
+    figures: Figures
+
+    def to_json(self) -> dict[str, Any]:
+        place = {"data": self.data, "split": self.split, "image_size": self.image_size, "crop_ratio": self.crop_ratio}
+        return {**place, "count": self.figures.count, **self.figures.scalars()}
+
+
+def sweep(
+    run: str | Path | Classifier,
+    data: Sequence[str | Path],
+    *,
+    crop_ratios: Sequence[float] = (),
+    image_sizes: Sequence[int] = (),
+    **options: Any,
+) -> list[Judged]:
+    """Figures on several data sets, at every given crop ratio and image size (none: the model's own).
+
+    All combinations are tried on one image before data are read. `options` as for `evaluate`. A ratio or size that is
+    chosen by such a table is chosen on val (`split="val"`), else its figure is too good to be true.
+    """
+    model = run if isinstance(run, Classifier) else load(run)
+    sizes, ratios = image_sizes or (model.preprocess.size,), crop_ratios or (model.preprocess.crop_ratio,)
+    for size in sizes:
+        for ratio in ratios:
+            _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
+    made = []
+    for uri, opened in [(uri, open_for(model, uri)) for uri in data]:  # all are there before the first is read
+        for size in sizes:
+            for ratio in ratios:
+                figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
+                made.append(Judged(str(uri), used, size, ratio, figures))
+    return made
+
+
+def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
+    """One sentence for a crop ratio out of range, or for images of a size that the model cannot take."""
+    problems = check(wanted)
+    if problems:
+        raise ConfigError(problems)
+    if wanted.size == model.preprocess.size:
+        return
+    try:
+        cost(model, wanted.size)  # a forward pass without memory or time
+    except (ValueError, AssertionError, RuntimeError) as error:
+        said = str(error).strip().splitlines() or ["no reason given"]
+        raise ValueError(f"image_size: the model cannot take images of {wanted.size} pixels: {said[0]}") from None
+
+
+def _known(model: Classifier) -> str:
+    if model.unlabelled:
+        return "learned without labels and knows none"
+    return f"knows {', '.join(model.classes[:5])}{', ...' if len(model.classes) > 5 else ''}"
+
+
+def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
+    """`data` with its labels counted as the model counts them."""
+    if data.multilabel != model.multilabel:
+        kinds = ("several labels an image", "one label an image")
+        raise ValueError(
+            f"{data.uri} has {kinds[not data.multilabel]}, the model was trained with {kinds[not model.multilabel]}"
+        )
+    if data.classes == model.classes:
+        return data
+    for level in data.levels:  # trained on a coarser level of the same data
+        if level.classes == model.classes:
+            return choose_level(data, level.name)
+    unknown = [name for name in data.classes if name not in model.classes]
+    if unknown:
+        raise ValueError(
+            f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
+            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; its embeddings can be judged on any classes: "
+            "vitrail evaluate RUN --data DATA --protocol knn,linear"
+        )
+    import numpy as np
+
+    place = np.array([model.classes.index(name) for name in data.classes])
+    splits = {}
+    for name, split in data.splits.items():
+        if data.multilabel:
+            labels = np.zeros((len(split), len(model.classes)), dtype=split.labels.dtype)
+            labels[:, place] = split.labels
+        else:
+            labels = place[split.labels]
+        splits[name] = replace(split, labels=labels)
+    return replace(data, classes=model.classes, splits=splits)

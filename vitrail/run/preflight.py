@@ -1,0 +1,163 @@
+"""Checks for the files that a run needs, weights, a teacher and data, before any image is read.
+
+Advice to the user where no setting is invalid: before a run, and on its results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vitrail.config import RunConfig
+from vitrail.data.dataset import DataSet
+from vitrail.data.open import open_data
+from vitrail.learn.config import AttackConfig, ObjectiveConfig
+from vitrail.measure.evaluator import Predictions
+from vitrail.model.config import OWN_TEXT, ModelConfig
+from vitrail.model.heads.config import Distilled
+from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
+from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
+from vitrail.model.weights import published_models
+from vitrail.model.zoo import ZOO
+
+FETCHED = ("torchvision:", "hf:")  # to look whether such data are there may be to download them
+
+
+def missing_parts(config: RunConfig) -> list[str]:
+    """A sentence for each part of a run that is not there, with the setting that names it."""
+    return [*_model(config.model), *_teacher(config.objective)]
+
+
+def _model(chosen: ModelConfig) -> list[str]:
+    name, weights = chosen.name, chosen.weights
+    published = weights == "timm"
+    if name.startswith("timm:") and (unknown := _timm("model.name", name, published=published)):
+        return unknown
+    if published and name in ZOO:
+        return _timm("model.weights", f"timm:{ZOO[name].timm}", published=True) if ZOO[name].timm else _none_for(name)
+    if weights in ("none", "timm", "hub", "hub:fetch"):
+        return []
+    if not Path(weights).exists() or (name.startswith("text:") and not (Path(weights) / "config.yaml").is_file()):
+        return []  # the former is said by `validate`; a folder of transformers says itself what it lacks
+    return _stored("model.weights", Path(weights))
+
+
+def _teacher(objective: ObjectiveConfig) -> list[str]:
+    name = getattr(objective, "teacher", None)
+    if name is None or (objective.kind == "attention_transfer" and name in ("", "random")):
+        return []
+    if not name:
+        return ["objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet"]
+    if name.startswith("timm:"):
+        return _timm("objective.teacher", name, published=True)
+    return _stored("objective.teacher", Path(name))
+
+
+def _timm(setting: str, name: str, *, published: bool) -> list[str]:
+    """A name that timm does not know, or of which it has no weights where these are wanted."""
+    import timm
+
+    bare = name.removeprefix("timm:")
+    if not known_to_timm(bare):
+        return [f"{setting}: {unknown_name(bare)}"]
+    if published and not timm.models.is_model_pretrained(bare):
+        return [f"{setting}: timm has no published weights of {bare}; take another model, or a run or file of weights"]
+    return []
+
+
+def _none_for(name: str) -> list[str]:
+    having = ", ".join(published_models())
+    return [
+        f"model.weights: no published weights for {name}; set none, a run or a file; models that have them: {having}"
+    ]
+
+
+def _stored(setting: str, path: Path) -> list[str]:
+    """Weights on disk. A file is read as a whole: nothing less tells that it is one."""
+    if not path.exists():
+        return [f"{setting}: there is nothing at {path}; name a finished run, a model folder or a file of weights"]
+    if path.is_dir() and not any(
+        (path / name).is_file() for name in ("config.yaml", DESCRIPTION, f"model/{DESCRIPTION}")
+    ):
+        return [f"{setting}: {path} is no run and no model folder; name a finished run, or a file of weights"]
+    try:
+        if path.is_file():
+            read_tensors(path)
+        else:
+            read_description(model_folder(path))
+    except (ValueError, OSError) as error:
+        return [f"{setting}: {error}"]
+    return []
+
+
+def refuse_missing_data(uri: str) -> None:
+    """Raises what `open_data` says of data that are not there; those that are, or must be fetched, are not touched."""
+    if not uri.startswith(FETCHED) and not Path(uri).exists():
+        open_data(uri)
+
+
+FEW_IMAGES = 2000  # below this a transformer from scratch mostly memorises
+FEW_STEPS, SMALL_BATCH = 3, 16  # an epoch of fewer steps is said, and this batch advised
+HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns anything, and one that is usual
+    "adam": (0.01, 1e-3),
+    "adamw": (0.01, 1e-3),
+    "lamb": (0.05, 4e-3),
+    "muon": (0.2, 0.02),
+    "sgd": (5.0, 0.1),
+    "adagrad": (0.5, 0.01),
+}
+
+
+def before_training(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
+    """What a person should hear before a run, though nothing is wrong; `peak` is the learning rate that is reached."""
+    said = []
+    count, adapter = len(data["train"]), config.model.adapter
+    if adapter is not None:
+        said.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
+        if config.model.weights == "none":
+            said.append(
+                "warning: model.weights is none, so the adapter changes random weights; give a run or file to adapt one"
+                " that was trained"
+            )
+    elif config.optim.tune != "full":
+        said.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
+    elif config.model.name.startswith("text:") and config.model.name not in OWN_TEXT and config.model.weights == "none":
+        said.append(
+            f"warning: weights of {config.model.name} are not read and training begins from random ones; "
+            "--model.weights hub reads them"
+        )
+    elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
+        said.append(
+            f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
+            "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
+        )
+    if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
+        said.append(
+            f"warning: {count} training {data.things} are {count / config.data.batch:.2g} batches of "
+            f"{config.data.batch}, so that an epoch has hardly a step; set --data.batch {SMALL_BATCH}"
+        )
+    own, chosen = ZOO.get(config.model.name), config.model.head
+    if own is not None and isinstance(own.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
+        said.append(
+            f"warning: model.head {chosen.kind} replaces what {config.model.name} is named for; keep its distillation "
+            "token with --model.head.kind distilled"
+        )
+    learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
+    learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
+    high, usual = HIGH_RATES[config.optim.name]
+    if learns_weights and config.optim.tune != "head" and peak >= high:
+        scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
+        said.append(f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual")
+    return said
+
+
+def one_answer(predictions: Predictions, data: DataSet) -> list[str]:
+    """A sentence where a model says the same of every image; several labels are not judged."""
+    said = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
+    if len(said) != 1 or len(predictions) < 2:
+        return []
+    return [
+        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(said)]!r}, so nothing was "
+        "learned; train longer, or with another optim.lr"
+    ]

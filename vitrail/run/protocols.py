@@ -1,0 +1,194 @@
+"""A saved model under other protocols than plain accuracy, and several models as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.data.dataset import DataSet
+from vitrail.data.loading.loader import EvalLoader, auto_workers
+from vitrail.data.preprocess import Preprocess
+from vitrail.engine.device import choose_device, choose_precision
+from vitrail.engine.progress import Progress
+from vitrail.measure.config import EpisodeConfig, LongTailConfig
+from vitrail.measure.ensembles import Together, together
+from vitrail.measure.episodes import judge_episodes
+from vitrail.measure.evaluator import Evaluator, Findings, Loaders, Predictions, only_classes
+from vitrail.measure.evaluators import EVALUATORS, READ_EMBEDDINGS, WANT_TRAINING_IMAGES
+from vitrail.measure.long_tail import judge_long_tail
+from vitrail.measure.retrieval import Embedded
+from vitrail.model.classifier import Classifier
+from vitrail.run.evaluate import _with_classes_of, evaluate, load
+from vitrail.run.run_data import open_for
+from vitrail.schema import ConfigError, near
+
+
+@dataclass(frozen=True)
+class SharedLoaders(Loaders):
+    """Data for several evaluators of one model, which embed each split once between them."""
+
+    kept: dict[str, Embedded] = field(default_factory=dict)
+
+
+def judge(
+    run: str | Path | Classifier,
+    data: str | Path | DataSet,
+    protocols: Sequence[str],
+    *,
+    split: str | None = None,
+    batch: int = 256,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    quiet: bool = True,
+    episodes: EpisodeConfig | None = None,
+    tail: LongTailConfig | None = None,
+    classes: Sequence[str] = (),
+) -> tuple[dict[str, Findings], str]:
+    """What the named evaluators find on a split (none: test, or val where there is no test), and which split it was.
+
+    Those that only read the model's embedding judge on data with other classes, too; the others need the model's
+    classes. `episodes` and `tail` say how the protocols episodes and long_tail judge, and `classes` are those that
+    episodes draw from (none: all). Raises `ConfigError` for unknown names, `ValueError` for data that will not do.
+    """
+    problems = [f"no protocol {name!r}{near(name, EVALUATORS)}" for name in protocols if name not in EVALUATORS]
+    if problems or not protocols:
+        raise ConfigError(problems or [f"no protocol is named; there are {', '.join(EVALUATORS)}"])
+    place = choose_device(device)
+    model = run if isinstance(run, Classifier) else load(run)
+    model.to(place)
+    opened = open_for(model, data)
+    if opened.unlabelled:
+        raise ValueError(f"{opened.uri} has no labels to judge by; name images that have: --data LABELLED")
+    if not READ_EMBEDDINGS.issuperset(protocols):
+        opened = _with_classes_of(model, opened)
+    split = split or ("test" if "test" in opened.splits else "val")
+    wanted = {split}
+    if not WANT_TRAINING_IMAGES.isdisjoint(protocols):
+        wanted = {split, "train", "val"} & {split, *opened.splits}
+    if "episodes" in protocols and episodes is not None and episodes.support == "train":
+        wanted |= {"train"} & set(opened.splits)
+    missing = wanted - set(opened.splits)
+    if missing:
+        raise ValueError(
+            f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
+        )
+    autocast = choose_precision(precision, place)
+    with ExitStack() as stack:
+        loaders = {
+            name: stack.enter_context(
+                EvalLoader(
+                    opened[name],
+                    Preprocess(model.preprocess),
+                    batch=batch,
+                    device=place,
+                    workers=auto_workers(opened[name]) if workers is None else workers,
+                )
+            )
+            for name in sorted(wanted)
+        }
+        seen = SharedLoaders(opened.classes, loaders, split, [level.name for level in opened.levels])
+        judges: dict[str, Evaluator] = {
+            **EVALUATORS,
+            "episodes": partial(judge_episodes, config=episodes, classes=classes),
+            "long_tail": partial(judge_long_tail, config=tail),
+        }
+        bar = stack.enter_context(Progress("protocols", len(protocols), quiet=quiet))
+        found = {}
+        for name in protocols:
+            found[name] = judges[name](model, seen, device=place, autocast=autocast)
+            bar.advance(1, name)
+    return found, split
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Models as one, and beside them, where it was asked for, as many seeds of one model."""
+
+    data: str
+    split: str
+    runs: Together
+    control: Together | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"data": self.data, "split": self.split, **self.runs.to_json()}
+        if self.control is not None:
+            found["control"] = self.control.to_json()
+            found["gain_over_control"] = self.runs.gain - self.control.gain
+        return found
+
+
+def ensemble(
+    runs: Sequence[str | Path],
+    data: str | Path | DataSet,
+    *,
+    control: Sequence[str | Path] = (),
+    classes: Sequence[str] = (),
+    split: str | None = None,
+    **options: Any,
+) -> Ensemble:
+    """Figures of saved models and of their mean probabilities on the same images; `control` likewise.
+
+    With `classes` only these can be chosen. `options` as for `evaluate`. Raises `ValueError` for fewer than two models,
+    or a control of another size.
+    """
+    if len(runs) < 2:
+        raise ValueError("an ensemble needs at least two runs")
+    if control and len(control) != len(runs):
+        raise ValueError(f"the control must have as many runs as the ensemble: {len(runs)}, not {len(control)}")
+    first = load(runs[0])
+    known, opened = first.classes, open_for(first, data)
+    split = split or ("test" if "test" in opened.splits else "val")
+    made: dict[str, Predictions] = {}
+    for run in dict.fromkeys(str(run) for run in (*runs, *control)):
+        model = load(run)
+        _refuse_other_images(open_for(model, data), opened, split, run, str(runs[0]))
+        _, said, _ = evaluate(model, opened, split=split, **options)
+        made[run] = counted_as(said, model.classes, known, run)
+    if classes:
+        made = {run: only_classes(said, known, classes) for run, said in made.items()}
+    names = list(classes) or known
+    parts = [together(_members(made, group), names) if group else None for group in (runs, control)]
+    assert parts[0] is not None
+    return Ensemble(opened.uri, split, parts[0], parts[1])
+
+
+def _refuse_other_images(own: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
+    """Raises `ValueError` where a run divided the images otherwise, and so may have learned from what is judged."""
+    if split in opened.splits and not (
+        split in own.splits and np.array_equal(own[split].index, opened[split].index)  # which images, and their order
+    ):
+        raise ValueError(
+            f"{run} and {first} divided {opened.uri} differently (data.split_seed and its fractions), so one learned "
+            "from images that the other is judged by; name data that come with a test split, or train them alike"
+        )
+
+
+def counted_as(said: Predictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:
+    """Predictions with their classes in another model's order. Raises `ValueError` where the classes are others."""
+    if tuple(classes) == tuple(wanted):
+        return said
+    if sorted(classes) != sorted(wanted):
+        other = sorted(set(classes) ^ set(wanted))
+        raise ValueError(f"{run} has other classes than the first run, as {other[0]!r}; an ensemble needs the same")
+    columns = torch.tensor([list(classes).index(name) for name in wanted])
+    target = said.target[:, columns] if said.multilabel else columns.argsort()[said.target]
+    return replace(said, logits=said.logits[:, columns], target=target)
+
+
+def _members(made: Mapping[str, Predictions], runs: Sequence[str | Path]) -> dict[str, Predictions]:
+    """A run that is named twice is two members."""
+    found: dict[str, Predictions] = {}
+    for run in map(str, runs):
+        name, copy = run, 2
+        while name in found:
+            name, copy = f"({copy}) {run}", copy + 1
+        found[name] = made[run]
+    return found

@@ -1,0 +1,155 @@
+"""The data of a run: opened, checked, and divided so that no model is evaluated on an image that it was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.config import DataConfig, RunConfig
+from vitrail.data.check.check import leak_notes
+from vitrail.data.dataset import DataSet
+from vitrail.data.open import open_data
+from vitrail.data.sources.folder import Bad, drop_bad, refuse_if_too_many, scan
+from vitrail.data.sources.text_files import holds_texts
+from vitrail.engine.device import ProcessGroup
+from vitrail.engine.progress import Progress
+from vitrail.learn.config import learns_without_labels
+from vitrail.model.classifier import Classifier
+from vitrail.model.store import model_folder, read_description
+
+DIVISION = ("val_fraction", "test_fraction", "split_seed")  # what decides which image is in which split
+
+
+def division(config: DataConfig) -> dict[str, Any]:
+    """The settings of a run that divide data; a saved model states them."""
+    return {name: getattr(config, name) for name in DIVISION}
+
+
+def open_run(config: DataConfig) -> DataSet:
+    """The data of a run: what `open_data` can be told has the same names in the configuration."""
+    options = [name for name in inspect.signature(open_data).parameters if name != "uri"]
+    return open_data(config.uri, **{name: getattr(config, name) for name in options})
+
+
+def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[DataSet, list[Bad]]:
+    """What a run trains on and is judged by, without images that cannot be read, and these. Raises one sentence."""
+    chosen = config.data
+    data = open_run(chosen)
+    if data.unlabelled and not learns_without_labels(config.objective):
+        raise ValueError(
+            f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
+            f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
+            "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
+        )
+    if "val" not in data.splits and "test" not in data.splits:
+        raise ValueError(
+            f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"
+        )
+    if chosen.judge == "val" and "val" not in data.splits:
+        raise ValueError(
+            f"data.judge is val, and {chosen.uri} has no such {data.things}; set --data.val_fraction above 0"
+        )
+    for split in data.splits.values():
+        if not len(split):
+            raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
+    bad: list[Bad] = []
+    if chosen.check == "full" and group.main and not holds_texts(data):
+        total = sum(len(s) for s in data.splits.values())
+        with Progress("check images", total, quiet=quiet) as bar:
+
+            def seen(done: int, _: int) -> None:
+                bar.advance(done - bar.done, f"{done} read")
+
+            bad = scan(data, progress=seen)
+    bad = group.gather(bad)[0]
+    refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
+    for key, reason in bad:
+        group.say(quiet, f"skipped {key}: {reason}")
+    data = drop_bad(data, bad)
+    copied = leak_notes(data) if chosen.check == "full" and group.main else ()
+    return replace(data, notes=(*data.notes, *copied)), bad
+
+
+def fingerprint(data: DataSet) -> str:
+    """Changes with the training images, their order or their labels."""
+    digest = hashlib.sha256()
+    train = data["train"]
+    digest.update(repr((data.classes, len(train))).encode())
+    digest.update(train.index.tobytes())
+    digest.update(train.labels.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
+    """Data to judge a model by, divided as the run that made it divided its own.
+
+    Data that come divided stay so. With others the run's fractions and seed are taken whatever data these are: of its
+    own, another division would mix up what was learned and what is judged, and of others one is as good as another.
+    """
+    if isinstance(data, DataSet):
+        return data
+    stated = model.stated.get("division", {})
+    return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+
+
+def learned_before(config: RunConfig, data: DataSet) -> list[str]:
+    """A sentence where weights or a teacher are of a run that may have learned from what this one holds out."""
+    said = []
+    for setting, path in (
+        ("model.weights", config.model.weights),
+        ("objective.teacher", getattr(config.objective, "teacher", None)),
+    ):
+        stated = _stated(Path(path)) if path else {}
+        theirs = {name: value for name, value in stated.get("division", {}).items() if name in DIVISION}
+        if stated.get("data") != data.uri or theirs == division(config.data):
+            continue
+        learned = open_data(data.uri, **theirs)["train"].index
+        held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])
+        if known := int(np.isin(held, learned).sum()):
+            flags = " ".join(f"--data.{name} {value}" for name, value in theirs.items())
+            said.append(
+                f"warning: {setting}: {path} may have learned from {known} of the {len(held)} {data.things} that this "
+                f"run holds out, so that its figures will be too good; divide as it did: {flags}"
+            )
+    return said
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """What the model of a run says of itself; nothing where there is none."""
+    try:
+        return dict(read_description(model_folder(path)).get("stated", {})) if path.is_dir() else {}
+    except (ValueError, OSError):
+        return {}
+
+
+def own_uri(run: str | Path) -> str:
+    """Where the data of a run are. Raises `ValueError` for a model that does not say."""
+    found = read_description(model_folder(run)).get("stated", {}).get("data")
+    if not found:
+        raise ValueError(f"{run} does not say which data it learned from; name some: --data URI")
+    return str(found)
+
+
+@contextmanager
+def own_data_of(run: str | Path, remedy: str = "name them with --data URI, ") -> Iterator[None]:
+    """For opening the data that a run was trained on: paths in its settings are as seen from where it was begun.
+
+    `FileNotFoundError` of data that are not found from here says so, in one sentence.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not str(error).startswith("no data at "):
+            raise
+        uri = str(error).split("'")[1]
+        raise FileNotFoundError(
+            f"the data of {run}, {uri}, are not found from {Path.cwd()}; {remedy}go to the folder where the run was "
+            "begun, or set VITRAIL_DATA to the folder they are in"
+        ) from None
