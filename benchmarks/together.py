@@ -2,7 +2,7 @@
 
     python benchmarks/together.py DATA [--batch 50 250] [--mib 0 1 2 8] [--images 6000] [--device cpu]
 
-`--mib` are sizes of what is augmented together (`TOGETHER` of vitrail/data/loading/device_loader.py); 0 is one batch at a time.
+`--mib` are sizes of what is augmented together (`TOGETHER` of the device loader); 0 is one batch at a time.
 The policy is that of `small-deit`, mixing included. Operations are those that torch dispatches, views of memory left
 out: on an accelerator each is at least one kernel that the host must begin. Images a second are of the loader alone.
 """

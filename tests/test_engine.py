@@ -410,7 +410,8 @@ def test_a_run_folder_is_never_overwritten_and_has_one_writer(tmp_path) -> None:
     run = RunFolder.create(tmp_path / "run", "seed: 0\n")
     with pytest.raises(FileExistsError, match="--resume"):
         RunFolder.create(tmp_path / "run", "seed: 0\n")
-    second = f"from pathlib import Path; from vitrail.engine.run_folder import RunFolder; RunFolder.open(Path({str(run.path)!r}))"
+    opens = f"RunFolder.open(Path({str(run.path)!r}))"
+    second = f"from pathlib import Path; from vitrail.engine.run_folder import RunFolder; {opens}"
     refused = subprocess.run([sys.executable, "-c", second], check=False, capture_output=True, text=True)
     assert "another process is writing" in refused.stderr
     run.unlock()

@@ -21,8 +21,12 @@ if triton.knobs.runtime.interpret:
 compiler = pytest.importorskip("triton.backends.compiler")
 jit = pytest.importorskip("triton.runtime.jit")
 
-from vitrail.kernels import attention_match_triton, attention_triton, ragged_attention_triton
-from vitrail.kernels import sima_attention_triton as sima_triton
+from vitrail.kernels import (  # noqa: E402
+    attention_match_triton,
+    attention_triton,
+    ragged_attention_triton,
+    sima_attention_triton,
+)
 
 Kernel = Callable[[int, int, torch.dtype], None]
 
@@ -50,7 +54,7 @@ class Hopper:
 
 def forget() -> None:
     """What was compiled for another device."""
-    for module in (attention_match_triton, attention_triton, ragged_attention_triton, sima_triton):
+    for module in (attention_match_triton, attention_triton, ragged_attention_triton, sima_attention_triton):
         for value in vars(module).values():
             if isinstance(value, jit.JITFunction):
                 value.device_caches.clear()
@@ -92,14 +96,14 @@ def overwritten(kernel: Made) -> list[str]:
 def of_sima(tokens: int, dim: int, dtype: torch.dtype) -> None:
     qkv = torch.zeros(2, tokens, 3, 2, dim, dtype=dtype)
     for ahead in (False, True):
-        sima_triton.forward(qkv, ahead=ahead)
-        sima_triton.backward(qkv, torch.zeros(2, tokens, 2, dim, dtype=dtype), ahead=ahead)
+        sima_attention_triton.forward(qkv, ahead=ahead)
+        sima_attention_triton.backward(qkv, torch.zeros(2, tokens, 2, dim, dtype=dtype), ahead=ahead)
 
 
 def of_ragged_sima(tokens: int, dim: int, dtype: torch.dtype) -> None:
     qkv, offsets = torch.zeros(2 * tokens, 3, 2, dim, dtype=dtype), torch.tensor([0, tokens, 2 * tokens])
-    sima_triton.forward(qkv, offsets)
-    sima_triton.backward(qkv, torch.zeros(2 * tokens, 2, dim, dtype=dtype), offsets)
+    sima_attention_triton.forward(qkv, offsets)
+    sima_attention_triton.backward(qkv, torch.zeros(2 * tokens, 2, dim, dtype=dtype), offsets)
 
 
 def of_attention(tokens: int, dim: int, dtype: torch.dtype) -> None:

@@ -2,10 +2,10 @@
 
 Many training runs, made by worker processes: a crash is a row of the table and not the end of a study.
 
-A worker (`vitrail.compare.worker`) makes the seeds of one variant, one after the other: on an accelerator most of a short
-run is compilation, which a second model of the same shape does not need. Several work side by side on one accelerator
-or spread over several. Nothing is remembered here: what is finished, begun or missing is read from the run folders, so
-a killed study goes on where it was, beside others that share its runs.
+A worker (`vitrail.compare.worker`) trains the seeds of one variant, one after the other: on an accelerator most of a
+short run is compilation, which a second model of the same shape does not need. Several work side by side on one
+accelerator or spread over several. Nothing is remembered here: what is finished, begun or missing is read from the run
+folders, so a killed study resumes where it stopped, also next to others that share its runs.
 """
 
 from __future__ import annotations

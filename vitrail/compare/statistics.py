@@ -186,9 +186,6 @@ def _refuse_empty(values: NDArray) -> None:
         raise ValueError(f"differences have shape {list(values.shape)}: one value a pair is needed, at least one")
 
 
-Floats = NDArray[np.float64]
-
-
 @dataclass(frozen=True)
 class Member:
     """One finished run of a variant. Its figures are those of the last weights, never of the best ones."""

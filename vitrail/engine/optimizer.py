@@ -137,8 +137,8 @@ def parameter_groups(
     """Trainable parameters of an objective by (layer, decayed, matrix of Muon, head), each with its share of the rate.
 
     The share is layer_decay ** (layers below the head), and `head_rate` for the head; parts of the objective outside
-    its model (projectors), and adapters, take the full rate. With Muon, `vitrail.model.parts.matrices.hidden_matrices` says
-    which weights are matrices; `muon` (of a resumed run) names them instead.
+    its model (projectors), and adapters, take the full rate. With Muon, `hidden_matrices` says which
+    weights are matrices; `muon` (of a resumed run) names them instead.
     """
     matrices = hidden_matrices(objective) if config.name == "muon" else {}
     if muon is not None:

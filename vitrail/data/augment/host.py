@@ -122,7 +122,7 @@ class Augment:
     `simple` and `pad` crops are one operation: both bring the shorter side to the size (which leaves alone what has it)
     and take a window of the reflected image, at random on both axes, as the code of DeiT III does for its
     Simple Random Crop (Touvron et al., 2022, arXiv 2204.07118). RandAugment is torchvision's with its defaults or
-    timm's (`vitrail.data.augment.host`), the other two are torchvision's. Erasing covers 2 to 33 % of the image with what
+    timm's, the other two are torchvision's. Erasing covers 2 to 33 % of the image with what
     is N(0, 1) after normalisation, as far as bytes can show it.
     """
 
