@@ -49,8 +49,7 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, TrainStep
 from vitrail.learn import config as learn
-from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Branches, Projected
 from vitrail.recipes.selfsupervised import SMALL

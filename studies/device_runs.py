@@ -16,8 +16,7 @@ from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.classifier import Classifier
 from vitrail.run.train import build_model
 

@@ -33,7 +33,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.generate.diffusion_model import OwnDiffuser
-from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.teacher import features, load_teacher
 from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.build import create_model

@@ -32,9 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.model.heads.build import build_head
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Gramian, HeadConfig, Mean, SecondOrder
-from vitrail.model.heads.head import Head
+from vitrail.model.heads.head import Head, build_head
 from vitrail.model.parts.tokens import Tokens
 
 GRID, WORDS, WIDTH, CLASSES = (4, 8), 32, 16, 4

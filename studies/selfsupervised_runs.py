@@ -27,9 +27,8 @@ from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import SupervisedConfig
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.learn.selfsupervised import MomentumCopy, SelfSupervised, spread_and_rank
 from vitrail.learn.teacher import features
 from vitrail.measure.evaluator import evaluation_mode

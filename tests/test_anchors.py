@@ -28,9 +28,8 @@ from vitrail.inspect.teacher_view import (
     read_relation,
 )
 from vitrail.kernels.similarity import relation_loss
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import CmsfConfig, CompresConfig, DinoConfig, DistillationConfig, IsdConfig, SupervisedConfig
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import DinoConfig
 from vitrail.learn.dino import Dino, Prototypes, view_loss
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.selfsupervised import collapse_note, spread_and_rank
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

@@ -28,9 +28,9 @@ from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import DistillationConfig, SupervisedConfig
 from vitrail.learn.distillation import LOOK_EVERY, Distillation, softened_divergence
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import Teacher, load_teacher
 from vitrail.model.build import create_model

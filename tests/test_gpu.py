@@ -21,7 +21,6 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
@@ -34,6 +33,7 @@ from vitrail.learn.config import (
     SupconConfig,
     SupervisedConfig,
 )
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Projected

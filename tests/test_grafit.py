@@ -17,9 +17,9 @@ from sklearn.neighbors import NearestNeighbors
 from vitrail.data.batch import Batch
 from vitrail.kernels.similarity import nearest, neighbour_loss
 from vitrail.learn.bank import ImageMemory
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import GrafitConfig
 from vitrail.learn.grafit import Grafit, instance_loss, triplet_loss
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.selfsupervised import MomentumCopy
 from vitrail.measure.retrieval import (
     Embedded,

@@ -17,8 +17,8 @@ from torch import Tensor
 import vitrail
 from vitrail.cli import run
 from vitrail.data.batch import Batch
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import DistillationConfig, GrafitConfig, SupervisedConfig
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised, prior_shift
 from vitrail.measure.classification import classification
 from vitrail.measure.config import LongTailConfig

@@ -22,7 +22,6 @@ from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.similarity import GROUP, largest, log_sum, relation_loss, top_rows
 from vitrail.learn.bank import Bank, ImageMemory
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
 from vitrail.learn.config import (
     ByolConfig,
@@ -40,7 +39,7 @@ from vitrail.learn.config import (
 )
 from vitrail.learn.moco import contrast
 from vitrail.learn.msf import Msf, shift_loss
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.learn.pseudo_labels import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import MomentumCopy, collapse_note, purity
 from vitrail.learn.supcon import supervised_contrast

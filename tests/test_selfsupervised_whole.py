@@ -15,8 +15,8 @@ from vitrail.config import OptimConfig
 from vitrail.data.batch import Batch
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import ByolConfig, CmsfConfig, IsdConfig, MocoConfig, MsfConfig, ObjectiveConfig
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.selfsupervised import MomentumPair
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

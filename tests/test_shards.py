@@ -18,7 +18,6 @@ from vitrail.engine.device import ProcessGroup
 from vitrail.engine.step import Statistics
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.bank import Bank, attend_all, make_bank
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     AttentionTransferConfig,
     CmsfConfig,
@@ -30,6 +29,7 @@ from vitrail.learn.config import (
     MsfConfig,
     ProtonwConfig,
 )
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.model.build import create_model
 
 WORLD, ROWS, COUNT, STEPS = 2, 13, 6, 4  # 13 rows do not divide: 7 and 6

@@ -16,9 +16,8 @@ from vitrail.kernels.sima_attention import able, normalised, plain_sima, product
 from vitrail.model.build import create_model
 from vitrail.model.heads.class_attention import ClassSimaMixer
 from vitrail.model.heads.config import ClassAttention
-from vitrail.model.mixers.build import build_mixer
 from vitrail.model.mixers.config import CosFormer, Efficient, EluKernel, MixerConfig, Sima, Xca
-from vitrail.model.mixers.mixer import Mixer
+from vitrail.model.mixers.mixer import Mixer, build_mixer
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.zoo import ZOO
 

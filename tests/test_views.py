@@ -19,8 +19,8 @@ from vitrail.data.loading.device_loader import DeviceLoader
 from vitrail.data.loading.loader import TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import ByolConfig, CmsfConfig, IsdConfig, MocoConfig, MsfConfig
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.model.build import create_model
 
 SEED, SIDE = 5, 12

@@ -17,7 +17,6 @@ from vitrail.engine import step as step_module
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, Still, TrainStep
-from vitrail.learn.build import TrainingFacts, build_objective
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
@@ -30,7 +29,7 @@ from vitrail.learn.config import (
     SupconConfig,
     SupervisedConfig,
 )
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 

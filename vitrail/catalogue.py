@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import typing
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,7 +22,7 @@ from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, configured, stated
-from vitrail.schema import near, plain
+from vitrail.schema import members, near, plain
 
 WIDE = 80  # columns of a terminal in which all that is known of models fits
 DATA_FORMS = {
@@ -112,8 +111,7 @@ def _part(what: str, name: str) -> dict[str, Any]:
 
 
 def _kinds(union: Any) -> dict[str, Any]:
-    members = typing.get_args(union) or (union,)
-    return {str(next(f.default for f in dataclasses.fields(m) if f.name == "kind")): m for m in members}
+    return {str(next(f.default for f in dataclasses.fields(m) if f.name == "kind")): m for m in members(union)}
 
 
 def table(what: str, found: Sequence[dict[str, Any]]) -> Any:

@@ -20,7 +20,6 @@ from vitrail.learn.config import (
     MaeConfig,
     ObjectiveConfig,
     SupervisedConfig,
-    named_weights,
 )
 from vitrail.model.config import OWN_TEXT, ModelConfig, TrunkConfig
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
@@ -168,30 +167,9 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config) + _class_weights(config) + _smoothed(config)
-    if config.objective.kind == "distillation" and not config.objective.teacher and config.data.uri:
-        problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
-    if config.objective.kind == "attention_transfer" and not config.objective.teacher and config.data.uri:
-        problems.append(
-            "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
-        )
+    problems += _adapter(config) + _writing(config) + config.objective.problems(config)
     problems += _sizes(config)
     return problems
-
-
-def _smoothed(config: RunConfig) -> list[str]:
-    """Smoothing before a threshold of 0 would make a target of every class."""
-    own = config.objective
-    alone = isinstance(own, SupervisedConfig)
-    name, labels = ("objective", own) if alone else ("objective.labels", getattr(own, "labels", None))
-    if not isinstance(labels, SupervisedConfig) or labels.loss != "bce" or labels.bce_threshold != 0:
-        return []
-    if not labels.smoothing:
-        return []
-    return [
-        f"{name}.smoothing: with bce_threshold 0 every class of smoothed targets would be one to find; "
-        "set smoothing 0, or bce_threshold none"
-    ]
 
 
 def _adapter(config: RunConfig) -> list[str]:
@@ -213,10 +191,6 @@ def _adapter(config: RunConfig) -> list[str]:
         problems.append(
             "optim.name: muon is for hidden weight matrices, which model.adapter freezes; use adamw or adam"
         )
-    if config.objective.kind in ("attack", "defence"):
-        problems.append(f"model.adapter: {config.objective.kind} works on a whole model; leave the adapter out")
-    if config.objective.kind == "attention_transfer" and config.objective.mode == "copy":
-        problems.append("model.adapter: copied attention takes the place of adapted layers; use objective.mode distill")
     if adapter.kind == "vpt":
         problems += _prompts(config)
     if getattr(adapter, "head_coefficients", None) is not None and adapter.train_head:
@@ -234,8 +208,6 @@ def _prompts(config: RunConfig) -> list[str]:
             f"model.adapter: vpt puts prompts before our own blocks, and {name} has other ones; use lora, or a model"
             " such as vit_*, deit_*, deit3_* or cait_* (with --model.weights timm for published weights)"
         ]
-    if config.objective.kind == "attention_transfer":
-        return ["model.adapter: with vpt, attention has places for prompts, which no teacher has; use lora"]
     return []
 
 
@@ -249,18 +221,6 @@ def _writing(config: RunConfig) -> list[str]:
         does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
         return [f"evaluators: {', '.join(sorted(odd))} does not judge a model that {does}; use {better}"]
     return []
-
-
-def _class_weights(config: RunConfig) -> list[str]:
-    """What cannot be read as weights; whether their names are classes is known with the data."""
-    places = {"objective": config.objective, "objective.labels": getattr(config.objective, "labels", None)}
-    problems = []
-    for place, labels in places.items():
-        try:
-            named_weights(getattr(labels, "class_weights", "none"))
-        except ValueError as error:
-            problems.append(f"{place}.class_weights: {error}")
-    return problems
 
 
 def _sizes(config: RunConfig) -> list[str]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from vitrail.registry import config_type, kinds
+
 T = TypeVar("T")
 
 
@@ -41,6 +43,17 @@ class Overrides:
     """Marks a mapping field as a set of overrides for the fields of a dataclass (`--model.trunk.depth 2`)."""
 
     of: type
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a field whose type is that of a registered part of this family, chosen by its `kind`."""
+
+    family: str
+
+    def types(self) -> tuple[Any, ...]:
+        """Configuration types of all parts of the family."""
+        return tuple(config_type(self.family, kind) for kind in kinds(self.family))
 
 
 Fraction = Annotated[float, Range(0, 1)]
@@ -178,6 +191,8 @@ def _dataclass(cls: type, values: Any, base: Any, where: str, problems: list[str
 
 def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -> Any:
     origin = get_origin(kind)
+    if len(members(kind)) > 1:
+        return _union(members(kind), value, base, where, problems)
     if origin is Annotated:
         inner, *marks = get_args(kind)
         if any(isinstance(m, Overrides) for m in marks):
@@ -189,8 +204,6 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
             if isinstance(mark, Range) and len(problems) == before and made is not None and made not in mark:
                 problems.append(f"{where}: {made!r} is out of range, must be {mark}")
         return made
-    if origin in (Union, types.UnionType):
-        return _union(get_args(kind), value, base, where, problems)
     if origin is Literal:
         choices = get_args(kind)
         for choice in choices:
@@ -228,17 +241,17 @@ def _overrides(cls: type, value: Any, where: str, problems: list[str]) -> dict[s
     return made
 
 
-def _union(kinds: tuple[Any, ...], value: Any, base: Any, where: str, problems: list[str]) -> Any:
-    if type(None) in kinds and (
+def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems: list[str]) -> Any:
+    if type(None) in choices and (
         value is None or (isinstance(value, str) and value.lower() in ("none", "null", "auto"))
     ):
         return None
-    kinds = tuple(k for k in kinds if k is not type(None))
-    components = {_kind_of(k): k for k in kinds if dataclasses.is_dataclass(k)}
+    choices = tuple(inner for k in choices if k is not type(None) for inner in members(k))
+    components = {_kind_of(k): k for k in choices if dataclasses.is_dataclass(k)}
     if components:
-        if dataclasses.is_dataclass(value) and isinstance(value, kinds):
+        if dataclasses.is_dataclass(value) and isinstance(value, choices):
             return value
-        if isinstance(value, str) and str not in kinds:
+        if isinstance(value, str) and str not in choices:
             value = {"kind": value}
         if isinstance(value, Mapping):
             name = str(value.get("kind", _kind_of(type(base)) if base is not None else next(iter(components))))
@@ -248,9 +261,9 @@ def _union(kinds: tuple[Any, ...], value: Any, base: Any, where: str, problems: 
                 return base
             cls = typing.cast(type, components[name])
             return _dataclass(cls, value, base if isinstance(base, cls) else None, where, problems)
-        kinds = tuple(k for k in kinds if not dataclasses.is_dataclass(k))
+        choices = tuple(k for k in choices if not dataclasses.is_dataclass(k))
     tries: list[list[str]] = []
-    for kind in kinds:
+    for kind in choices:
         attempt: list[str] = []
         made = _value(kind, value, base, where, attempt)
         if not attempt:
@@ -258,6 +271,13 @@ def _union(kinds: tuple[Any, ...], value: Any, base: Any, where: str, problems: 
         tries.append(attempt)
     problems.extend(tries[0] if tries else [f"{where}: {value!r} does not fit"])
     return base
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """The types of which a value may be one: of a family of parts all, of a union its members."""
+    if get_origin(kind) is Annotated and isinstance(get_args(kind)[1], OneOf):
+        return get_args(kind)[1].types()
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _kind_of(cls: Any) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich.console import Group
 from rich.table import Table
@@ -22,6 +21,7 @@ from vitrail.catalogue import WIDE
 from vitrail.compare.statistics import Against, Comparison, StudyRow, pareto
 from vitrail.compare.study_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.files import write_text
+from vitrail.report.html import render_page
 from vitrail.report.quantities import MISSING, amount, duration, memory, number, percent, shorten
 
 FIGURES = {"top1": "top-1", "map": "mAP"}
@@ -36,13 +36,6 @@ def write_comparison(path: str | Path, found: Comparison, environment: Mapping[s
 
 def render_comparison(found: Comparison, environment: Mapping[str, Any]) -> str:
     """The HTML of a comparison."""
-    here = Path(__file__).parent
-    pages = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    pages.filters.update(
-        percent=percent, number=number, amount=amount, memory=memory, duration=duration, shorten=shorten
-    )
     sections: dict[str, Any] = {
         "results": [_result(row, place, found) for place, row in enumerate(found.rows)],
         "further figures": _further(found),
@@ -56,15 +49,15 @@ def render_comparison(found: Comparison, environment: Mapping[str, Any]) -> str:
         ],
         "conditions": [(str(k), str(v)) for k, v in environment.items()],
     }
-    return pages.get_template("compare.html.jinja").render(
+    return render_page(
+        "compare/compare.html.jinja",
+        ("report/report.css", "report/compare.css"),
         found=found,
         figure=FIGURES[found.figure],
         verdict=verdict(found).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(found),
         sections=sections,
         several=sum(row.against is not None for row in found.rows) > 1,
-        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in ("report.css", "compare.css"))),
-        missing=MISSING,
         created=str(environment.get("started", "")),
     )
 

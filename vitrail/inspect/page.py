@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich.console import Group
 from rich.table import Table
@@ -25,8 +24,9 @@ from vitrail.inspect.heat_maps import counts_chart, likeness_chart
 from vitrail.inspect.results import InspectedModel, Inspection
 from vitrail.inspect.weight_sections import depth_rows, embedding_charts, inner_charts, learned_sheets, told
 from vitrail.measure.attention_maps import Looks
+from vitrail.report.html import render_page, style_sheets
 from vitrail.report.quantities import MISSING, amount, number, percent, shorten
-from vitrail.report.sheets import MOST_COLUMNS, Sheet, all_sheets, data_uri, evenly, map_name, sheet_picture
+from vitrail.report.sheets import MOST_COLUMNS, Sheet, all_sheets, evenly, map_name, sheet_picture
 
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.DOTALL)
 MARGIN = 12  # on a page, names may stand out of their chart
@@ -34,8 +34,8 @@ BOX = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
 
 
 def standalone(chart: Markup, styles: Sequence[str]) -> str:
-    """The text of an .svg file; `styles` are names of style sheets beside this file."""
-    css = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in styles)
+    """The text of an .svg file; `styles` are paths of style sheets below the package."""
+    css = style_sheets(*styles)
     found = BOX.search(chart)
     assert found is not None
     width, height = (int(side) + 2 * MARGIN for side in found.groups())
@@ -59,7 +59,7 @@ def named(charts: Iterable[tuple[str, Markup]]) -> dict[str, Markup]:
     return made
 
 
-STYLES = ("report.css", "compare.css", "sheet.css")
+STYLES = ("report/report.css", "report/compare.css", "report/sheet.css")
 
 
 def write_inspection(folder: str | Path, found: Inspection, environment: Mapping[str, Any]) -> list[Path]:
@@ -98,11 +98,6 @@ def charts_of(found: Inspection) -> dict[str, Markup]:
 
 def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
     """The HTML of an inspection."""
-    here = Path(__file__).parent
-    pages = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    pages.filters.update(picture=data_uri)
     sheets, attention = sheets_of(found), "attention" in found.what
     adaptive = [s for s in found.subjects if s.looks.counts is not None] if "kept" in found.what else []
     sections: dict[str, Any] = {
@@ -124,7 +119,9 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
         "notes": notes(found),
         "conditions": [(str(k), str(v)) for k, v in environment.items()],
     }
-    return pages.get_template("inspect.html.jinja").render(
+    return render_page(
+        "inspect/inspect.html.jinja",
+        STYLES,
         found=found,
         title=" and ".join(s.name for s in found.subjects),
         names=[s.name for s in found.subjects],
@@ -135,7 +132,6 @@ def render_inspection(found: Inspection, environment: Mapping[str, Any]) -> str:
         mean_row=any(layer.row == "mean" for s in found.subjects for layer in s.looks.layers),
         head_column=any(s.looks.head_maps is not None for s in found.subjects),
         labelled=bool(found.classes),
-        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in STYLES)),
         created=str(environment.get("started", "")),
     )
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.kernels.attention_match import attention_match, map_entropy, map_match
-from vitrail.learn.attention_teacher import Source, make_guide
+from vitrail.learn.attention_teacher import Source, load_source, make_guide
 from vitrail.learn.config import AttentionTransferConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import refuse_moving_views
 from vitrail.model.classifier import Classifier
@@ -68,6 +69,11 @@ class AttentionTransfer(Supervised):
             self.guide = guide
             guide.inputs = True  # the loss keeps them for its backward pass, in place of q and k
         self.notes = tuple(notes)
+
+    @classmethod
+    def build(cls, model: Classifier, config: AttentionTransferConfig, facts: TrainingFacts) -> Objective:
+        source = load_source(config.teacher, model)
+        return cls(model, config, source, facts.counted(config.labels), facts.augment)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.guide is None:

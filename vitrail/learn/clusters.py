@@ -18,8 +18,9 @@ from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.kmeans import kmeans
 from vitrail.learn.bank import UNKNOWN, processes
 from vitrail.learn.config import ClustersConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import SelfSupervised, unit
-from vitrail.learn.teacher import Embedder
+from vitrail.learn.teacher import Embedder, load_embedder
 from vitrail.model.classifier import Classifier
 
 
@@ -73,6 +74,15 @@ class Clusters(SelfSupervised):
         table = torch.full((int(index.max()) + 1,), UNKNOWN, dtype=torch.int64)
         table[torch.from_numpy(index)] = torch.from_numpy(clusters)
         self.register_buffer("cluster", table)
+
+    @classmethod
+    def build(cls, model: Classifier, config: ClustersConfig, facts: TrainingFacts) -> Objective:
+        teacher = load_embedder(config.teacher, model, config.teacher_size)
+        if facts.images is None:
+            raise ValueError("objective clusters looks at all training images first, and was given none")
+        embedder = Embedder(teacher, model, config.teacher, config.teacher_size)
+        clusters = cluster_images(embedder, facts.images(), facts.index, config.clusters)
+        return cls(model, config, clusters, facts.index)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         seen = self.encode(batch.images)

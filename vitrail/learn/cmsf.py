@@ -19,6 +19,7 @@ from vitrail.data.batch import Batch
 from vitrail.learn.bank import UNKNOWN, Bank, ImageMemory, make_bank, sum_of_all
 from vitrail.learn.config import CmsfConfig
 from vitrail.learn.msf import shift_loss
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.pseudo_labels import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label
 from vitrail.model.classifier import Classifier
@@ -92,6 +93,10 @@ class Cmsf(MomentumPair):
             labelled = draw_labelled(labels, config.labelled)
             self.pseudo = PseudoLabels(index[labelled], labels[labelled], width, len(model.classes), config.threshold)
             self.images = len(index)
+
+    @classmethod
+    def build(cls, model: Classifier, config: CmsfConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.steps, facts.labels, facts.index)
 
     def train(self, mode: bool = True) -> Cmsf:
         super().train(mode)

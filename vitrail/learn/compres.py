@@ -11,8 +11,9 @@ from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.bank import attend_all, make_bank
 from vitrail.learn.config import CompresConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import PRECISIONS, MomentumCopy, SelfSupervised, unit
-from vitrail.learn.teacher import Embedder
+from vitrail.learn.teacher import Embedder, load_embedder
 from vitrail.model.classifier import Classifier
 
 
@@ -50,6 +51,11 @@ class Compres(SelfSupervised):
         adapted = config.queues == 1 and width != theirs
         self.adapter: nn.Module = nn.Linear(width, theirs) if adapted else nn.Identity()
         self.bank = make_bank(config.bank, theirs, 0 if self.key is None else width, PRECISIONS[config.bank_precision])
+
+    @classmethod
+    def build(cls, model: Classifier, config: CompresConfig, facts: TrainingFacts) -> Objective:
+        teacher = load_embedder(config.teacher, model, config.teacher_size)
+        return cls(model, config, teacher, facts.index, facts.steps)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         config, bank = self.options, self.bank

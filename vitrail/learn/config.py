@@ -1,26 +1,40 @@
-"""Settings of supervised objectives, with or without a teacher.
-
-Settings of objectives that compare views of images, most of them self-supervised.
-
-Settings of objectives that distil the embeddings of a frozen teacher into a student.
-
-Settings of objectives that reconstruct images, or transfer the attention of a teacher.
-
-Settings of attacks on the compute of adaptive models, and of adversarial training against them.
-
-Settings of the training objectives.
-"""
+"""Settings of the training objectives, one type per objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+from vitrail.schema import Count, Fraction, NotNegative, OneOf, Positive, Range, Whole
+
+
+class ObjectiveOptions:
+    """Base of the settings of objectives."""
+
+    kind: str
+
+    def needs_labels(self) -> bool:
+        """Whether it learns from labels; else they serve metrics only and images may have none."""
+        return True
+
+    def problems(self, run: Any) -> list[str]:
+        """What is wrong with these settings in a run's `RunConfig`, a sentence each."""
+        labels = getattr(self, "labels", None)
+        return labels.label_problems("objective.labels") if isinstance(labels, SupervisedConfig) else []
+
+
+class LabelFree(ObjectiveOptions):
+    """Base of the settings of objectives that learn from images alone."""
+
+    def needs_labels(self) -> bool:
+        return False
+
+
+ObjectiveConfig = Annotated[ObjectiveOptions, OneOf("objective")]
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(ObjectiveOptions):
     """Supervised learning: cross entropy or binary cross entropy on labels."""
 
     kind: Literal["supervised"] = "supervised"
@@ -46,6 +60,23 @@ class SupervisedConfig:
     classifier_loss: Literal["sum", "mean"] = "sum"
     """How the losses of several classifiers of one head are put together."""
 
+    def problems(self, run: Any) -> list[str]:
+        return self.label_problems("objective")
+
+    def label_problems(self, where: str) -> list[str]:
+        """What is wrong with how labels are learned; whether named classes exist is known with the data."""
+        problems = []
+        try:
+            named_weights(self.class_weights)
+        except ValueError as error:
+            problems.append(f"{where}.class_weights: {error}")
+        if self.loss == "bce" and self.bce_threshold == 0 and self.smoothing:  # every class would be a target
+            problems.append(
+                f"{where}.smoothing: with bce_threshold 0 every class of smoothed targets would be one to find; "
+                "set smoothing 0, or bce_threshold none"
+            )
+        return problems
+
 
 def named_weights(text: str) -> dict[str, float]:
     """Weights by class of `class_weights`; empty for none and balanced. Raises `ValueError` for any other text.
@@ -68,7 +99,7 @@ def named_weights(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class DistillationConfig(ObjectiveOptions):
     """Knowledge distillation: labels and a teacher (DeiT, Touvron et al., 2020, arXiv 2012.12877).
 
     A head with a distillation token gives its class classifier the labels and the other one the teacher; any other head
@@ -93,9 +124,15 @@ class DistillationConfig:
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How labels are learned."""
 
+    def problems(self, run: Any) -> list[str]:
+        problems = super().problems(run)
+        if not self.teacher and run.data.uri:
+            problems.append("objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet")
+        return problems
+
 
 @dataclass(frozen=True)
-class GrafitConfig:
+class GrafitConfig(ObjectiveOptions):
     """Fine-grained representations from coarse labels (Grafit, Touvron et al., 2020, arXiv 2011.12982).
 
     The sum of the parts with the weights below. The model's head must be `projected`: what it embeds is compared.
@@ -121,7 +158,7 @@ class GrafitConfig:
 
 
 @dataclass(frozen=True)
-class OneConfig:
+class OneConfig(ObjectiveOptions):
     """On-the-fly native ensemble (ONE, Lan et al., 2018, arXiv 1806.04606): branches learn labels and their gated
     ensemble."""
 
@@ -131,7 +168,7 @@ class OneConfig:
 
 
 @dataclass(frozen=True)
-class LanguageModelConfig:
+class LanguageModelConfig(ObjectiveOptions):
     """Next-token prediction of completions, given their prompts; the model's head must be `next_token`."""
 
     kind: Literal["language_model"] = "language_model"
@@ -143,7 +180,7 @@ Views = Literal["weak_strong", "strong_strong", "weak_weak"]
 
 
 @dataclass(frozen=True)
-class MomentumConfig:
+class MomentumConfig(ObjectiveOptions):
     """What objectives with a momentum teacher share. The model's head must be `projected`."""
 
     momentum: Fraction = 0.99
@@ -170,7 +207,7 @@ class BankConfig(PairConfig):
 
 
 @dataclass(frozen=True)
-class ByolConfig(PairConfig):
+class ByolConfig(LabelFree, PairConfig):
     """Predict the momentum encoder's embedding of another view (BYOL, Grill et al., 2020, arXiv 2006.07733)."""
 
     kind: Literal["byol"] = "byol"
@@ -184,7 +221,7 @@ class ByolConfig(PairConfig):
 
 
 @dataclass(frozen=True)
-class MocoConfig(BankConfig):
+class MocoConfig(LabelFree, BankConfig):
     """Contrast the other view of an image with a bank of other images (MoCo, He et al., 2019, arXiv 1911.05722)."""
 
     kind: Literal["moco"] = "moco"
@@ -196,7 +233,7 @@ class MocoConfig(BankConfig):
 
 
 @dataclass(frozen=True)
-class IsdConfig(BankConfig):
+class IsdConfig(LabelFree, BankConfig):
     """Match the momentum encoder's similarities to a queue of other images (ISD, Tejankar et al., 2020, arXiv
     2012.09259)."""
 
@@ -210,7 +247,7 @@ class IsdConfig(BankConfig):
 
 
 @dataclass(frozen=True)
-class MsfConfig(BankConfig):
+class MsfConfig(LabelFree, BankConfig):
     """Move towards the mean of the nearest neighbours in a bank (MSF, Abbasi Koohpayegani et al., 2021, arXiv
     2105.07269)."""
 
@@ -240,9 +277,12 @@ class CmsfConfig(BankConfig):
     threshold: Fraction = 0.85
     """`semi`: probability above which a pseudo-label counts."""
 
+    def needs_labels(self) -> bool:
+        return self.constraint != "self"
+
 
 @dataclass(frozen=True)
-class DinoConfig(MomentumConfig):
+class DinoConfig(LabelFree, MomentumConfig):
     """Predict from small views what the momentum teacher predicts from large ones (DINO, Caron et al., 2021, arXiv
     2104.14294).
 
@@ -273,7 +313,7 @@ class DinoConfig(MomentumConfig):
 
 
 @dataclass(frozen=True)
-class SupconConfig:
+class SupconConfig(ObjectiveOptions):
     """Supervised contrast within a batch (SupCon, Khosla et al., 2020, arXiv 2004.11362)."""
 
     kind: Literal["supcon"] = "supcon"
@@ -290,7 +330,7 @@ class ProtonwConfig(BankConfig):
 
 
 @dataclass(frozen=True)
-class CompresConfig:
+class CompresConfig(LabelFree):
     """Match a frozen teacher's similarity distribution over a queue of anchors (CompRess, Abbasi Koohpayegani et al.,
     2020, arXiv 2010.14713)."""
 
@@ -314,7 +354,7 @@ class CompresConfig:
 
 
 @dataclass(frozen=True)
-class SimregConfig:
+class SimregConfig(LabelFree):
     """Regress a frozen teacher's embedding (SimReg, Navaneet et al., 2022, arXiv 2201.05131)."""
 
     kind: Literal["simreg"] = "simreg"
@@ -331,7 +371,7 @@ class SimregConfig:
 
 
 @dataclass(frozen=True)
-class ClustersConfig:
+class ClustersConfig(LabelFree):
     """Classify the cluster of a frozen teacher's features (the baseline CC of CompRess, arXiv 2010.14713)."""
 
     kind: Literal["clusters"] = "clusters"
@@ -343,7 +383,7 @@ class ClustersConfig:
 
 
 @dataclass(frozen=True)
-class CrdConfig:
+class CrdConfig(LabelFree):
     """Contrast a frozen teacher's embedding of an image with those of others (CRD, Tian et al., 2019, arXiv
     1910.10699)."""
 
@@ -359,7 +399,7 @@ class CrdConfig:
 
 
 @dataclass(frozen=True)
-class MaeConfig:
+class MaeConfig(LabelFree):
     """Masked autoencoding: masked patches are predicted from visible ones, without labels (MAE, He et al., 2021, arXiv
     2111.06377)."""
 
@@ -374,7 +414,7 @@ class MaeConfig:
 
 
 @dataclass(frozen=True)
-class DiffusionConfig:
+class DiffusionConfig(ObjectiveOptions):
     """Class-conditional denoising diffusion; the model must be a denoiser."""
 
     kind: Literal["diffusion"] = "diffusion"
@@ -389,7 +429,7 @@ class DiffusionConfig:
 
 
 @dataclass(frozen=True)
-class AttentionTransferConfig:
+class AttentionTransferConfig(ObjectiveOptions):
     """Labels, and the attention of a teacher (attention transfer, Li et al., 2024, arXiv 2411.09702).
 
     `copy`: the student uses the teacher's attention, and needs it at inference, too. `distill`: it has its own, which
@@ -424,9 +464,23 @@ class AttentionTransferConfig:
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How labels are learned."""
 
+    def problems(self, run: Any) -> list[str]:
+        problems = super().problems(run)
+        if run.model.adapter is not None and self.mode == "copy":
+            problems.append(
+                "model.adapter: copied attention takes the place of adapted layers; use objective.mode distill"
+            )
+        if run.model.adapter is not None and run.model.adapter.kind == "vpt":
+            problems.append("model.adapter: with vpt, attention has places for prompts, which no teacher has; use lora")
+        if not self.teacher and run.data.uri:
+            problems.append(
+                "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
+            )
+        return problems
+
 
 @dataclass(frozen=True)
-class AttackConfig:
+class AttackConfig(ObjectiveOptions):
     """A universal patch or perturbation that raises the compute of a frozen adaptive model (SlowFormer, Navaneet et
     al., 2023, arXiv 2310.02544).
 
@@ -458,9 +512,12 @@ class AttackConfig:
     seed: Whole = 0
     """Of the patch's start and of a random place."""
 
+    def problems(self, run: Any) -> list[str]:
+        return super().problems(run) + _whole_model(self, run)
+
 
 @dataclass(frozen=True)
-class DefenceConfig:
+class DefenceConfig(ObjectiveOptions):
     """Adversarial training: labels, on images that carry patches learned against the model during the run (SlowFormer's
     defence, arXiv 2310.02544)."""
 
@@ -478,68 +535,12 @@ class DefenceConfig:
     labels: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How labels are learned."""
 
-
-__all__ = [
-    "WITHOUT_LABELS",
-    "AttackConfig",
-    "AttentionTransferConfig",
-    "BankConfig",
-    "ByolConfig",
-    "ClustersConfig",
-    "CmsfConfig",
-    "CompresConfig",
-    "CrdConfig",
-    "DefenceConfig",
-    "DiffusionConfig",
-    "DinoConfig",
-    "DistillationConfig",
-    "GrafitConfig",
-    "IsdConfig",
-    "LanguageModelConfig",
-    "MaeConfig",
-    "MocoConfig",
-    "MomentumConfig",
-    "MsfConfig",
-    "ObjectiveConfig",
-    "OneConfig",
-    "PairConfig",
-    "ProtonwConfig",
-    "SimregConfig",
-    "SupconConfig",
-    "SupervisedConfig",
-    "Views",
-    "learns_without_labels",
-    "named_weights",
-]
-
-ObjectiveConfig = (
-    SupervisedConfig
-    | DistillationConfig
-    | GrafitConfig
-    | OneConfig
-    | AttentionTransferConfig
-    | MaeConfig
-    | DiffusionConfig
-    | LanguageModelConfig
-    | ByolConfig
-    | MocoConfig
-    | IsdConfig
-    | MsfConfig
-    | CmsfConfig
-    | CompresConfig
-    | SimregConfig
-    | ClustersConfig
-    | CrdConfig
-    | DinoConfig
-    | SupconConfig
-    | ProtonwConfig
-    | AttackConfig
-    | DefenceConfig
-)
-
-WITHOUT_LABELS = ("mae", "byol", "moco", "isd", "msf", "compres", "simreg", "clusters", "crd", "dino")
+    def problems(self, run: Any) -> list[str]:
+        return super().problems(run) + _whole_model(self, run)
 
 
-def learns_without_labels(config: ObjectiveConfig) -> bool:
-    """Whether labels serve metrics only, so that unlabelled images can be used."""
-    return config.kind in WITHOUT_LABELS or (isinstance(config, CmsfConfig) and config.constraint == "self")
+def _whole_model(objective: ObjectiveOptions, run: Any) -> list[str]:
+    """Attacks and their defence have no place for an adapter."""
+    if run.model.adapter is None:
+        return []
+    return [f"model.adapter: {objective.kind} works on a whole model; leave the adapter out"]

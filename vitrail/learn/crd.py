@@ -18,8 +18,9 @@ from vitrail.data.counter import seed_of
 from vitrail.kernels.similarity import uncompiled
 from vitrail.learn.bank import ImageMemory, processes, rank, sum_of_all
 from vitrail.learn.config import CrdConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import SelfSupervised, unit
-from vitrail.learn.teacher import Embedder
+from vitrail.learn.teacher import Embedder, load_embedder
 from vitrail.model.classifier import Classifier
 
 
@@ -54,6 +55,11 @@ class Crd(SelfSupervised):
         self.students, self.teachers = (ImageMemory(index, config.width) for _ in range(2))
         self.register_buffer("constants", torch.zeros(2))
         self.register_buffer("chosen", torch.zeros(config.negatives, dtype=torch.int64), persistent=False)
+
+    @classmethod
+    def build(cls, model: Classifier, config: CrdConfig, facts: TrainingFacts) -> Objective:
+        teacher = load_embedder(config.teacher, model, config.teacher_size)
+        return cls(model, config, teacher, facts.index)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         seen = self.encode(batch.images)

@@ -15,6 +15,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.learn.attack import as_victim, attack_losses, make_change, refuse_unfit
 from vitrail.learn.config import DefenceConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 
@@ -52,6 +53,10 @@ class PatchTraining(Supervised):
         self.register_buffer("chosen", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("pasted", torch.zeros((), dtype=torch.bool))
         self.last: Batch | None = None
+
+    @classmethod
+    def build(cls, model: Classifier, config: DefenceConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.counted(config.labels), facts.steps)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         # What changes from step to step lies in tensors that `after_step` fills: this is the same work in every step.

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import DiffusionConfig
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier
 from vitrail.model.trunks.denoiser import Denoiser, NoiseSchedule
 
@@ -32,6 +32,10 @@ class Diffusion(Objective):
             )
         self.model, self.config = model, config
         choose_process(model, config)
+
+    @classmethod
+    def build(cls, model: Classifier, config: DiffusionConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.augment)
 
     @property
     def denoiser(self) -> Denoiser:

@@ -19,6 +19,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.kernels.similarity import uncompiled
 from vitrail.learn.bank import processes
 from vitrail.learn.config import DinoConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import MomentumCopy, SelfSupervised, unit
 from vitrail.model.classifier import Classifier
 
@@ -81,6 +82,10 @@ class Dino(SelfSupervised):
         self.register_buffer("sharpness", torch.ones(()), persistent=False)
         self.register_buffer("learning", torch.ones(()), persistent=False)
         self.before_step(0)
+
+    @classmethod
+    def build(cls, model: Classifier, config: DinoConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.steps, facts.augment)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         large = torch.cat(batch.views[:LARGE])

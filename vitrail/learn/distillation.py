@@ -14,8 +14,9 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import DistillationConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
-from vitrail.learn.teacher import Answers, Teacher, refuse_moving_views, refuse_other_classes
+from vitrail.learn.teacher import Answers, Teacher, load_teacher, refuse_moving_views, refuse_other_classes
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.pooled import DistilledHead
 
@@ -81,6 +82,11 @@ class Distillation(Supervised):
             refuse_moving_views(augment)
             assert index is not None
             self.answers = Answers(index, len(teacher.classes))
+
+    @classmethod
+    def build(cls, model: Classifier, config: DistillationConfig, facts: TrainingFacts) -> Objective:
+        teacher = load_teacher(config.teacher, model, config.teacher_size)
+        return cls(model, config, teacher, facts.counted(config.labels), facts.index, facts.augment)
 
     @property
     def phase(self) -> int:

@@ -25,6 +25,7 @@ from vitrail.data.batch import Batch, ViewSpec
 from vitrail.kernels.similarity import neighbour_loss
 from vitrail.learn.bank import ImageMemory
 from vitrail.learn.config import GrafitConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import MomentumCopy
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
@@ -105,6 +106,12 @@ class Grafit(Supervised):
             self.target = MomentumCopy(model, config.momentum)
         self._seen: list[tuple[Tensor, Tensor]] = []  # indices and embeddings of the step that is being made
         self._last: list[tuple[Tensor, Tensor]] = []  # of the last one that Python saw: a graph writes to these
+
+    @classmethod
+    def build(cls, model: Classifier, config: GrafitConfig, facts: TrainingFacts) -> Objective:
+        if facts.generated is not None and not config.labels.count_generated:
+            raise ValueError("objective.labels.count_generated: grafit counts all images alike; leave it on")
+        return cls(model, config, facts.labels, facts.index)
 
     @property
     def head(self) -> ProjectedHead:

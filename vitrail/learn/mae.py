@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import MaeConfig
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import Patchify, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
@@ -140,6 +140,10 @@ class Mae(Objective):
                 "warning: images are mixed, though masked autoencoding reads no labels; use --data.augment.mixup 0 "
                 "--data.augment.cutmix 0",
             )
+
+    @classmethod
+    def build(cls, model: Classifier, config: MaeConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.augment)
 
     def guess(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels guessed for all patches, and which were hidden [batch, hidden], of normalised images."""

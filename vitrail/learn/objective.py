@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
+from vitrail.data.config import AugmentConfig
+from vitrail.learn.config import ObjectiveConfig, SupervisedConfig
 from vitrail.model.classifier import Classifier
+from vitrail.registry import part
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Facts about the training images that an objective may use."""
+
+    labels: NDArray[np.int64]  # [images] class, or [images, classes] of 0/1
+    index: NDArray[np.int64]  # [images] stable index of each: what `Batch.index` holds
+    steps: int = 1  # of the run
+    augment: AugmentConfig | None = None  # how views are made; none: not known
+    images: Callable[[], Iterable[Batch]] | None = None  # this process's share of them, once, as evaluation sees them
+    generated: NDArray[np.bool_] | None = None  # [images] which of them a model made; none: all are real
+
+    def counted(self, config: SupervisedConfig) -> NDArray[np.int64]:
+        """Labels of the images by which class frequencies are counted."""
+        return self.labels if self.generated is None or config.count_generated else self.labels[~self.generated]
+
+
+def build_objective(config: ObjectiveConfig, model: Classifier, facts: TrainingFacts) -> Objective:
+    """The objective of a configuration, by its kind.
+
+    Raises `ValueError`, with the remedy, where it does not fit the model or the data.
+    """
+    objective: Objective = part("objective", config.kind).build(model, config, facts)
+    return objective
 
 
 class Objective(nn.Module):
@@ -30,6 +62,11 @@ class Objective(nn.Module):
     host_decision: str = ""
     """Why no CUDA graph may replay forward and backward (any module may say so); empty: they are the same device work
     in every step of a phase."""
+
+    @classmethod
+    def build(cls, model: Classifier, config: Any, facts: TrainingFacts) -> Objective:
+        """The objective that `config` describes, for `model` and the training images of which `facts` tells."""
+        return cls(model, config)
 
     @property
     def phase(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.learn.config import OneConfig
 from vitrail.learn.distillation import softened_divergence
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.branches import BranchesHead
@@ -31,6 +32,10 @@ class One(Supervised):
         if model.multilabel:
             raise ValueError("objective one compares probabilities that sum to 1; with several labels use supervised")
         self.options = config
+
+    @classmethod
+    def build(cls, model: Classifier, config: OneConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.counted(config.labels))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         stack = self.model.stack(batch.images)  # the branches, then their ensemble

@@ -23,7 +23,7 @@ from vitrail.data.augment.mixing import soft
 from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.learn.bank import UNKNOWN, Bank
 from vitrail.learn.config import PairConfig
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead
 
@@ -245,6 +245,10 @@ class MomentumPair(SelfSupervised):
         self.views = VIEWS[config.views]
         self.target = MomentumCopy.of(model, config.momentum, config.momentum_end, steps)
         self.predictor = nn.Identity() if hidden is None else predictor(self.head.features, hidden)
+
+    @classmethod
+    def build(cls, model: Classifier, config: Any, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.steps)
 
     def pair(self, batch: Batch) -> tuple[Tensor, Tensor, Encoded]:
         """Online and target embeddings of unit length [batch, features], and what the first comes from."""

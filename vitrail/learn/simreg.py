@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.learn.config import SimregConfig
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import SelfSupervised, distance, unit
-from vitrail.learn.teacher import Embedder
+from vitrail.learn.teacher import Embedder, load_embedder
 from vitrail.model.classifier import Classifier
 
 
@@ -45,6 +46,11 @@ class Simreg(SelfSupervised):
         self.regressor = regressor(
             self.head.features, self.embedder.width, config.layers, config.hidden or 2 * self.head.features
         )
+
+    @classmethod
+    def build(cls, model: Classifier, config: SimregConfig, facts: TrainingFacts) -> Objective:
+        teacher = load_embedder(config.teacher, model, config.teacher_size)
+        return cls(model, config, teacher)
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
         """The loss of the student's embeddings against the teacher's, [batch, width] each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from vitrail.data.augment.mixing import soft
 from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig, named_weights
-from vitrail.learn.objective import Objective
+from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead
 from vitrail.schema import near
@@ -159,6 +160,10 @@ class Supervised(Objective):
             # From zero, every class begins at one half, and the first steps only push all but one of them down.
             start = prior_logits(labels, len(model.classes))
             model.head.start_biases(start if shift is None else start - shift, self.binary_classifiers())
+
+    @classmethod
+    def build(cls, model: Classifier, config: Any, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.counted(config))
 
     def binary_classifiers(self) -> Collection[int]:
         """Classifiers of the head's stack whose loss is a sigmoid for each class, where labels are learned so."""

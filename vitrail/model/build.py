@@ -24,9 +24,8 @@ from vitrail.model.config import (
     TrunkConfig,
 )
 from vitrail.model.heads.branches import branch_blocks, branch_stages
-from vitrail.model.heads.build import build_head
 from vitrail.model.heads.config import Branches, Distilled, HeadConfig, NextToken, Own, SecondOrder
-from vitrail.model.heads.head import Head
+from vitrail.model.heads.head import Head, build_head
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 from vitrail.model.trunks.guided import GuidedTrunk
 from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess

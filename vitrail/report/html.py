@@ -15,10 +15,12 @@ from markupsafe import Markup
 from vitrail.files import write_text
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
-from vitrail.report import quantities
 from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability
-from vitrail.report.quantities import amount, duration, memory, number, percent, shorten
+from vitrail.report.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.sheets import Picture, Sheet, data_uri
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent
 
 MOST_SKIPPED = 50  # bad images that are listed one by one
 
@@ -153,21 +155,23 @@ def write_report(path: str | Path, report: Report) -> None:
     write_text(Path(path), render(report))
 
 
+def style_sheets(*names: str) -> str:
+    """The text of style sheets, paths below the package such as `report/report.css`."""
+    return "".join((PACKAGE / name).read_text(encoding="utf-8") for name in names)
+
+
+def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
+    """The HTML of a template (a path below the package), with style sheets and the filters that all pages share."""
+    loader = FileSystemLoader((PACKAGE, HERE))
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    for name in (percent, number, amount, memory, duration, shorten):
+        pages.filters[name.__name__] = name
+    pages.filters["picture"] = data_uri
+    return pages.get_template(template).render(style=Markup(style_sheets(*styles)), missing=MISSING, **values)
+
+
 def render(report: Report) -> str:
     """The HTML of `report`."""
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(
-        percent=percent,
-        number=number,
-        amount=amount,
-        memory=memory,
-        duration=duration,
-        shorten=shorten,
-        picture=data_uri,
-    )
     sections: dict[str, Any] = {
         "learning curves": _curves(report.history),
         "confusion matrix": _confusion(report.figures),
@@ -182,7 +186,9 @@ def render(report: Report) -> str:
         "environment": _flat(report.environment) + ([("command", report.command)] if report.command else []),
     }
     sections |= {fragment.name: fragment.content for fragment in report.fragments}
-    return environment.get_template("report.html.jinja").render(
+    return render_page(
+        "report/report.html.jinja",
+        ("report/report.css", "report/sheet.css"),
         report=report,
         verdict=(report.verdict or verdict(report)).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(report),
@@ -190,8 +196,6 @@ def render(report: Report) -> str:
         # Most models keep everything: not worth a word.
         absent=[n for n, content in sections.items() if not content and n not in ("what was kept", *report.unfit)],
         multilabel=isinstance(report.figures, MultiLabelFigures),
-        style=Markup("".join((here / name).read_text(encoding="utf-8") for name in ("report.css", "sheet.css"))),
-        missing=quantities.MISSING,
     )
 
 

@@ -20,7 +20,6 @@ from vitrail.data.sources.folder import Bad, drop_bad, refuse_if_too_many, scan
 from vitrail.data.sources.text_files import holds_texts
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.progress import Progress
-from vitrail.learn.config import learns_without_labels
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import model_folder, read_description
 
@@ -42,7 +41,7 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
     """What a run trains on and is judged by, without images that cannot be read, and these. Raises one sentence."""
     chosen = config.data
     data = open_run(chosen)
-    if data.unlabelled and not learns_without_labels(config.objective):
+    if data.unlabelled and config.objective.needs_labels():
         raise ValueError(
             f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
             f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "

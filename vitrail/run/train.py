@@ -22,7 +22,7 @@ from vitrail.engine.loop import Fit
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name, refuse_untracked
 from vitrail.files import refuse_unwritable
-from vitrail.learn.build import TrainingFacts, build_objective
+from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import Loaders, UnlabelledFigures, write_predictions

@@ -134,7 +134,7 @@ def open_torchvision(name: str, uri: str, options: Mapping[str, str]) -> DataSet
 
 
 def _embedded(name: str) -> Any:
-    return np.load(Path(__file__).parent / "embedded" / f"{name}.npz", allow_pickle=False)
+    return np.load(Path(__file__).parents[1] / "embedded" / f"{name}.npz", allow_pickle=False)
 
 
 def _make(name: str, arguments: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,12 @@ class BranchesHead(Head):
 
     own_norm = True
     edge_layers = ("fc", "gate")
+
+    @classmethod
+    def build(
+        cls, config: Any, width: int, classes: int, trunk: TrunkConfig | None = None
+    ) -> Head:  # takes layers from its trunk, so `vitrail.model.build` makes both at once
+        raise ValueError("a timm model cannot be cut into branches; the head branches works with models of the zoo")
 
     def __init__(self, branches: list[Branch], width: int, classes: int) -> None:
         super().__init__()

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.kernels.sima_attention import normalised, product
-from vitrail.model.heads.config import AttentionPool
-from vitrail.model.heads.head import LinearHead
+from vitrail.model.config import TrunkConfig
+from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp
+from vitrail.model.heads.head import Head, LinearHead
 from vitrail.model.parts.block import Mlp
 from vitrail.model.parts.residual import LayerScale, make_norm
 from vitrail.model.parts.tokens import Tokens
@@ -188,6 +189,46 @@ class ClassDecoderHead(LinearHead):
         return seen / seen.sum(-1, keepdim=True)
 
 
+class ClassAttentionHead(ClassDecoderHead):
+    """Layers of class attention (CaiT, Touvron et al. 2021, arXiv 2103.17239; XCiT; SimA in place of softmax)."""
+
+    @classmethod
+    def build(cls, config: ClassAttention, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        heads = config.heads or (trunk.heads if trunk is not None else max(1, width // 64))
+        start = config.layerscale if config.layerscale is not None else trunk.layerscale if trunk is not None else None
+        block = XcitClassBlock if config.style == "xcit" else ClassBlock
+        mixer = ClassSimaMixer if config.attention == "sima" else ClassAttentionMixer
+        blocks = [
+            block(
+                mixer(width, heads, config.token_in_keys),
+                width,
+                config.mlp_ratio,
+                "layernorm",
+                start if config.scaled else None,
+                "gelu" if trunk is None else trunk.activation,
+            )
+            for _ in range(config.layers)
+        ]
+        return cls(blocks, width, classes, "layernorm")
+
+
+class ClassMlpHead(ClassDecoderHead):
+    """The same with one learned linear map over the patches in place of attention (ResMLP, arXiv 2105.03404)."""
+
+    @classmethod
+    def build(cls, config: ClassMlp, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        if trunk is None:
+            raise ValueError(
+                "class_mlp reads a fixed number of patches, which this trunk does not fix; use class_attention"
+            )
+        count = (trunk.image_size // trunk.patch) ** 2 + 1
+        blocks = [
+            ClassBlock(ClassMlpMixer(count), width, config.mlp_ratio, trunk.norm, trunk.layerscale)
+            for _ in range(config.layers)
+        ]
+        return cls(blocks, width, classes, trunk.norm)
+
+
 class AttentionPoolHead(ClassDecoderHead):
     """One layer of class attention whose query is learned, or one query for each class (Touvron et al. 2021, arXiv
     2112.13692, section 3).
@@ -209,6 +250,11 @@ class AttentionPoolHead(ClassDecoderHead):
         if per_class and not self.own_logits:
             self.fc = nn.Linear(width, 1)
             self.reset_parameters()
+
+    @classmethod
+    def build(cls, config: AttentionPool, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        inherited = trunk.layerscale if trunk is not None and trunk.layerscale is not None else 1.0
+        return cls(config, width, classes, inherited)
 
     def forward(self, tokens: Tokens) -> Tensor:
         if not self.per_class:

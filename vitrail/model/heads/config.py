@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+from vitrail.schema import Count, Fraction, NotNegative, OneOf, Positive, Range, Whole
+
+
+class HeadOptions:
+    """Base of the settings of heads: a new one subclasses it and registers its head (`vitrail.registry`)."""
+
+    kind: str
+
+
+HeadConfig = Annotated[HeadOptions, OneOf("head")]
 
 
 @dataclass(frozen=True)
-class ClassToken:
+class ClassToken(HeadOptions):
     """One linear classifier on the class token."""
 
     kind: Literal["class_token"] = "class_token"
@@ -21,7 +30,7 @@ class ClassToken:
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(HeadOptions):
     """One linear classifier on the mean of the patch tokens."""
 
     kind: Literal["mean"] = "mean"
@@ -37,7 +46,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Distilled:
+class Distilled(HeadOptions):
     """Class token and distillation token, a linear classifier each (DeiT, arXiv 2012.12877)."""
 
     kind: Literal["distilled"] = "distilled"
@@ -46,7 +55,7 @@ class Distilled:
 
 
 @dataclass(frozen=True)
-class ClassAttention:
+class ClassAttention(HeadOptions):
     """Layers in which a class token reads the patches by attention (CaiT, arXiv 2103.17239; XCiT, arXiv 2106.09681)."""
 
     kind: Literal["class_attention"] = "class_attention"
@@ -67,7 +76,7 @@ class ClassAttention:
 
 
 @dataclass(frozen=True)
-class ClassMlp:
+class ClassMlp(HeadOptions):
     """As class attention, with one learned linear map over patches in its place (ResMLP, arXiv 2105.03404)."""
 
     kind: Literal["class_mlp"] = "class_mlp"
@@ -76,7 +85,7 @@ class ClassMlp:
 
 
 @dataclass(frozen=True)
-class AttentionPool:
+class AttentionPool(HeadOptions):
     """Attention pooling of the patches, with one learned query or one per class (PatchConvNet, arXiv 2112.13692)."""
 
     kind: Literal["attention_pool"] = "attention_pool"
@@ -95,7 +104,7 @@ class AttentionPool:
 
 
 @dataclass(frozen=True)
-class SecondOrder:
+class SecondOrder(HeadOptions):
     """Class token and second-order pooling of the patch tokens (SoT, arXiv 2104.10935, sections 3.2 and 3.3)."""
 
     kind: Literal["second_order"] = "second_order"
@@ -125,7 +134,7 @@ class SecondOrder:
 
 
 @dataclass(frozen=True)
-class Gramian:
+class Gramian(HeadOptions):
     """Several small heads, each querying the features with its Gram matrix (Ryu et al. 2023, arXiv 2310.16483)."""
 
     kind: Literal["gramian"] = "gramian"
@@ -156,7 +165,7 @@ class Gramian:
 
 
 @dataclass(frozen=True)
-class Branches:
+class Branches(HeadOptions):
     """Several copies of a network's last layers and a gate that weighs them (ONE, arXiv 1806.04606)."""
 
     kind: Literal["branches"] = "branches"
@@ -166,7 +175,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class Projected:
+class Projected(HeadOptions):
     """A linear classifier and, in parallel, an embedding through a projector (Grafit, arXiv 2011.12982)."""
 
     kind: Literal["projected"] = "projected"
@@ -186,14 +195,14 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Own:
+class Own(HeadOptions):
     """The classifier that a timm model, or a denoiser, brings with it."""
 
     kind: Literal["own"] = "own"
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(HeadOptions):
     """The next word of a text, of the whole vocabulary: what makes a decoder a language model (text models only)."""
 
     kind: Literal["next_token"] = "next_token"
@@ -207,19 +216,3 @@ class NextToken:
     """Most tokens of a completion that is written."""
     judged: Whole | None = None
     """Prompts that are completed for BLEU, the first of the split (none: all; 0: no BLEU)."""
-
-
-HeadConfig = (
-    ClassToken
-    | Mean
-    | Distilled
-    | ClassAttention
-    | ClassMlp
-    | AttentionPool
-    | SecondOrder
-    | Gramian
-    | Branches
-    | Projected
-    | NextToken
-    | Own
-)

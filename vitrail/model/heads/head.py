@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.model.parts.tokens import Tokens
+from vitrail.registry import part
+
+if TYPE_CHECKING:
+    from vitrail.model.config import TrunkConfig
+    from vitrail.model.heads.config import HeadConfig
+
+
+def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+    """The head of a configuration, by its kind. Raises `ValueError` where it does not fit the trunk."""
+    head: Head = part("head", config.kind).build(config, width, classes, trunk)
+    return head
 
 
 class Head(nn.Module):
@@ -29,6 +41,11 @@ class Head(nn.Module):
     classifiers: int = 1
     features: int
     edge_layers: tuple[str, ...] = ("fc",)  # child layers that give logits: no hidden matrices
+
+    @classmethod
+    def build(cls, config: Any, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        """The head that `config` describes, for tokens of `width`; settings it leaves open follow `trunk`."""
+        return cls(config, width, classes)
 
     def embed(self, tokens: Tokens) -> Tensor:
         """The vector that is classified, `[batch, features]`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import NextToken
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import Tokens
@@ -26,6 +27,10 @@ class NextTokenHead(Head):
 
     prefix = 1
     begins_anew = False
+
+    @classmethod
+    def build(cls, config: Any, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        raise ValueError("the head next_token is for texts; use it with --model.name text:gpt or text:FOLDER")
 
     def __init__(self, config: NextToken, trunk: TextTrunk) -> None:
         super().__init__()

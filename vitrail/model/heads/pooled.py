@@ -1,17 +1,15 @@
-"""The classifier of ViT and DeiT.
-
-Average pooling.
-
-DeiT's two tokens and two classifiers.
-"""
+"""Linear classifiers: on the class token (ViT, DeiT), on the mean of the patches, on DeiT's two tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.config import TrunkConfig
+from vitrail.model.heads.config import ClassToken, Distilled, Mean
 from vitrail.model.heads.head import Head, LinearHead, mean_of_probabilities
 from vitrail.model.parts.tokens import Tokens
+from vitrail.registry import settings
 
 
 class ClassTokenHead(LinearHead):
@@ -19,6 +17,10 @@ class ClassTokenHead(LinearHead):
 
     prefix = 1
     takes_packed = True
+
+    @classmethod
+    def build(cls, config: ClassToken, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        return cls(width, classes, **settings(config))
 
     def embed(self, tokens: Tokens) -> Tensor:
         return tokens.token(0)
@@ -42,6 +44,12 @@ class MeanHead(LinearHead):
         super().__init__(width, classes, drop, copies, hidden, mlp=mlp)
         self.own_norm = norm_after
         self.norm = nn.LayerNorm(width, eps=eps) if norm_after else nn.Identity()
+
+    @classmethod
+    def build(cls, config: Mean, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        if config.mlp and config.hidden is None:
+            raise ValueError("head.mlp needs the width of its hidden layer; set head.hidden")
+        return cls(width, classes, **settings(config))
 
     def embed(self, tokens: Tokens) -> Tensor:
         return self.norm(self.pool(tokens))
@@ -75,6 +83,10 @@ class DistilledHead(Head):
         self.fc = nn.Linear(width, classes)
         self.fc_dist = nn.Linear(width, classes)
         self.reset_parameters()
+
+    @classmethod
+    def build(cls, config: Distilled, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
+        return cls(width, classes, config.fusion)
 
     def reset_parameters(self) -> None:
         for layer in (self.fc, self.fc_dist):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from vitrail.schema import Fraction, Positive
+from vitrail.schema import Fraction, OneOf, Positive
+
+
+class MixerOptions:
+    """Base of the settings of mixers."""
+
+    kind: str
+
+
+MixerConfig = Annotated[MixerOptions, OneOf("mixer")]
 
 
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(MixerOptions):
     """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762)."""
 
     kind: Literal["softmax"] = "softmax"
@@ -18,7 +27,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class TalkingHeads:
+class TalkingHeads(MixerOptions):
     """Attention whose heads are mixed before and after the softmax (as in CaiT, arXiv 2103.17239)."""
 
     kind: Literal["talking_heads"] = "talking_heads"
@@ -27,14 +36,14 @@ class TalkingHeads:
 
 
 @dataclass(frozen=True)
-class LinearPatches:
+class LinearPatches(MixerOptions):
     """One learned matrix over patches, shared by all channels (ResMLP, arXiv 2105.03404)."""
 
     kind: Literal["linear_patches"] = "linear_patches"
 
 
 @dataclass(frozen=True)
-class PatchMlp:
+class PatchMlp(MixerOptions):
     """A two-layer perceptron over patches (ablation of ResMLP)."""
 
     kind: Literal["patch_mlp"] = "patch_mlp"
@@ -42,7 +51,7 @@ class PatchMlp:
 
 
 @dataclass(frozen=True)
-class PatchConv:
+class PatchConv(MixerOptions):
     """A 3x3 convolution over the patch grid: full, depth-wise or separable (ablations of ResMLP)."""
 
     kind: Literal["patch_conv"] = "patch_conv"
@@ -50,14 +59,14 @@ class PatchConv:
 
 
 @dataclass(frozen=True)
-class NoMixing:
+class NoMixing(MixerOptions):
     """No exchange at all: a bag of patches (ablation of ResMLP)."""
 
     kind: Literal["none"] = "none"
 
 
 @dataclass(frozen=True)
-class GatedConv:
+class GatedConv(MixerOptions):
     """1x1, depth-wise 3x3 and 1x1 convolutions with squeeze-and-excitation (PatchConvNet, arXiv 2112.13692)."""
 
     kind: Literal["gated_conv"] = "gated_conv"
@@ -65,7 +74,7 @@ class GatedConv:
 
 
 @dataclass(frozen=True)
-class Sima:
+class Sima(MixerOptions):
     """Attention without softmax: q and k normalised over tokens, products in either order (SimA, arXiv 2206.08898)."""
 
     kind: Literal["sima"] = "sima"
@@ -77,7 +86,7 @@ class Sima:
 
 
 @dataclass(frozen=True)
-class Xca:
+class Xca(MixerOptions):
     """Channels attend to channels by their covariance over tokens (XCiT, arXiv 2106.09681)."""
 
     kind: Literal["xca"] = "xca"
@@ -85,7 +94,7 @@ class Xca:
 
 
 @dataclass(frozen=True)
-class EluKernel:
+class EluKernel(MixerOptions):
     """Linear attention with features 1 + elu (arXiv 2006.16236)."""
 
     kind: Literal["elu_kernel"] = "elu_kernel"
@@ -93,7 +102,7 @@ class EluKernel:
 
 
 @dataclass(frozen=True)
-class Efficient:
+class Efficient(MixerOptions):
     """Softmax of q over channels and of k over tokens, then linear attention (arXiv 1812.01243)."""
 
     kind: Literal["efficient"] = "efficient"
@@ -101,7 +110,7 @@ class Efficient:
 
 
 @dataclass(frozen=True)
-class CosFormer:
+class CosFormer(MixerOptions):
     """Linear attention with relu features (arXiv 2202.08791)."""
 
     kind: Literal["cosformer"] = "cosformer"
@@ -109,19 +118,3 @@ class CosFormer:
     reweight: bool = False
     """Near patches weigh more, by cosines of distances; costs four times as much and did not converge in the
     experiments of SimA (arXiv 2206.08898)."""
-
-
-MixerConfig = (
-    Softmax
-    | TalkingHeads
-    | LinearPatches
-    | PatchMlp
-    | PatchConv
-    | NoMixing
-    | GatedConv
-    | Sima
-    | Xca
-    | EluKernel
-    | Efficient
-    | CosFormer
-)

@@ -1,15 +1,22 @@
-"""Base class of all mixers: tokens in, tokens out, and the names of the intermediates they expose.
-
-Base class of attention mixers: one linear layer to q, k and v, another from the mixed values.
-"""
+"""Base classes of mixers: tokens in, tokens out, and the names of the intermediates they expose."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.registry import part, settings
+
+if TYPE_CHECKING:
+    from vitrail.model.mixers.config import MixerConfig
+
+
+def build_mixer(config: MixerConfig, width: int, heads: int, grid: tuple[int, int]) -> Mixer:
+    """The mixer of a configuration, by its kind, for tokens of `width` on a patch `grid`."""
+    mixer: Mixer = part("mixer", config.kind).build(config, width, heads, grid)
+    return mixer
 
 
 class Mixer(nn.Module):
@@ -25,6 +32,11 @@ class Mixer(nn.Module):
     takes_prefix: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = False
     attention_products: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, config: Any, width: int, heads: int, grid: tuple[int, int]) -> Mixer:
+        """The mixer that `config` describes, for tokens of `width` on a patch `grid`."""
+        return cls(**settings(config))
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         raise NotImplementedError
@@ -48,6 +60,10 @@ class QkvMixer(Mixer):
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
         self.reset_parameters()
+
+    @classmethod
+    def build(cls, config: Any, width: int, heads: int, grid: tuple[int, int]) -> Mixer:
+        return cls(width, heads, **settings(config))
 
     def reset_parameters(self) -> None:
         for layer in (self.qkv, self.proj):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.registry import settings
 
 
 class FixedPatches(Mixer):
@@ -17,6 +20,10 @@ class FixedPatches(Mixer):
     def __init__(self, grid: tuple[int, int]) -> None:
         super().__init__()
         self.grid = grid
+
+    @classmethod
+    def build(cls, config: Any, width: int, heads: int, grid: tuple[int, int]) -> Mixer:
+        return cls(grid, **settings(config))
 
     def check(self, tokens: Tokens) -> None:
         if tuple(tokens.grid) != tuple(self.grid) or tokens.mask is not None:
@@ -78,6 +85,10 @@ class GridMixer(Mixer):
     """A mixer on the patch grid as an image [batch, width, rows, columns]; any size, no class tokens, no padding."""
 
     takes_prefix = False
+
+    @classmethod
+    def build(cls, config: Any, width: int, heads: int, grid: tuple[int, int]) -> Mixer:
+        return cls(width, **settings(config))
 
     def on_grid(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from vitrail.kernels.gelu import Gelu
 from vitrail.kernels.ragged_attention import pack
 from vitrail.model.config import TrunkConfig
-from vitrail.model.mixers.build import build_mixer
-from vitrail.model.mixers.mixer import Mixer, QkvMixer
+from vitrail.model.mixers.mixer import Mixer, QkvMixer, build_mixer
 from vitrail.model.parts.residual import DropPath, LayerScale, ScalarGate, make_norm
 from vitrail.model.parts.tokens import Probe, Tokens
 

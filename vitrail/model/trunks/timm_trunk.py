@@ -281,6 +281,10 @@ class TimmTrunk(nn.Module):
 class OwnHead(Head):
     """The classifier that the timm model brings with it."""
 
+    @classmethod
+    def build(cls, config: Any, width: int, classes: int, trunk: Any = None) -> Head:
+        raise ValueError(f"the head {config.kind!r} belongs to timm models; choose class_token or mean")
+
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         # In a tuple: the parameters belong to the trunk and must not be registered twice.

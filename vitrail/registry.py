@@ -1,0 +1,132 @@
+"""Parts by name: heads, mixers, objectives and evaluators.
+
+A row names a part's configuration type (where it has one) and the part itself; both are imported when they are asked
+for, and configuration types need no torch. To add a part to the package, write its file and its row here. A part from
+another package registers itself:
+
+    @register("objective", MarginConfig)  # its `kind` is the name
+    class Margin(Objective): ...
+
+when its module is imported, or when that module is an entry point of the group `vitrail.parts`, which is imported
+before the first name is looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
+    "head": {
+        "class_token": "model.heads.config:ClassToken model.heads.pooled:ClassTokenHead",
+        "mean": "model.heads.config:Mean model.heads.pooled:MeanHead",
+        "distilled": "model.heads.config:Distilled model.heads.pooled:DistilledHead",
+        "class_attention": "model.heads.config:ClassAttention model.heads.class_attention:ClassAttentionHead",
+        "class_mlp": "model.heads.config:ClassMlp model.heads.class_attention:ClassMlpHead",
+        "attention_pool": "model.heads.config:AttentionPool model.heads.class_attention:AttentionPoolHead",
+        "second_order": "model.heads.config:SecondOrder model.heads.second_order:SecondOrderHead",
+        "gramian": "model.heads.config:Gramian model.heads.gramian:GramianHead",
+        "branches": "model.heads.config:Branches model.heads.branches:BranchesHead",
+        "projected": "model.heads.config:Projected model.heads.projected:ProjectedHead",
+        "next_token": "model.heads.config:NextToken model.heads.next_token:NextTokenHead",
+        "own": "model.heads.config:Own model.trunks.timm_trunk:OwnHead",
+    },
+    "mixer": {
+        "softmax": "model.mixers.config:Softmax model.mixers.softmax:SoftmaxMixer",
+        "talking_heads": "model.mixers.config:TalkingHeads model.mixers.softmax:TalkingHeadsMixer",
+        "linear_patches": "model.mixers.config:LinearPatches model.mixers.patches:LinearPatchesMixer",
+        "patch_mlp": "model.mixers.config:PatchMlp model.mixers.patches:PatchMlpMixer",
+        "patch_conv": "model.mixers.config:PatchConv model.mixers.patches:PatchConvMixer",
+        "none": "model.mixers.config:NoMixing model.mixers.patches:NoMixer",
+        "gated_conv": "model.mixers.config:GatedConv model.mixers.patches:GatedConvMixer",
+        "sima": "model.mixers.config:Sima model.mixers.sima:SimaMixer",
+        "xca": "model.mixers.config:Xca model.mixers.xca:XcaMixer",
+        "elu_kernel": "model.mixers.config:EluKernel model.mixers.kernel_attention:EluKernelMixer",
+        "efficient": "model.mixers.config:Efficient model.mixers.kernel_attention:EfficientMixer",
+        "cosformer": "model.mixers.config:CosFormer model.mixers.kernel_attention:CosFormerMixer",
+    },
+    "objective": {
+        "supervised": "learn.config:SupervisedConfig learn.supervised:Supervised",
+        "distillation": "learn.config:DistillationConfig learn.distillation:Distillation",
+        "grafit": "learn.config:GrafitConfig learn.grafit:Grafit",
+        "one": "learn.config:OneConfig learn.one:One",
+        "attention_transfer": "learn.config:AttentionTransferConfig learn.attention_transfer:AttentionTransfer",
+        "mae": "learn.config:MaeConfig learn.mae:Mae",
+        "diffusion": "learn.config:DiffusionConfig learn.diffusion:Diffusion",
+        "language_model": "learn.config:LanguageModelConfig learn.language_model:LanguageModel",
+        "byol": "learn.config:ByolConfig learn.byol:Byol",
+        "moco": "learn.config:MocoConfig learn.moco:Moco",
+        "isd": "learn.config:IsdConfig learn.isd:Isd",
+        "msf": "learn.config:MsfConfig learn.msf:Msf",
+        "cmsf": "learn.config:CmsfConfig learn.cmsf:Cmsf",
+        "compres": "learn.config:CompresConfig learn.compres:Compres",
+        "simreg": "learn.config:SimregConfig learn.simreg:Simreg",
+        "clusters": "learn.config:ClustersConfig learn.clusters:Clusters",
+        "crd": "learn.config:CrdConfig learn.crd:Crd",
+        "dino": "learn.config:DinoConfig learn.dino:Dino",
+        "supcon": "learn.config:SupconConfig learn.supcon:Supcon",
+        "protonw": "learn.config:ProtonwConfig learn.protonw:Protonw",
+        "attack": "learn.config:AttackConfig learn.attack:Attack",
+        "defence": "learn.config:DefenceConfig learn.defence:PatchTraining",
+    },
+}
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Settings of a part, by name, without its kind."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "kind"}
+
+
+def register(family: str, config: type) -> Callable[[type[T]], type[T]]:
+    """Class decorator: the part of `family` that a configuration of type `config` describes.
+
+    Raises `ValueError` where the name, the default of its field `kind`, is taken.
+    """
+    kind = str(getattr(config, "kind", ""))
+
+    def add(part: type[T]) -> type[T]:
+        if not kind:
+            raise ValueError(f"{config.__name__} has no field `kind` with a default, which is the name of the part")
+        if kind in PARTS[family]:
+            raise ValueError(f"there is a {family} {kind!r} already; choose another kind")
+        PARTS[family][kind] = (config, part)
+        return part
+
+    return add
+
+
+def kinds(family: str) -> list[str]:
+    """Names of all parts of a family."""
+    _import_entry_points()
+    return list(PARTS[family])
+
+
+def config_type(family: str, kind: str) -> Any:
+    """The configuration type of a part."""
+    return _row(family, kind, 0)
+
+
+def part(family: str, kind: str) -> Any:
+    """The class of a part."""
+    return _row(family, kind, 1)
+
+
+def _row(family: str, kind: str, column: int) -> Any:
+    _import_entry_points()
+    row = PARTS[family][kind]
+    if not isinstance(row, str):
+        return row[column]
+    module, _, name = row.split()[column].partition(":")
+    return getattr(import_module(f"vitrail.{module}"), name)
+
+
+@cache
+def _import_entry_points() -> None:
+    for entry in entry_points(group="vitrail.parts"):
+        entry.load()
