@@ -36,7 +36,7 @@ from vitrail.learn.attention_teacher import load_source
 from vitrail.learn.boxes import Boxes, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.objective import Objective
-from vitrail.measure.boxes import judge_boxes
+from vitrail.measure.boxes import evaluate_boxes
 from vitrail.measure.corruptions import corruption_accuracy
 from vitrail.measure.ensembles import together
 from vitrail.measure.evaluator import Loaders, Predictions, predict_all
@@ -161,7 +161,7 @@ class Study:
         model = runs.trained(config, seed, compiled=False, objective=objective)[0].model
         assert isinstance(model, Classifier)
         loader = runs.judged("test", model)
-        found = judge_boxes(model, Loaders(model.classes, {"test": loader}, "test"), autocast=runs.autocast)
+        found = evaluate_boxes(model, Loaders(model.classes, {"test": loader}, "test"), autocast=runs.autocast)
         return {"split": "test", **found["numbers"]}
 
     def order(self, out: Path) -> Order:

@@ -57,7 +57,7 @@ from genie_tail import LongTails
 from torch import Tensor
 
 from vitrail.generate.methods import CANDIDATES, ada_evaluations, prototypes_of
-from vitrail.measure.denoising import judge_denoising
+from vitrail.measure.denoising import evaluate_denoising
 from vitrail.measure.evaluator import Loaders
 from vitrail.measure.hard_negatives import axis_position, label_consistency, largest_jump
 from vitrail.measure.retrieval import knn_accuracy
@@ -83,7 +83,7 @@ class Study:
 
         def make() -> dict[str, Any]:
             data = Loaders(self.runs.data.classes, {"val": self.runs.batches("val")}, "val")
-            found = judge_denoising(self.models("diffusion", seed), data, autocast=self.runs.autocast)["numbers"]
+            found = evaluate_denoising(self.models("diffusion", seed), data, autocast=self.runs.autocast)["numbers"]
             return {"split": "val", **{name.removeprefix("denoising_"): value for name, value in found.items()}}
 
         self.found.row("diffusion", "small-diffusion", "all classes", seed, make)

@@ -18,7 +18,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.boxes import Boxes, BoxHead, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
-from vitrail.measure.boxes import box_iou, judge_boxes
+from vitrail.measure.boxes import box_iou, evaluate_boxes
 from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -146,7 +146,7 @@ def test_the_mean_is_over_the_pictures_of_the_split(shapes: DataSet) -> None:
         one, other = pixels(said, 32), pixels(box, 32)
         each.append(len(one & other) / len(one | other))
     loader = EvalLoader(split, Preprocess(vit().preprocess), batch=4, device="cpu", workers=0)
-    found = judge_boxes(lambda images: (said / 32).expand(len(images), 4), Loaders((), {"test": loader}, "test"))
+    found = evaluate_boxes(lambda images: (said / 32).expand(len(images), 4), Loaders((), {"test": loader}, "test"))
     assert found["numbers"]["mean_iou"] == pytest.approx(np.mean(each), abs=1e-6)  # boxes are kept in float32
     assert found["numbers"]["iou_50"] == np.mean([value >= 0.5 for value in each])
 
@@ -154,7 +154,7 @@ def test_the_mean_is_over_the_pictures_of_the_split(shapes: DataSet) -> None:
 def test_a_classifier_is_no_detector(shapes: DataSet) -> None:
     loader = EvalLoader(shapes["test"], Preprocess(vit().preprocess), batch=4, device="cpu", workers=0)
     with pytest.raises(ValueError, match="four sides"):
-        judge_boxes(vit(), Loaders((), {"test": loader}, "test"))
+        evaluate_boxes(vit(), Loaders((), {"test": loader}, "test"))
 
 
 def test_a_detector_learns_to_find_shapes() -> None:
@@ -168,7 +168,7 @@ def test_a_detector_learns_to_find_shapes() -> None:
         optimizer.zero_grad()
         objective(batch.changed(lambda x, rows=rows: x[rows]))["loss"].backward()
         optimizer.step()
-    found = judge_boxes(objective.model, Loaders((), {"test": loader}, "test"))["numbers"]["mean_iou"]
+    found = evaluate_boxes(objective.model, Loaders((), {"test": loader}, "test"))["numbers"]["mean_iou"]
     # Who has not seen the picture can only say one box for all: the best of the true ones is a good one.
     assert data["test"].boxes is not None
     truth = torch.from_numpy(data["test"].boxes).double()

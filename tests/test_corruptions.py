@@ -32,9 +32,9 @@ from vitrail.measure.corruptions import (
     shot_noise,
 )
 from vitrail.measure.evaluator import Loaders
-from vitrail.measure.evaluators import EVALUATORS
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.registry import part
 
 SIDE = 32
 NONE = torch.zeros(0)  # for corruptions that draw nothing
@@ -215,7 +215,7 @@ def test_the_evaluator_counts_as_a_loop_over_kinds_and_severities() -> None:
     assert clean == pytest.approx(8 / 9)
     assert found == wanted
     assert model.training
-    findings = EVALUATORS["corruptions"](model, data)
+    findings = part("evaluator", "corruptions")(model, data)
     table = findings["tables"]["corruptions"]
     assert table["contrast"]["severities"] == wanted["contrast"]
     every = [value for row in table.values() for value in row["severities"]]

@@ -16,7 +16,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.generate.diffusion_model import OwnDiffuser, Solver, solve, times_from
 from vitrail.learn.config import DiffusionConfig
 from vitrail.learn.diffusion import Diffusion, min_snr_weight
-from vitrail.measure.denoising import DRAWS, fixed_draws, judge_denoising
+from vitrail.measure.denoising import DRAWS, evaluate_denoising, fixed_draws
 from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -128,11 +128,11 @@ def test_the_validation_loss_is_a_function_of_weights_and_images_alone() -> None
     torch.nn.init.normal_(model.trunk.last.weight, std=0.1)
     whole = flat(6)
     pieces = [whole.changed(lambda t, rows=rows: t[rows]) for rows in (slice(4, 6), slice(0, 1), slice(1, 4))]
-    first = judge_denoising(model, loaders([whole]))["numbers"]
+    first = evaluate_denoising(model, loaders([whole]))["numbers"]
     torch.manual_seed(99)
-    assert judge_denoising(model, loaders([whole]))["numbers"] == first
+    assert evaluate_denoising(model, loaders([whole]))["numbers"] == first
     # Other batches are other sums of float32.
-    assert judge_denoising(model, loaders(pieces))["numbers"] == pytest.approx(first, rel=1e-5)
+    assert evaluate_denoising(model, loaders(pieces))["numbers"] == pytest.approx(first, rel=1e-5)
     assert model.training
 
 
@@ -144,7 +144,7 @@ def test_the_validation_loss_of_a_new_model_is_that_of_its_targets() -> None:
     for draw in range(DRAWS):
         angle = fixed_draws(batch.index, draw)[0] * math.pi / 2 * 0.999
         expected += (angle.cos().square() + angle.sin().square() * x) / DRAWS
-    found = judge_denoising(small(), loaders([batch]))["numbers"]["denoising_loss"]
+    found = evaluate_denoising(small(), loaders([batch]))["numbers"]["denoising_loss"]
     # 200,000 squares of unit normals: four deviations of their mean are 0.013.
     assert found == pytest.approx(float(expected.mean()), abs=0.013)
 
@@ -156,7 +156,7 @@ def test_times_are_spread_evenly() -> None:
 
 def test_models_that_are_no_diffusion_models_are_not_judged() -> None:
     with pytest.raises(ValueError, match="and this is none"):
-        judge_denoising(create_model("vit_tiny_32", classes=2, depth=1, width=48, heads=3), loaders([flat(2)]))
+        evaluate_denoising(create_model("vit_tiny_32", classes=2, depth=1, width=48, heads=3), loaders([flat(2)]))
 
 
 # Solvers, against data whose every quantity is known: x ~ N(mean, deviation²) in each pixel
@@ -284,12 +284,12 @@ def test_a_denoiser_learns_colours_makes_them_and_tells_them_apart() -> None:
     objective = Diffusion(model, DiffusionConfig())
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     held_out = flat(32, first=1000)
-    before = judge_denoising(model, loaders([held_out]))["numbers"]["denoising_loss"]
+    before = evaluate_denoising(model, loaders([held_out]))["numbers"]["denoising_loss"]
     for step in range(250):
         optimizer.zero_grad()
         objective(flat(16, first=32 * (step % 4)))["loss"].backward()
         optimizer.step()
-    after = judge_denoising(model, loaders([held_out]))["numbers"]["denoising_loss"]
+    after = evaluate_denoising(model, loaders([held_out]))["numbers"]["denoising_loss"]
     assert after < before / 4
     model.eval()
     with torch.no_grad():

@@ -15,9 +15,9 @@ from vitrail.measure.ensembles import (
     agreement,
     best_subsets,
     diversity,
+    evaluate_members,
     fused_accuracy,
     head_accuracy,
-    judge_members,
     margins,
     subset_accuracy,
 )
@@ -154,7 +154,7 @@ def test_the_evaluator_gives_members_strength_and_correlation_of_a_head() -> Non
     images, label = torch.randn(30, 3, 16, 16), torch.randint(4, (30,))
     batches = [Batch((images[i : i + 8],), label[i : i + 8], label[i : i + 8], torch.arange(8)) for i in (0, 8, 16, 22)]
     data = Loaders([str(c) for c in range(4)], {"test": batches}, "test", [])
-    found = judge_members(model, data)["numbers"]
+    found = evaluate_members(model, data)["numbers"]
     rows = torch.cat([torch.arange(i, i + 8) for i in (0, 8, 16, 22)])
     with torch.no_grad():
         stack = model.eval().stack(images)[rows]
@@ -163,4 +163,4 @@ def test_the_evaluator_gives_members_strength_and_correlation_of_a_head() -> Non
     assert found["members_together"] == pytest.approx((stack.sum(1).argmax(1) == label[rows]).double().mean().item())
     assert found["strength"] == pytest.approx(diversity(stack, label[rows], votes="soft").strength, rel=1e-5)
     single = create_model("deit_tiny", classes=4, head=Mean(), **shape)
-    assert "correlation" not in judge_members(single, data)["numbers"]
+    assert "correlation" not in evaluate_members(single, data)["numbers"]

@@ -25,8 +25,8 @@ from vitrail.measure.episodes import (
     aimed_at,
     compare_few_shot,
     draw_episodes,
+    evaluate_episodes,
     few_shot,
-    judge_episodes,
 )
 from vitrail.measure.evaluator import Loaders
 from vitrail.measure.linear_classifiers import _solve, linear_svm, logistic_regression, prototypes
@@ -350,7 +350,7 @@ def image_data(split: str = "test") -> Loaders:
 
 def test_the_protocol_gives_numbers_and_a_table_that_can_be_stored() -> None:
     config = EpisodeConfig(way=3, shot=2, queries=4, episodes=10)
-    found = judge_episodes(model_of(("x", "y")), image_data(), config=config)  # type: ignore[arg-type]
+    found = evaluate_episodes(model_of(("x", "y")), image_data(), config=config)  # type: ignore[arg-type]
     assert set(found["numbers"]) == {"episodes_logistic", "episodes_svm", "episodes_prototype"}
     table = json.loads(json.dumps(found["tables"]["episodes"], allow_nan=False))
     assert (table["way"], table["shot"], table["queries"], table["episodes"]) == (3, 2, 4, 10)
@@ -359,10 +359,10 @@ def test_the_protocol_gives_numbers_and_a_table_that_can_be_stored() -> None:
 
 def test_labelled_images_from_train_are_read_there() -> None:
     config = EpisodeConfig(way=3, shot=3, queries=10, episodes=4, support="train")
-    found = judge_episodes(model_of(("x", "y")), image_data(), config=config)  # type: ignore[arg-type]
+    found = evaluate_episodes(model_of(("x", "y")), image_data(), config=config)  # type: ignore[arg-type]
     assert found["tables"]["episodes"]["support"] == "train"
     with pytest.raises(ValueError, match="in the same split"):  # 13 of 10 images
-        judge_episodes(model_of(("x", "y")), image_data(), config=EpisodeConfig(3, 3, 10, 4))  # type: ignore[arg-type]
+        evaluate_episodes(model_of(("x", "y")), image_data(), config=EpisodeConfig(3, 3, 10, 4))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

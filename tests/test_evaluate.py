@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.measure.classification import classification
 from vitrail.measure.evaluator import Loaders, Predictions, evaluate, predict_all, worst_mistakes
-from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.speed import throughput
+from vitrail.registry import part
 
 IMAGES, CLASSES = 13, 3
 
@@ -93,7 +93,7 @@ def test_an_empty_loader_and_a_wrong_shape_are_refused() -> None:
 def test_the_registered_evaluator_gives_the_same_numbers_as_evaluate(multilabel: bool) -> None:
     rows = list(range(IMAGES))
     data = Loaders(("a", "b", "c"), {"val": list(batches(rows, multilabel=multilabel))})
-    found = EVALUATORS["classification"](small_model(), data)
+    found = part("evaluator", "classification")(small_model(), data)
     assert found["numbers"] == evaluate(small_model(), batches(rows, multilabel=multilabel)).scalars()
     assert found["tables"]["figures"]["classes"] == ["a", "b", "c"]
 

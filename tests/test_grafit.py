@@ -25,7 +25,7 @@ from vitrail.measure.retrieval import (
     Embedded,
     average_precision,
     coarse_bonus,
-    judge_retrieval,
+    evaluate_retrieval,
     knn_accuracy,
     knn_probabilities,
     mean_average_precision,
@@ -321,7 +321,7 @@ def test_retrieval_is_conditioned_on_the_coarse_class_that_neighbours_vote_for()
 
     queries, memory = seen(fine), seen(memory_fine)
     data = SimpleNamespace(split="test", levels=("fine", "coarse"), kept={"test": queries, "train": memory}, loaders={})
-    found = judge_retrieval(torch.nn.Identity(), data)["numbers"]
+    found = evaluate_retrieval(torch.nn.Identity(), data)["numbers"]
     expected: dict[str, list[float]] = {"map": [], "map_conditioned": [], "map_oracle": []}
     for query, label in zip(queries.embedding, fine.tolist(), strict=True):
         cosines = [float(torch.cosine_similarity(query, row, dim=0)) for row in memory.embedding]

@@ -23,11 +23,11 @@ from vitrail.learn.supervised import Supervised, prior_shift
 from vitrail.measure.classification import classification
 from vitrail.measure.config import LongTailConfig
 from vitrail.measure.evaluator import Loaders
-from vitrail.measure.evaluators import EVALUATORS
 from vitrail.measure.long_tail import COUNTS, class_groups, group_of, long_tail
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe, with_values
+from vitrail.registry import part
 from vitrail.schema import ConfigError
 
 # Many, Med, Few
@@ -331,7 +331,7 @@ def test_a_model_that_does_not_know_its_counts_says_so() -> None:
     data = Loaders(tuple("abc"), {"val": [Batch((torch.randn(6, 3, 32, 32),), label, label, torch.arange(6))]}, "val")
     for name in ("long_tail", "long_tail_thirds"):
         with pytest.raises(ValueError, match="how many images of each class"):
-            EVALUATORS[name](small(), data)
+            part("evaluator", name)(small(), data)
     known = small()
     known.stated[COUNTS] = [500, 50, 5]
-    assert set(EVALUATORS["long_tail"](known, data)["numbers"]) == {"many", "med", "few"}
+    assert set(part("evaluator", "long_tail")(known, data)["numbers"]) == {"many", "med", "few"}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
+from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 
 from vitrail.cli import run
 from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import averaged, together
 from vitrail.measure.evaluator import Loaders, Predictions, only_classes
-from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.few_labels import Labelled, few_labels
 from vitrail.measure.retrieval import embed_all
 from vitrail.measure.training_cost import METHODS, TrainingCost, crop

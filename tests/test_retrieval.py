@@ -16,10 +16,10 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import UNLABELLED
-from vitrail.measure.evaluators import EVALUATORS
-from vitrail.measure.few_labels import judge_few
-from vitrail.measure.retrieval import Embedded, embed_all, judge_neighbours, judge_retrieval
+from vitrail.measure.few_labels import evaluate_few
+from vitrail.measure.retrieval import Embedded, embed_all, evaluate_neighbours, evaluate_retrieval
 from vitrail.model.build import create_model
+from vitrail.registry import kinds, part
 from vitrail.run.evaluate import figures_of
 
 IMAGES = 11
@@ -91,9 +91,9 @@ def test_an_image_of_the_memory_is_not_its_own_neighbour() -> None:
     cosines = unit @ unit.T
     np.fill_diagonal(cosines, -np.inf)
     right = labels[cosines.argmax(1)] == labels
-    table = judge_neighbours(model(), data)["tables"]["knn"]  # type: ignore[arg-type]
+    table = evaluate_neighbours(model(), data)["tables"]["knn"]  # type: ignore[arg-type]
     assert table["fine"]["1"] == pytest.approx(right.mean())
-    itself = judge_neighbours(model(), kept("test"))["tables"]["knn"]  # type: ignore[arg-type]
+    itself = evaluate_neighbours(model(), kept("test"))["tables"]["knn"]  # type: ignore[arg-type]
     assert itself["fine"]["1"] == 1.0  # the same images as another split find themselves
 
 
@@ -110,7 +110,7 @@ def test_two_hundred_neighbours_vote_as_in_the_benchmarks_of_self_supervised_lea
         for j in cosines.argsort(descending=True)[:200].tolist():
             votes[i, memory.label[j]] += (cosines[j] / 0.1).exp()
     expected = (votes.argmax(1) == queries.label).float().mean()
-    numbers = judge_neighbours(model(), data)["numbers"]  # type: ignore[arg-type]
+    numbers = evaluate_neighbours(model(), data)["numbers"]  # type: ignore[arg-type]
     assert numbers["knn200"] == pytest.approx(float(expected))
 
 
@@ -122,22 +122,22 @@ def test_an_image_of_the_memory_is_not_its_own_find() -> None:
     for i in range(len(unit)):
         others = np.arange(len(unit)) != i
         precisions.append(average_precision_score(labels[others] == labels[i], (unit @ unit[i])[others]))
-    numbers = judge_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
+    numbers = evaluate_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
     assert numbers["map"] == pytest.approx(np.mean(precisions), abs=1e-6)
     assert numbers["map_oracle"] > numbers["map"]
 
 
 def test_images_that_are_labelled_are_not_judged() -> None:
-    assert "few" in EVALUATORS
+    assert "few" in kinds("evaluator")
     with pytest.raises(ValueError, match="judge another split"):
-        judge_few(model(), kept("train"))  # type: ignore[arg-type]
+        evaluate_few(model(), kept("train"))  # type: ignore[arg-type]
 
 
 def test_recall_is_that_of_a_sorted_list() -> None:
     data = kept("train")
     vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    numbers = judge_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
+    numbers = evaluate_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
     for k in (1, 2, 4, 8):
         hits = []
         for i in range(len(unit)):
@@ -153,5 +153,5 @@ def test_the_published_probe_has_one_rate_and_no_choice() -> None:
     train = data.kept["train"]
     pair = (train.embedding, train.label)
     expected = linear_probe(pair, pair, 4, settings=LINEAR).accuracy
-    found = EVALUATORS["linear_published"](model(), data)["numbers"]  # type: ignore[arg-type]
+    found = part("evaluator", "linear_published")(model(), data)["numbers"]  # type: ignore[arg-type]
     assert found == {"linear_published": expected}

@@ -22,6 +22,7 @@ from vitrail.learn.config import (
     SupervisedConfig,
 )
 from vitrail.model.config import OWN_TEXT, ModelConfig, TrunkConfig
+from vitrail.registry import kinds
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
 __all__ = [
@@ -130,6 +131,10 @@ def validate(config: RunConfig) -> list[str]:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
     if config.recipe not in RECIPES:
         problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
+    known = kinds("evaluator")
+    problems += [
+        f"evaluators: no evaluator {name!r}{near(name, known)}" for name in config.evaluators if name not in known
+    ]
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:

@@ -75,6 +75,24 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "attack": "learn.config:AttackConfig learn.attack:Attack",
         "defence": "learn.config:DefenceConfig learn.defence:PatchTraining",
     },
+    "evaluator": {
+        "classification": "measure.evaluator:classify",
+        "knn": "measure.retrieval:evaluate_neighbours",
+        "retrieval": "measure.retrieval:evaluate_retrieval",
+        "members": "measure.ensembles:evaluate_members",
+        "linear": "measure.probe:evaluate_linear",
+        "linear_published": "measure.probe:evaluate_published",
+        "clusters": "measure.clustering:evaluate_clusters",
+        "few": "measure.few_labels:evaluate_few",
+        "purity": "measure.retrieval:evaluate_purity",
+        "episodes": "measure.episodes:evaluate_episodes",
+        "long_tail": "measure.long_tail:evaluate_long_tail",
+        "long_tail_thirds": "measure.long_tail:evaluate_thirds",
+        "corruptions": "measure.corruptions:evaluate_corruptions",
+        "denoising": "measure.denoising:evaluate_denoising",
+        "perplexity": "measure.language:evaluate_perplexity",
+        "bleu": "measure.language:evaluate_bleu",
+    },
 }
 
 
@@ -83,18 +101,19 @@ def settings(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "kind"}
 
 
-def register(family: str, config: type) -> Callable[[type[T]], type[T]]:
-    """Class decorator: the part of `family` that a configuration of type `config` describes.
+def register(family: str, config: type | str) -> Callable[[T], T]:
+    """Class or function decorator: the part of `family` that a configuration of type `config` describes.
 
-    Raises `ValueError` where the name, the default of its field `kind`, is taken.
+    The default of the configuration's field `kind` is the part's name; an evaluator has no configuration and gives its
+    name instead. Raises `ValueError` where the name is taken.
     """
-    kind = str(getattr(config, "kind", ""))
+    kind = config if isinstance(config, str) else str(getattr(config, "kind", ""))
 
-    def add(part: type[T]) -> type[T]:
+    def add(part: T) -> T:
         if not kind:
-            raise ValueError(f"{config.__name__} has no field `kind` with a default, which is the name of the part")
+            raise ValueError(f"{config} has no field `kind` with a default, which is the name of the part")
         if kind in PARTS[family]:
-            raise ValueError(f"there is a {family} {kind!r} already; choose another kind")
+            raise ValueError(f"there is a {family} {kind!r} already; choose another name")
         PARTS[family][kind] = (config, part)
         return part
 
@@ -113,8 +132,8 @@ def config_type(family: str, kind: str) -> Any:
 
 
 def part(family: str, kind: str) -> Any:
-    """The class of a part."""
-    return _row(family, kind, 1)
+    """The class of a part, or the function of an evaluator."""
+    return _row(family, kind, -1)
 
 
 def _row(family: str, kind: str, column: int) -> Any:

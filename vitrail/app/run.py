@@ -22,7 +22,7 @@ from vitrail.measure.attention_maps import Looker, stages
 from vitrail.measure.saliency import KINDS, explain, kinds_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.report.quantities import amount, number, percent
+from vitrail.quantities import amount, number, percent
 from vitrail.report.sheets import dimmed, enlarged, evenly, overlay
 
 MOST_MODELS = 2

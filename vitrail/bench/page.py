@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vitrail.bench.claims import NEEDS_GPU
 from vitrail.bench.measurements import Bench, BenchRow
-from vitrail.report.quantities import MISSING, amount, memory, number, percent, shorten
+from vitrail.quantities import MISSING, amount, memory, number, percent, shorten
 
 INK, SOFT, LINE = "#1c1e24", "#5b606b", "#e4e1da"
 COLOURS = {"vitrail": "#2a4d9c", "timm": "#b23a48"}  # as in the report

@@ -65,7 +65,7 @@ def evaluate(
         bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
     from vitrail.measure.classification import SingleLabelFigures
-    from vitrail.measure.long_tail import long_tail, training_counts
+    from vitrail.measure.long_tail import long_tail, long_tail_table, training_counts
     from vitrail.report import tables
     from vitrail.report.tables import sweep_table
     from vitrail.run.evaluate import sweep
@@ -143,7 +143,7 @@ def evaluate(
         return 0
     show(tables.headline(figures, f"{made[0].split} of {made[0].data}"))
     if groups is not None and groups.several:
-        show(tables.long_tail(groups.to_json()))
+        show(tables.result_table(long_tail_table(groups.to_json())))
     if figures.classes and (per_class or len(figures.classes) <= 20):
         show(tables.per_class(figures))
     if isinstance(figures, SingleLabelFigures):

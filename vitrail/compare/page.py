@@ -21,8 +21,8 @@ from vitrail.catalogue import WIDE
 from vitrail.compare.statistics import Against, Comparison, StudyRow, pareto
 from vitrail.compare.study_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.files import write_text
+from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.html import render_page
-from vitrail.report.quantities import MISSING, amount, duration, memory, number, percent, shorten
 
 FIGURES = {"top1": "top-1", "map": "mAP"}
 MOST_GAINS = 8  # variants whose classes are drawn

@@ -14,8 +14,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from vitrail.quantities import number, percent, shorten
 from vitrail.report.charts import CHARACTER, Scale, Series, _apart, _box, _grid, _line, _svg, _text, spread, thin, ticks
-from vitrail.report.quantities import number, percent, shorten
 
 COLOURS = 8
 LONGEST_NAME = 18

@@ -13,8 +13,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from vitrail.compare.study_charts import COLOURS
+from vitrail.quantities import shorten
 from vitrail.report.charts import CHARACTER, Scale, _box, _grid, _rect, _svg, _text, spread, ticks
-from vitrail.report.quantities import shorten
 
 MOST_NUMBERS = 12  # layers up to which a cell carries its value
 

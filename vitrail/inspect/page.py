@@ -24,8 +24,8 @@ from vitrail.inspect.heat_maps import counts_chart, likeness_chart
 from vitrail.inspect.results import InspectedModel, Inspection
 from vitrail.inspect.weight_sections import depth_rows, embedding_charts, inner_charts, learned_sheets, told
 from vitrail.measure.attention_maps import Looks
+from vitrail.quantities import MISSING, amount, number, percent, shorten
 from vitrail.report.html import render_page, style_sheets
-from vitrail.report.quantities import MISSING, amount, number, percent, shorten
 from vitrail.report.sheets import MOST_COLUMNS, Sheet, all_sheets, evenly, map_name, sheet_picture
 
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.DOTALL)

@@ -18,7 +18,7 @@ from vitrail.inspect.heat_maps import likeness_chart, plane_chart
 from vitrail.inspect.results import InspectedModel, Inspection
 from vitrail.inspect.teacher_view import Anchors
 from vitrail.inspect.weight_statistics import Learned
-from vitrail.report.quantities import MISSING, number, percent, shorten
+from vitrail.quantities import MISSING, number, percent, shorten
 from vitrail.report.sheets import MOST_COLUMNS, Cell, Sheet, enlarged, evenly
 
 FRAME = 5  # pixels around a neighbour

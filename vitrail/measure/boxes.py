@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from vitrail.data.box_table import box_table
 from vitrail.data.loading.loader import EvalLoader
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, predict_all
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator, predict_all
 
 
 def box_iou(first: Tensor, second: Tensor) -> Tensor:
@@ -25,13 +27,8 @@ def box_iou(first: Tensor, second: Tensor) -> Tensor:
     return torch.where(union > 0, common / union, 0.0)
 
 
-def judge_boxes(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def evaluate_boxes(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """Mean intersection over union, and the share of pictures where it is at least one half.
 
     `model` gives boxes [batch, 4] in sides of the picture. Raises `ValueError` where pictures have no boxes.
@@ -40,7 +37,7 @@ def judge_boxes(
     if not isinstance(loader, EvalLoader):
         raise ValueError("boxes are known for the pictures of a split; judge with an EvalLoader")
     truth = torch.from_numpy(box_table(loader.split, loader.preprocess.config))
-    said = predict_all(model, loader, device=device, autocast=autocast)
+    said = predict_all(model, loader, **where)
     if said.logits.shape[1:] != (4,):
         raise ValueError(f"a box has four sides, and the model gives {said.logits.shape[1]} numbers; use a detector")
     found = box_iou(said.logits.double(), truth[said.index].double())

@@ -6,7 +6,7 @@ Agreement of clusters of embeddings with classes: cluster alignment (CompRess, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.kernels.kmeans import kmeans
-from vitrail.measure.evaluator import EvaluationData, Findings, Model
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator
 from vitrail.measure.retrieval import embedded_split
 
 
@@ -132,15 +132,10 @@ def nearest_centre(rows: Tensor, centres: Tensor) -> Tensor:
     return torch.cat([(F.pad(some, (0, 1), value=1.0) @ with_length.T).argmax(1) for some in rows.split(4096)])
 
 
-def judge_clusters(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator("train", "embedding")
+def evaluate_clusters(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "clusters": cluster alignment with as many clusters as classes, and the clusters' purity."""
-    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     found = cluster_alignment((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
     numbers = {"cluster_alignment": found.accuracy, "cluster_purity": found.purity}
     return {"numbers": numbers, "tables": {"clusters": found.to_json(tuple(data.classes))}, "pictures": {}}

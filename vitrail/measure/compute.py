@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.measure.evaluator import evaluation_mode
+from vitrail.measure.evaluator import batches
 from vitrail.model.adaptive.budget import macs_of_mean, trace_macs
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.tokens import BlockUse, Trace
@@ -54,20 +54,15 @@ def spent(
     used: list[Tensor] = []  # [5, blocks, batch] each
     right: list[Tensor] = []  # [2, batch] each: right, finite
     size = 0
-    with evaluation_mode(model):
-        for batch in loader:
-            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
-            with torch.inference_mode(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                ready = model._images(images)
-                out = model.outputs(ready if change is None else change(ready))
-                logits = model.fused(out.stack).float()
-            size = images.shape[-1]
-            label = batch.label.to(logits.device)
-            same = ((logits > 0) == label.bool()).all(1) if label.ndim == 2 else logits.argmax(1) == label
-            right.append(torch.stack([same, logits.isfinite().all(1)]))
-            used.append(_table(cast("Trace", out.trace)))
-            if progress is not None:
-                progress(len(batch))
+    for batch, images in batches(model, loader, device=device, autocast=autocast, progress=progress):
+        ready = model._images(images)
+        out = model.outputs(ready if change is None else change(ready))
+        logits = model.fused(out.stack).float()
+        size = images.shape[-1]
+        label = batch.label.to(logits.device)
+        same = ((logits > 0) == label.bool()).all(1) if label.ndim == 2 else logits.argmax(1) == label
+        right.append(torch.stack([same, logits.isfinite().all(1)]))
+        used.append(_table(cast("Trace", out.trace)))
     if not used:
         raise ValueError("there is nothing to measure: the loader gave no images; check that the split is not empty")
     counts, ok = torch.cat(used, 2).cpu(), torch.cat(right, 1).cpu()  # the one wait for the device

@@ -9,8 +9,8 @@ side, so that a severity means the same at 32 and 224 pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import luminance, normal_noise
 from vitrail.data.counter import seed_of
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, batches, evaluator
 from vitrail.model.classifier import Classifier
+from vitrail.quantities import percent
 
 SEVERITIES = (1, 2, 3, 4, 5)
 # Annex K of the JPEG standard, for brightness and for colour.
@@ -191,10 +192,9 @@ def corrupt(images: Tensor, index: Tensor, kind: str, severity: int, seed: int =
     return chosen.apply(images.float(), seeds, chosen.strengths[severity - 1]).round_().clamp_(0, 255)
 
 
-@torch.no_grad()
 def corruption_accuracy(
     model: Classifier,
-    data: EvaluationData,
+    data: Loaders,
     *,
     kinds: Sequence[str] = tuple(CORRUPTIONS),
     severities: Sequence[int] = SEVERITIES,
@@ -212,22 +212,21 @@ def corruption_accuracy(
     variants = [None, *((kind, severity) for kind in kinds for severity in severities)]
     preprocess = model.preprocess
     right, count = None, 0
-    with evaluation_mode(model):
-        for batch in data.loaders[data.split]:
-            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
-            if right is None:
-                moments = [
-                    torch.tensor(v, device=images.device).view(3, 1, 1) for v in (preprocess.mean, preprocess.std)
-                ]
-                right = torch.zeros(len(variants), dtype=torch.int64, device=images.device)
-            label, pixels = batch.label.to(images.device), as_pixels(images, *moments)
-            hits = []
-            for variant in variants:
-                seen = images if variant is None else as_input(corrupt(pixels, batch.index, *variant, seed), *moments)
-                with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                    hits.append((model(seen).argmax(1) == label).sum())
-            right += torch.stack(hits)
-            count += len(batch)
+    for batch, images in batches(model, data.loaders[data.split], device=device, autocast=autocast):
+        if right is None:
+            moments = [torch.tensor(v, device=images.device).view(3, 1, 1) for v in (preprocess.mean, preprocess.std)]
+            right = torch.zeros(len(variants), dtype=torch.int64, device=images.device)
+        label, hits = batch.label.to(images.device), []
+        with torch.autocast(images.device.type, enabled=False):
+            pixels = as_pixels(images, *moments)
+        for variant in variants:
+            changed = images
+            if variant is not None:
+                with torch.autocast(images.device.type, enabled=False):
+                    changed = as_input(corrupt(pixels, batch.index, *variant, seed), *moments)
+            hits.append((model(changed).argmax(1) == label).sum())
+        right += torch.stack(hits)
+        count += len(batch)
     if right is None:  # a rank may have no images where others have some
         right = torch.zeros(len(variants), dtype=torch.int64, device=device)
     totals = torch.cat([right, right.new_tensor([count])])
@@ -252,17 +251,21 @@ def as_input(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return pixels.div(255).sub_(mean).div_(std)
 
 
-def judge_corruptions(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+def corruption_table(kinds: Mapping[str, Any]) -> ResultTable:
+    """Top-1 of every corruption, by severity."""
+    rows = [
+        (kind, *map(percent, found["severities"]), percent(found["mean"]), percent(found["relative"]))
+        for kind, found in kinds.items()
+    ]
+    return ResultTable("top-1 by severity", ("corruption", "1", "2", "3", "4", "5", "mean", "of clean"), rows)
+
+
+@evaluator(table=corruption_table)
+def evaluate_corruptions(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "corruptions": mean top-1 over all kinds and severities, and its ratio to that on clean images."""
     if not isinstance(model, Classifier):
         raise ValueError(f"corruptions need a classifier of ours, not {type(model).__name__}")
-    clean, found = corruption_accuracy(model, data, device=device, autocast=autocast)
+    clean, found = corruption_accuracy(model, data, **where)
     by_kind = {kind: sum(values) / len(values) for kind, values in found.items()}
     mean = sum(by_kind.values()) / len(by_kind)
     numbers = {"clean_top1": clean, "corrupted_top1": mean}

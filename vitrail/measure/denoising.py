@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import normal_noise
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluation_mode
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, evaluator
 from vitrail.model.classifier import Classifier
 from vitrail.model.trunks.denoiser import Denoiser
 
@@ -22,13 +24,8 @@ def fixed_draws(index: Tensor, draw: int) -> tuple[Tensor, Tensor]:
     return ((seed.to(torch.float64) + 0.5) * _GOLDEN).remainder(1).to(torch.float32), seed
 
 
-def judge_denoising(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def evaluate_denoising(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "denoising": the training loss, unweighed and with true labels, as a function of the weights alone.
 
     `denoising_loss` is the mean over images; `_early`, `_middle` and `_late` those of a third of the times each. Raises
@@ -36,19 +33,17 @@ def judge_denoising(
     """
     if not isinstance(model, Classifier) or not isinstance(model.trunk, Denoiser):
         raise ValueError("the evaluator denoising judges diffusion models (denoiser_32, ...), and this is none")
-    place = next(model.parameters()).device if device is None else torch.device(device)
-    sums = torch.zeros(len(BANDS), 2, dtype=torch.float64, device=place)  # of losses, and how many
-    with evaluation_mode(model):
-        for batch in data.loaders[data.split]:
-            images, label, index = (t.to(place, non_blocking=True) for t in (batch.images, batch.label, batch.index))
-            with torch.inference_mode(), torch.autocast(place.type, autocast, enabled=autocast is not None):
-                seen = model._images(images)
-                for draw in range(DRAWS):
-                    time, seed = fixed_draws(index, draw)
-                    noise = normal_noise(seed, *seen.shape[1:])
-                    wrong = model.trunk.errors(seen, label, time, noise)[0].to(torch.float64)
-                    band = (time * len(BANDS)).to(torch.int64).clamp_max(len(BANDS) - 1)
-                    sums = sums.index_add(0, band, torch.stack([wrong, torch.ones_like(wrong)], 1))
+    device = where.get("device") or next(model.parameters()).device
+    sums = torch.zeros(len(BANDS), 2, dtype=torch.float64, device=device)  # of losses, and how many
+    for batch, images in batches(model, data.loaders[data.split], device=device, autocast=where.get("autocast")):
+        label, index = (t.to(device, non_blocking=True) for t in (batch.label, batch.index))
+        inputs = model._images(images)
+        for draw in range(DRAWS):
+            time, seed = fixed_draws(index, draw)
+            noise = normal_noise(seed, *inputs.shape[1:])
+            errors = model.trunk.errors(inputs, label, time, noise)[0].to(torch.float64)
+            band = (time * len(BANDS)).to(torch.int64).clamp_max(len(BANDS) - 1)
+            sums = sums.index_add(0, band, torch.stack([errors, torch.ones_like(errors)], 1))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         sums = sums.clone()
         dist.all_reduce(sums)

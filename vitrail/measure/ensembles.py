@@ -17,14 +17,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.measure.classification import Figures, SingleLabelFigures, classification
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, Predictions, evaluation_mode
+from vitrail.measure.evaluator import Findings, Loaders, Model, Predictions, Where, batches, evaluator
 from vitrail.model.classifier import Classifier
 
 MOST_FOR_ALL_SUBSETS = 12  # 4,095 subsets
@@ -154,14 +154,8 @@ def _checked(stack: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tenso
     return stack, target.long()
 
 
-@torch.no_grad()
-def judge_members(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def evaluate_members(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "members": accuracy of each classifier and of their sum, strength and correlation (Breiman).
 
     A head with one classifier has a strength and no correlation; one that was trained with an auxiliary classifier also
@@ -170,12 +164,9 @@ def judge_members(
     if not isinstance(model, Classifier) or model.multilabel:
         raise ValueError("members: strength and correlation are of classifiers that name one class an image")
     stacks, targets = [], []
-    with evaluation_mode(model):
-        for batch in data.loaders[data.split]:
-            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
-            with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                stacks.append(model.stack(images).float().cpu())
-            targets.append(batch.label.cpu())
+    for batch, images in batches(model, data.loaders[data.split], **where):
+        stacks.append(model.stack(images).float().cpu())
+        targets.append(batch.label.cpu())
     stack, target = torch.cat(stacks), torch.cat(targets)
     removed = {}
     if getattr(model.head, "auxiliary", None) is not None:  # it stands last and has no part in the sum

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from vitrail.data.counter import uniform
 from vitrail.measure.config import EpisodeConfig
-from vitrail.measure.evaluator import EvaluationData, Findings, Model
+from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, evaluator
 from vitrail.measure.linear_classifiers import CLASSIFIERS
 from vitrail.measure.retrieval import embedded_split
+from vitrail.quantities import percent
 from vitrail.schema import ConfigError, check, near
 
 EPISODE = 0x65706973  # keeps these numbers apart from those by which training images are drawn
@@ -245,23 +246,35 @@ def aimed_at(features: Tensor, source: Tensor, target: Tensor) -> Extra:
     return extra
 
 
-def judge_episodes(
+def episode_table(results: Mapping[str, Any]) -> ResultTable:
+    """Accuracy of every classifier over the episodes."""
+    kind = f"{results['way']}-way {results['shot']}-shot, {results['queries']} queries per class"
+    title = f"{results['episodes']} episodes, {kind}"
+    if results["left_out"]:
+        title += f"\n{len(results['left_out'])} classes with too few images are left out"
+    rows = [
+        (name, percent(row["mean"]), f"± {100 * row['interval']:.1f}", f"{100 * row['std']:.1f}")
+        for name, row in results["classifiers"].items()
+    ]
+    return ResultTable(title, ("classifier", "accuracy", "95 % interval", "std over episodes"), rows)
+
+
+@evaluator("embedding", table=episode_table)
+def evaluate_episodes(
     model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
+    data: Loaders,
     config: EpisodeConfig | None = None,
     classes: Sequence[str] = (),
+    **where: Unpack[Where],
 ) -> Findings:
     """The evaluator "episodes": few-shot accuracy of linear classifiers on the frozen embedding.
 
     `classes` are those to draw from (none: all of the data's).
     """
     config = config or EpisodeConfig()
-    judged = embedded_split(model, data, data.split, device, autocast)
+    judged = embedded_split(model, data, data.split, **where)
     apart = config.support == "train" and data.split != "train"
-    labelled = embedded_split(model, data, "train", device, autocast) if apart else judged
+    labelled = embedded_split(model, data, "train", **where) if apart else judged
     names = list(data.classes)
     unknown = [name for name in classes if name not in names]
     if unknown:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.counter import uniform
 from vitrail.measure.classification import Figures, SingleLabelFigures, classification
 from vitrail.model.store import read_tensors, write_tensors
+from vitrail.registry import part
 from vitrail.schema import near
 
 
@@ -99,27 +100,15 @@ class Mistake:
     truth_probability: float  # that the model gave to the right answer
 
 
-class EvaluationData(Protocol):
-    """What an evaluator may read: class names and a loader for each split."""
-
-    @property
-    def classes(self) -> Sequence[str]: ...
-
-    @property
-    def loaders(self) -> Mapping[str, Iterable[Batch]]: ...
-
-    @property
-    def split(self) -> str: ...  # the split that is judged; others may serve as reference (neighbours, probes)
-
-
 @dataclass(frozen=True)
 class Loaders:
-    """The plain `EvaluationData`."""
+    """Data of an evaluation: class names and a loader for each split."""
 
     classes: Sequence[str]
     loaders: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
-    split: str = "val"
+    split: str = "val"  # that is evaluated; others may serve as reference (neighbours, probes)
     levels: Sequence[str] = ()  # names of the levels of a taxonomy, finest first
+    embedded: dict[str, Any] | None = None  # embeddings by split, where several evaluators of one model share them
 
 
 class Findings(TypedDict):
@@ -130,17 +119,45 @@ class Findings(TypedDict):
     pictures: dict[str, Any]  # name -> uint8 [height, width, 3]
 
 
-class Evaluator(Protocol):
-    """A named way to judge a model."""
+class Where(TypedDict, total=False):
+    """Where an evaluator runs the model."""
 
-    def __call__(
-        self,
-        model: Model,
-        data: EvaluationData,
-        *,
-        device: torch.device | str | None = None,
-        autocast: torch.dtype | None = None,
-    ) -> Findings: ...
+    device: torch.device | str | None  # none: where the batches are
+    autocast: torch.dtype | None
+
+
+class ResultTable(NamedTuple):
+    """A table for the terminal, of text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+Evaluator = Callable[..., Findings]  # (model, data, device=None, autocast=None), marked by `evaluator`
+E = TypeVar("E", bound=Evaluator)
+
+
+def evaluator(
+    *needs: Literal["train", "embedding"], table: Callable[[Any], ResultTable | None] | None = None
+) -> Callable[[E], E]:
+    """Function decorator for evaluators.
+
+    `needs`: "train" where it reads training images, of which the data must then have a loader that augments nothing;
+    "embedding" where it reads the model's embedding alone, so that data with other classes than the model's will do.
+    `table` shows what `Findings` has in its table of the evaluator's own name.
+    """
+
+    def mark(function: E) -> E:
+        function.needs, function.table = frozenset(needs), table  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs_of(names: Iterable[str]) -> set[str]:
+    """What any of these evaluators needs."""
+    return {need for name in names for need in getattr(part("evaluator", name), "needs", ())}
 
 
 def predict_all(
@@ -160,24 +177,18 @@ def predict_all(
     pieces: list[Predictions] = []
     waiting: list[Predictions] = []
     waiting_bytes = 0
-    with evaluation_mode(model):
-        for batch in loader:
-            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
-            # Around the model only: tensors that a loader makes and keeps must stay usable in training.
-            with torch.inference_mode(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                logits = model(images).float()
-            if logits.ndim != 2 or len(logits) != len(batch):
-                raise ValueError(
-                    f"the model gave shape {list(logits.shape)} for {len(batch)} images; "
-                    "logits [images, classes] are needed"
-                )
-            waiting.append(Predictions(batch.index, batch.label, logits))
-            waiting_bytes += logits.numel() * 4
-            if waiting_bytes >= FETCH_BYTES:
-                pieces.append(_fetch(waiting))
-                waiting, waiting_bytes = [], 0
-            if progress is not None:
-                progress(len(batch))
+    for batch, images in batches(model, loader, device=device, autocast=autocast, progress=progress):
+        logits = model(images).float()
+        if logits.ndim != 2 or len(logits) != len(batch):
+            raise ValueError(
+                f"the model gave shape {list(logits.shape)} for {len(batch)} images; "
+                "logits [images, classes] are needed"
+            )
+        waiting.append(Predictions(batch.index, batch.label, logits))
+        waiting_bytes += logits.numel() * 4
+        if waiting_bytes >= FETCH_BYTES:
+            pieces.append(_fetch(waiting))
+            waiting, waiting_bytes = [], 0
     if waiting:
         pieces.append(_fetch(waiting))
     own = _fetch(pieces) if pieces else None
@@ -229,15 +240,10 @@ def worst_mistakes(predictions: Predictions, most: int = 12) -> list[Mistake]:
     ]
 
 
-def classify(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def classify(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "classification": accuracy, calibration and per-class figures of one split."""
-    figures = evaluate(model, data.loaders[data.split], data.classes, device=device, autocast=autocast)
+    figures = evaluate(model, data.loaders[data.split], data.classes, **where)
     tables: dict[str, Any] = {"figures": figures.to_json()}
     if isinstance(figures, SingleLabelFigures):
         tables["confused"] = [
@@ -245,6 +251,24 @@ def classify(
             for true, guess, images in figures.confused_pairs()
         ]
     return {"numbers": figures.scalars(), "tables": tables, "pictures": {}}
+
+
+def batches(
+    model: Model,
+    loader: Iterable[Batch],
+    *,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Advance | None = None,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Every batch and its images on the device, with the model in evaluation mode, no gradients, and autocast."""
+    with evaluation_mode(model):
+        for batch in loader:
+            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
+            with torch.no_grad(), torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+                yield batch, images
+            if progress is not None:
+                progress(len(batch))
 
 
 @contextmanager

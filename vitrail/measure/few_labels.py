@@ -16,16 +16,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, draw_by_class
+from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, draw_by_class, evaluator
 from vitrail.measure.probe import ProbeSettings, linear_probe
 from vitrail.measure.retrieval import embedded_split, knn_accuracy
+from vitrail.quantities import percent
 
 FEWEST = 3  # seeds of which a correlation says anything at all
 
@@ -186,17 +186,23 @@ def few_labels(
     return found
 
 
-def judge_few(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+def few_labels_table(results: Mapping[str, Any]) -> ResultTable:
+    """Accuracy with few labels, mean and deviation."""
+    rows = []
+    for name, row in results.items():
+        spreads = [row[key] for key in ("knn1", "knn20", "linear")]
+        cells = [percent(s["mean"]) + ("" if s["std"] is None else f" ± {100 * s['std']:.1f}") for s in spreads]
+        rows.append((name, f"{row['images']:,}", *cells))
+    title = "few labels, mean and deviation over draws"
+    return ResultTable(title, ("labelled", "images", "1-NN", "20-NN", "linear"), rows)
+
+
+@evaluator("train", "embedding", table=few_labels_table)
+def evaluate_few(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "few": kNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
     if data.split == "train":
         raise ValueError("few: the images that are labelled are drawn from train; judge another split")
-    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     made = few_labels((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
     numbers = {
         f"{figure}_{row.name.replace(' %', 'percent').replace(' a class', 'shot')}": spread.mean

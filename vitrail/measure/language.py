@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from vitrail.data.dataset import Split
 from vitrail.data.sources.text_files import texts_of
 from vitrail.files import write_text
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluator import Advance, EvaluationData, Findings, Model, evaluation_mode
+from vitrail.measure.evaluator import Advance, Findings, Loaders, Model, Where, batches, evaluator
 from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.decoding import complete, completion_logits
@@ -163,7 +163,6 @@ def language_figures(
     )
 
 
-@torch.inference_mode()
 def token_loss(
     model: Classifier,
     loader: Iterable[Batch],
@@ -176,14 +175,11 @@ def token_loss(
     _head(model)
     place = next(model.parameters()).device if device is None else torch.device(device)
     sums = torch.zeros(3, dtype=torch.float64, device=place)
-    with evaluation_mode(model):
-        for batch in loader:
-            with torch.autocast(place.type, autocast, enabled=autocast is not None):
-                logits, target = completion_logits(model, batch.images.to(place, non_blocking=True))
+    for batch, texts_in in batches(model, loader, device=place, autocast=autocast, progress=progress):
+        logits, target = completion_logits(model, texts_in)
+        with torch.autocast(place.type, enabled=False):
             each = F.cross_entropy(logits, target, reduction="none").to(torch.float64)
-            sums += torch.stack([sums.new_tensor(len(batch)), sums.new_tensor(len(target)), each.sum()])
-            if progress is not None:
-                progress(len(batch))
+        sums += torch.stack([sums.new_tensor(len(batch)), sums.new_tensor(len(target)), each.sum()])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     texts, tokens, nll = sums.tolist()
@@ -214,29 +210,21 @@ def write_completions(model: Classifier, split: Split, *, autocast: torch.dtype 
     return tuple(Written(prompt, made[prompt], tuple(answers[prompt])) for prompt in prompts)
 
 
-def judge_perplexity(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def evaluate_perplexity(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "perplexity": exp of the mean -log probability of a token of a completion, and that mean."""
-    _, tokens, nll = token_loss(_writer(model), data.loaders[data.split], device=device, autocast=autocast)
+    _, tokens, nll = token_loss(_writer(model), data.loaders[data.split], **where)
     numbers = {"perplexity": math.exp(min(nll / tokens, 700.0)), "loss": nll / tokens}
     return {"numbers": numbers, "tables": {}, "pictures": {}}
 
 
-def judge_bleu(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator()
+def evaluate_bleu(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "bleu": corpus BLEU, in 0..1, of what the model writes after the prompts of a split, and the share
     that is right word for word."""
-    written = write_completions(_writer(model), cast("Any", data.loaders[data.split]).split, autocast=autocast)
+    written = write_completions(
+        _writer(model), cast("Any", data.loaders[data.split]).split, autocast=where.get("autocast")
+    )
     if not written:
         raise ValueError("evaluators: bleu needs completions, but model.head.judged is 0; raise it or leave bleu out")
     numbers = {

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from vitrail.measure.classification import Figures, SingleLabelFigures
 from vitrail.measure.config import LongTailConfig
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluate
+from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, evaluate, evaluator
+from vitrail.quantities import percent
 from vitrail.schema import ConfigError, check
 
 GROUPS = ("many", "med", "few")
@@ -109,13 +109,21 @@ def training_counts(model: Any) -> list[int] | None:
     return found
 
 
-def judge_long_tail(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    config: LongTailConfig | None = None,
+def long_tail_table(groups: Mapping[str, Any]) -> ResultTable:
+    """Accuracy of Many, Med and Few classes, and of all."""
+    rows = []
+    for name, group in groups.items():
+        low, high = group["training"]
+        images = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        shares = ("" if share is None else percent(share) for share in (group["accuracy"], group["balanced"]))
+        rows.append((name, f"{group['classes']:,}", images, f"{group['images']:,}", *shares))
+    columns = ("group", "classes", "training images", "images", "top-1", "class mean")
+    return ResultTable("by training images of the class", columns, rows)
+
+
+@evaluator(table=long_tail_table)
+def evaluate_long_tail(
+    model: Model, data: Loaders, config: LongTailConfig | None = None, **where: Unpack[Where]
 ) -> Findings:
     """The evaluator "long_tail": top-1 of Many, Med and Few classes, by the images that the model was trained on."""
     config = config or LongTailConfig()
@@ -125,7 +133,7 @@ def judge_long_tail(
             "Many, Med and Few need to know how many images of each class the model was trained on, and this model "
             "does not say; train it with vitrail train on data with one label an image"
         )
-    figures = evaluate(model, data.loaders[data.split], data.classes, device=device, autocast=autocast)
+    figures = evaluate(model, data.loaders[data.split], data.classes, **where)
     found = long_tail(figures, counts, config)
     third = "_third" if config.groups == "thirds" else ""
     numbers = {
@@ -136,15 +144,10 @@ def judge_long_tail(
     return {"numbers": numbers, "tables": {"long_tail": found.to_json()}, "pictures": {}}
 
 
-def judge_thirds(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator(table=long_tail_table)
+def evaluate_thirds(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "long_tail_thirds": the same with equally many classes in each group, for small data."""
-    return judge_long_tail(model, data, device=device, autocast=autocast, config=LongTailConfig(groups="thirds"))
+    return evaluate_long_tail(model, data, **where, config=LongTailConfig(groups="thirds"))
 
 
 def _group(figures: SingleLabelFigures, counts: NDArray[np.int64], inside: NDArray[np.bool_]) -> FrequencyGroup:

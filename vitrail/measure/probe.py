@@ -7,15 +7,17 @@ is one matrix product for all of them. The best point is chosen on validation im
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, draw_by_class
+from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, draw_by_class, evaluator
 from vitrail.measure.retrieval import embedded_split
+from vitrail.quantities import percent
 
 ROWS_AT_ONCE = 4096
 STEPS = (3 / 8, 3 / 4)  # 15 and 30 of 40 epochs
@@ -191,35 +193,33 @@ def linear_probe(
     return ProbeResult(float(probe.judged(judged, test[1])[0]), *chosen, tuple(tried), len(features))
 
 
-def judge_linear(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+def probe_table(results: Mapping[str, Any], most: int = 5) -> ResultTable | None:
+    """The best settings of a grid; none where nothing was chosen."""
+    best = sorted(results["tried"], key=lambda point: -point["val"])[:most]
+    rows = [(f"{p['learning_rate']:.3g}", f"{p['weight_decay']:g}", percent(p["val"])) for p in best]
+    columns = ("learning rate", "weight decay", "val top-1")
+    return ResultTable("best settings of the linear probe on val", columns, rows) if rows else None
+
+
+@evaluator("train", "embedding", table=probe_table)
+def evaluate_linear(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "linear": a linear probe on the frozen embedding, its learning rate and decay chosen on val.
 
     Where val itself is judged, or there is none, a share of training images is held out to choose by.
     """
-    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     val = None
     if data.split == "test" and "val" in data.loaders:
-        held = embedded_split(model, data, "val", device, autocast)
+        held = embedded_split(model, data, "val", **where)
         val = held.embedding, held.label
     found = linear_probe((train.embedding, train.label), (test.embedding, test.label), len(data.classes), val=val)
     return {"numbers": {"linear": found.accuracy}, "tables": {"linear": found.to_json()}, "pictures": {}}
 
 
-def judge_published(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator("train", "embedding")
+def evaluate_published(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "linear_published": one rate and decay for all models and data, as CompRes to CMSF state it."""
-    train, test = (embedded_split(model, data, split, device, autocast) for split in ("train", data.split))
+    train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     found = linear_probe(
         (train.embedding, train.label), (test.embedding, test.label), len(data.classes), settings=LINEAR
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.kernels.similarity import PART, nearest, neighbour_probabilities, parts, top_rows
-from vitrail.measure.evaluator import EvaluationData, Findings, Model, evaluation_mode, rows_of_all
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, evaluator, rows_of_all
 from vitrail.model.classifier import Classifier
 
 NEIGHBOURS = (10, 15, 20, 25, 30)
@@ -36,14 +37,7 @@ class Embedded:
         return len(self.label)
 
 
-@torch.no_grad()
-def embed_all(
-    model: nn.Module,
-    loader: Iterable[Batch],
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Embedded:
+def embed_all(model: nn.Module, loader: Iterable[Batch], **where: Unpack[Where]) -> Embedded:
     """How a classifier represents every image of `loader`, in evaluation mode; training flags are put back.
 
     In a process group all ranks get the images of all ranks, ordered by index.
@@ -51,15 +45,12 @@ def embed_all(
     if not isinstance(model, Classifier):
         raise ValueError(f"embeddings need a classifier of ours, not {type(model).__name__}")
     index, vectors, labels, levels = [], [], [], []
-    with evaluation_mode(model):
-        for batch in loader:
-            images = batch.images if device is None else batch.images.to(device, non_blocking=True)
-            with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-                vectors.append(model.outputs(images).representation.float())
-            index.append(batch.index.to(images.device))
-            labels.append(batch.label.to(images.device))
-            if batch.levels is not None:
-                levels.append(batch.levels.to(images.device))
+    for batch, images in batches(model, loader, **where):
+        vectors.append(model.outputs(images).representation.float())
+        index.append(batch.index.to(images.device))
+        labels.append(batch.label.to(images.device))
+        if batch.levels is not None:
+            levels.append(batch.levels.to(images.device))
     found = rows_of_all([torch.cat(column) for column in (index, vectors, labels, levels) if column] or None)
     if found is None:
         raise ValueError("there is nothing to embed: the loader gave no images; check that the split is not empty")
@@ -68,16 +59,12 @@ def embed_all(
 
 def embedded_split(
     model: Model,
-    data: EvaluationData,
+    data: Loaders,
     split: str,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
+    **where: Unpack[Where],
 ) -> Embedded:
-    """What a classifier embeds of a split, with one label an image.
-
-    Data with a dictionary `kept` are those of one model as it is, and several evaluators share what lies there.
-    """
-    kept: dict[str, Embedded] | None = getattr(data, "kept", None)
+    """Embeddings of a split, with one label per image; computed once where evaluators share them (`data.embedded`)."""
+    kept: dict[str, Embedded] | None = data.embedded
     if kept is not None and split in kept:
         return kept[split]
     if split not in data.loaders:
@@ -86,7 +73,7 @@ def embedded_split(
             "here; name data with such a split"
         )
     assert isinstance(model, nn.Module)
-    found = embed_all(model, data.loaders[split], device=device, autocast=autocast)
+    found = embed_all(model, data.loaders[split], **where)
     if found.label.ndim == 2:
         raise ValueError("neighbours, probes and clusters need one label an image; these data have several")
     if kept is not None:
@@ -205,19 +192,16 @@ def mean_average_precision(
     return total / len(queries)
 
 
-def _both(
-    model: Model, data: EvaluationData, device: torch.device | str | None, autocast: torch.dtype | None
-) -> tuple[Embedded, Embedded]:
-    queries = embedded_split(model, data, data.split, device, autocast)
-    return queries, embedded_split(model, data, "train", device, autocast)
+def _both(model: Model, data: Loaders, **where: Unpack[Where]) -> tuple[Embedded, Embedded]:
+    return embedded_split(model, data, data.split, **where), embedded_split(model, data, "train", **where)
 
 
-def own_rows(data: EvaluationData, queries: Embedded) -> Tensor | None:
+def own_rows(data: Loaders, queries: Embedded) -> Tensor | None:
     """Where each query is itself in the memory [queries]; none where the two are of different splits."""
     return torch.arange(len(queries), device=queries.label.device) if data.split == "train" else None
 
 
-def _granularities(data: EvaluationData, queries: Embedded, memory: Embedded) -> dict[str, tuple[Tensor, Tensor]]:
+def _granularities(data: Loaders, queries: Embedded, memory: Embedded) -> dict[str, tuple[Tensor, Tensor]]:
     """Labels of queries and memory at every level, by its name; without a taxonomy those of the classes."""
     if queries.levels is None or memory.levels is None:
         return {"": (queries.label, memory.label)}
@@ -225,19 +209,14 @@ def _granularities(data: EvaluationData, queries: Embedded, memory: Embedded) ->
     return {f"_{n}": (queries.levels[:, i], memory.levels[:, i]) for i, n in enumerate(names)}
 
 
-def judge_neighbours(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator("train", "embedding")
+def evaluate_neighbours(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "knn": on-the-fly classification among training images, at every level of a taxonomy.
 
     The figure `knn` is that of the finest level with 20 neighbours, `knn200` that with 200 neighbours at temperature
     0.1, where there are so many training images; the table has all.
     """
-    queries, memory = _both(model, data, device, autocast)
+    queries, memory = _both(model, data, **where)
     own = own_rows(data, queries)
     found = {
         name: knn_accuracy(queries.embedding, mine, memory.embedding, theirs, neighbours=(1, *NEIGHBOURS), own=own)
@@ -254,19 +233,14 @@ def judge_neighbours(
     return {"numbers": {"knn": first, **numbers}, "tables": {"knn": table}, "pictures": {}}
 
 
-def judge_retrieval(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator("train", "embedding")
+def evaluate_retrieval(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level, and R@k.
 
     With a taxonomy also conditioned on the coarsest level as the neighbours predict it (Grafit takes a classifier's own
     probabilities where there is one), and with that level known.
     """
-    queries, memory = _both(model, data, device, autocast)
+    queries, memory = _both(model, data, **where)
     levels = list(_granularities(data, queries, memory).values())
     (fine, memory_fine), (coarse, memory_coarse) = levels[0], levels[-1]
     pairs, own = (queries.embedding, fine, memory.embedding, memory_fine), own_rows(data, queries)
@@ -335,18 +309,13 @@ def kin_ranks(
     return nearer[kin.isfinite()] + 1
 
 
-def judge_purity(
-    model: Model,
-    data: EvaluationData,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Findings:
+@evaluator("train", "embedding")
+def evaluate_purity(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """The evaluator "purity": of the 5 nearest training images, and of as many as it takes to meet 5 of one's class.
 
     `median_rank` is the median over queries of the rank of the fifth image of their class; 5 is the best there is.
     """
-    queries, memory = (embedded_split(model, data, split, device, autocast) for split in (data.split, "train"))
+    queries, memory = (embedded_split(model, data, split, **where) for split in (data.split, "train"))
     four = (queries.embedding, queries.label, memory.embedding, memory.label)
     own = own_rows(data, queries)
     numbers = {"purity": neighbour_purity(*four, KIN, own=own)}

@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
-from vitrail.report.quantities import number, percent, shorten
+from vitrail.quantities import number, percent, shorten
 
 CHARACTER = 6.1  # mean width of a character of the 11 px text, in the same units as the charts
 MOST_POINTS = 120  # of a line; more cannot be seen at this size

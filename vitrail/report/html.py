@@ -15,8 +15,8 @@ from markupsafe import Markup
 from vitrail.files import write_text
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
+from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability
-from vitrail.report.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.sheets import Picture, Sheet, data_uri
 
 HERE = Path(__file__).parent

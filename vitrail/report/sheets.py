@@ -25,7 +25,7 @@ from torch import Tensor
 from vitrail.files import replacing
 from vitrail.inspect.results import InspectedModel, Inspection
 from vitrail.measure.attention_maps import Looks
-from vitrail.report.quantities import shorten
+from vitrail.quantities import shorten
 
 Picture = Image.Image | NDArray[np.uint8]  # an image, or uint8 [height, width, 3]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.table import Table
@@ -17,9 +17,10 @@ from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.ensembles import Together
-from vitrail.measure.evaluator import Findings, UnlabelledFigures
+from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
 from vitrail.measure.language import LanguageFigures
-from vitrail.report.quantities import number, percent, shorten
+from vitrail.quantities import number, percent, shorten
+from vitrail.registry import part
 
 LONGEST_NAME = 28
 
@@ -82,17 +83,6 @@ def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
     return table
 
 
-def long_tail(groups: Mapping[str, Any], title: str = "by training images of the class") -> Table:
-    """Accuracy of Many, Med and Few classes, and of all."""
-    table = _table(title, "group", "classes", "training images", "images", "top-1", "class mean")
-    for name, group in groups.items():
-        low, high = group["training"]
-        each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        shares = ("" if share is None else percent(share) for share in (group["accuracy"], group["balanced"]))
-        table.add_row(name, f"{group['classes']:,}", each, f"{group['images']:,}", *shares)
-    return table
-
-
 def _table(title: str, first: str, *others: str) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, width=None)
     table.add_column(first, no_wrap=True)
@@ -118,17 +108,18 @@ def protocol_tables(found: Mapping[str, Findings], title: str) -> Iterator[Table
             share = name not in COUNTS and -1 <= value <= 1 and name not in ("loss", "strength", "correlation")
             table.add_row(protocol if not place else "", name, percent(value) if share else number(value))
     yield table
-    if "corruptions" in found:
-        yield _corruptions(found["corruptions"]["tables"]["corruptions"])
-    if "few" in found:
-        yield _few(found["few"]["tables"]["few"])
-    if "episodes" in found:
-        yield _episodes(found["episodes"]["tables"]["episodes"])
-    for name in ("long_tail", "long_tail_thirds"):
-        if name in found:
-            yield long_tail(found[name]["tables"]["long_tail"])
-    if "linear" in found and found["linear"]["tables"]["linear"]["tried"]:
-        yield _linear(found["linear"]["tables"]["linear"])
+    for protocol, findings in found.items():
+        show, results = getattr(part("evaluator", protocol), "table", None), findings["tables"]
+        if show is not None and (rows := show(next(iter(results.values())))) is not None:
+            yield result_table(rows)
+
+
+def result_table(results: ResultTable) -> Table:
+    """A table of an evaluator."""
+    table = _protocol_table(results.title, *results.columns)
+    for row in results.rows:
+        table.add_row(*row)
+    return table
 
 
 def ensemble_table(made: Together, title: str) -> Table:
@@ -142,43 +133,6 @@ def ensemble_table(made: Together, title: str) -> Table:
         gain = f"{100 * made.gain:+.2f}" if last else ""
         label = Text(shorten(name, 34), no_wrap=True)
         table.add_row(label, *cells, gain, style="bold" if last else "")
-    return table
-
-
-def _corruptions(kinds: Mapping[str, Any]) -> Table:
-    table = _protocol_table("top-1 by severity", "corruption", "1", "2", "3", "4", "5", "mean", "of clean")
-    for kind, found in kinds.items():
-        table.add_row(kind, *map(percent, found["severities"]), percent(found["mean"]), percent(found["relative"]))
-    return table
-
-
-def _few(rows: Mapping[str, Any]) -> Table:
-    table = _protocol_table(
-        "few labels, mean and deviation over draws", "labelled", "images", "1-NN", "20-NN", "linear"
-    )
-    for name, row in rows.items():
-        cells = []
-        for key in ("knn1", "knn20", "linear"):
-            std = row[key]["std"]
-            cells.append(percent(row[key]["mean"]) + ("" if std is None else f" ± {100 * std:.1f}"))
-        table.add_row(name, f"{row['images']:,}", *cells)
-    return table
-
-
-def _episodes(found: Mapping[str, Any]) -> Table:
-    title = f"{found['episodes']} episodes, {found['way']}-way {found['shot']}-shot, {found['queries']} queries a class"
-    if found["left_out"]:
-        title += f"\n{len(found['left_out'])} classes with too few images are left out"
-    table = _protocol_table(title, "classifier", "accuracy", "95 % interval", "std over episodes")
-    for name, row in found["classifiers"].items():
-        table.add_row(name, percent(row["mean"]), f"± {100 * row['interval']:.1f}", f"{100 * row['std']:.1f}")
-    return table
-
-
-def _linear(found: Mapping[str, Any], most: int = 5) -> Table:
-    table = _protocol_table("best points of the linear probe on val", "learning rate", "weight decay", "val top-1")
-    for point in sorted(found["tried"], key=lambda point: -point["val"])[:most]:
-        table.add_row(f"{point['learning_rate']:.3g}", f"{point['weight_decay']:g}", percent(point["val"]))
     return table
 
 

@@ -32,8 +32,8 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.model.store import model_folder
 from vitrail.model.zoo import ZOO
+from vitrail.quantities import amount, number, percent
 from vitrail.recipes import recipe, with_values
-from vitrail.report.quantities import amount, number, percent
 from vitrail.run.evaluate import _with_classes_of, load
 from vitrail.run.run_data import division, open_for, own_data_of
 from vitrail.run.train import build_model, resume, train

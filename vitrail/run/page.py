@@ -38,6 +38,7 @@ from vitrail.measure.word_influence import word_influence
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.trunks.text_trunk import TextTrunk
+from vitrail.quantities import memory, number, percent, shorten
 from vitrail.report.html import (
     AttentionPicture,
     DataSummary,
@@ -48,7 +49,6 @@ from vitrail.report.html import (
     Report,
     write_report,
 )
-from vitrail.report.quantities import memory, number, percent, shorten
 from vitrail.report.sheets import kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "figures of each class", "calibration", "most confident errors")  # without labels

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,12 @@ from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.measure.ensembles import Together, together
-from vitrail.measure.episodes import judge_episodes
-from vitrail.measure.evaluator import Evaluator, Findings, Loaders, Predictions, only_classes
-from vitrail.measure.evaluators import EVALUATORS, READ_EMBEDDINGS, WANT_TRAINING_IMAGES
-from vitrail.measure.long_tail import judge_long_tail
-from vitrail.measure.retrieval import Embedded
+from vitrail.measure.evaluator import Findings, Loaders, Predictions, needs_of, only_classes
 from vitrail.model.classifier import Classifier
+from vitrail.registry import kinds, part
 from vitrail.run.evaluate import _with_classes_of, evaluate, load
 from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, near
-
-
-@dataclass(frozen=True)
-class SharedLoaders(Loaders):
-    """Data for several evaluators of one model, which embed each split once between them."""
-
-    kept: dict[str, Embedded] = field(default_factory=dict)
 
 
 def judge(
@@ -58,20 +47,21 @@ def judge(
     classes. `episodes` and `tail` say how the protocols episodes and long_tail judge, and `classes` are those that
     episodes draw from (none: all). Raises `ConfigError` for unknown names, `ValueError` for data that will not do.
     """
-    problems = [f"no protocol {name!r}{near(name, EVALUATORS)}" for name in protocols if name not in EVALUATORS]
+    known = kinds("evaluator")
+    problems = [f"no protocol {name!r}{near(name, known)}" for name in protocols if name not in known]
     if problems or not protocols:
-        raise ConfigError(problems or [f"no protocol is named; there are {', '.join(EVALUATORS)}"])
+        raise ConfigError(problems or [f"no protocol is named; there are {', '.join(known)}"])
     place = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
     model.to(place)
     opened = open_for(model, data)
     if opened.unlabelled:
         raise ValueError(f"{opened.uri} has no labels to judge by; name images that have: --data LABELLED")
-    if not READ_EMBEDDINGS.issuperset(protocols):
+    if any("embedding" not in needs_of([name]) for name in protocols):
         opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
     wanted = {split}
-    if not WANT_TRAINING_IMAGES.isdisjoint(protocols):
+    if "train" in needs_of(protocols):
         wanted = {split, "train", "val"} & {split, *opened.splits}
     if "episodes" in protocols and episodes is not None and episodes.support == "train":
         wanted |= {"train"} & set(opened.splits)
@@ -94,16 +84,16 @@ def judge(
             )
             for name in sorted(wanted)
         }
-        seen = SharedLoaders(opened.classes, loaders, split, [level.name for level in opened.levels])
-        judges: dict[str, Evaluator] = {
-            **EVALUATORS,
-            "episodes": partial(judge_episodes, config=episodes, classes=classes),
-            "long_tail": partial(judge_long_tail, config=tail),
+        shared = Loaders(opened.classes, loaders, split, [level.name for level in opened.levels], {})
+        options: dict[str, dict[str, Any]] = {
+            "episodes": {"config": episodes, "classes": classes},
+            "long_tail": {"config": tail},
         }
         bar = stack.enter_context(Progress("protocols", len(protocols), quiet=quiet))
         found = {}
         for name in protocols:
-            found[name] = judges[name](model, seen, device=place, autocast=autocast)
+            evaluator = part("evaluator", name)
+            found[name] = evaluator(model, shared, device=place, autocast=autocast, **options.get(name, {}))
             bar.advance(1, name)
     return found, split
 

@@ -25,8 +25,7 @@ from vitrail.files import refuse_unwritable
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluator import Loaders, UnlabelledFigures, write_predictions
-from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
+from vitrail.measure.evaluator import Loaders, UnlabelledFigures, needs_of, write_predictions
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
 from vitrail.model.adapted import save_adapted
@@ -40,12 +39,13 @@ from vitrail.model.config import ModelConfig
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.store import earlier_layout
 from vitrail.recipes import recipe
+from vitrail.registry import part
 from vitrail.run.data_module import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import Told
 from vitrail.run.preflight import before_training, missing_parts, one_answer
 from vitrail.run.run_data import division, fingerprint, learned_before, own_data_of, read_data
-from vitrail.schema import ConfigError, near
+from vitrail.schema import ConfigError
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     if isinstance(config, str):
         config = recipe(config)
     problems = validate(config)
-    problems += [
-        f"evaluators: no evaluator {name!r}{near(name, EVALUATORS)}"
-        for name in config.evaluators
-        if name not in EVALUATORS
-    ]
     if not config.data.uri:
         problems.append(
             "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"
@@ -255,13 +250,13 @@ class _Trainer:
     def _judged(self, model: Classifier, loader: JudgedBatches, split: str, judges: Sequence[str]) -> dict[str, float]:
         """What the named evaluators find on a split."""
         seen: dict[str, JudgedBatches] = {split: loader}
-        if not WANT_TRAINING_IMAGES.isdisjoint(judges):
+        if "train" in needs_of(judges):
             self.reference = self.reference or self.feed.judged("train")
             seen["train"] = self.reference
         data = Loaders(self.data.classes, seen, split, [level.name for level in self.data.levels])
         found: dict[str, float] = {}
         for name in judges:
-            found |= EVALUATORS[name](model, data, device=self.device, autocast=self.precision)["numbers"]
+            found |= part("evaluator", name)(model, data, device=self.device, autocast=self.precision)["numbers"]
         return found
 
     def _finish(self, fit: Fit, seconds: float, skipped: Sequence[Bad]) -> Run:
