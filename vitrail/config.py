@@ -123,14 +123,11 @@ def dump(config: RunConfig) -> str:
 def validate(config: RunConfig) -> list[str]:
     """Every problem that can be seen without reading data or building a model."""
     from vitrail.model.zoo import ZOO
-    from vitrail.recipes import RECIPES
 
     problems = check(config)
     name = config.model.name
     if not name.startswith(("timm:", "text:")) and name not in ZOO:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
-    if config.recipe not in RECIPES:
-        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:

@@ -39,7 +39,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.store import earlier_layout
-from vitrail.recipes import recipe
+from vitrail.recipes import RECIPES, recipe
 from vitrail.run.data_module import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import Told
@@ -78,6 +78,8 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     if isinstance(config, str):
         config = recipe(config)
     problems = validate(config)
+    if config.recipe not in RECIPES:
+        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
     problems += [
         f"evaluators: no evaluator {name!r}{near(name, EVALUATORS)}"
         for name in config.evaluators
