@@ -52,7 +52,7 @@ from vitrail.learn import config as learn
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import Branches, Projected
-from vitrail.recipes.selfsupervised import SMALL
+from vitrail.recipes import recipe
 
 BANK, CLASSES, IMAGES, STEPS = 16_384, 10, 45_056, 60
 HEAD = Projected(width=128, hidden=512, norm=True, judged="trunk")
@@ -126,7 +126,7 @@ class Bench:
 
     def loader(self, objective: Objective, start: int, stop: int) -> DeviceLoader:
         train, model = self.data["train"], objective.model
-        settings = DataConfig(uri="", augment=SMALL)
+        settings = DataConfig(uri="", augment=recipe("small-byol").data.augment)
         preprocess = Preprocess(model.preprocess)
         return DeviceLoader(
             train,

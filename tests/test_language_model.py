@@ -29,7 +29,8 @@ from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import NextToken
 from vitrail.model.store import read_tensors
-from vitrail.recipes import FAMILIES, recipe, with_values
+from vitrail.recipes import recipe, with_values
+from vitrail.recipes.text_models import LANGUAGE
 from vitrail.run.data_module import encode_split
 
 transformers = pytest.importorskip("transformers", reason="transformers is not here; install vitrail[text]")
@@ -522,7 +523,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(
     assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
 
 
-@pytest.mark.parametrize("name", FAMILIES["language"])
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_a_recipe_trains_for_two_steps(name: str, tmp_path: Path) -> None:
     config = recipe(name)
     changes: dict[str, Any] = {

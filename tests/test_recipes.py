@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,13 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.config import TrunkConfig
 from vitrail.model.zoo import ZOO
-from vitrail.recipes import FAMILIES, RECIPES, about, recipe, stated, with_values
-from vitrail.schema import plain
+from vitrail.recipes import RECIPES, about, recipe, stated, with_values
+from vitrail.recipes.embedding_students import STUDENTS
+from vitrail.recipes.row import flat
+from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
+from vitrail.schema import ConfigError, plain
 
-TEXTS = (*FAMILIES["text"], *FAMILIES["sequences"], *FAMILIES["language"])
+TEXTS = (*TEXT, *SEQUENCES, *LANGUAGE)
 """Recipes of texts: test_texts.py, test_seq2seq.py and test_language_model.py."""
 SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
 
@@ -47,6 +49,14 @@ def test_a_recipe_is_what_its_source_prints(name: str) -> None:
     for path, said in stated(name).items():
         if path != "source":
             assert value(config, path) == said, path
+    assert not flat(RECIPES[name].settings).keys() & flat(RECIPES[name].stated).keys()  # each is written once
+
+
+def test_an_unknown_recipe_is_rejected_with_near_matches() -> None:
+    with pytest.raises(ValueError, match="no recipe 'small-diet'; did you mean 'small-deit'"):
+        recipe("small-diet")
+    with pytest.raises(ConfigError, match="recipe: no recipe 'small-diet'; did you mean 'small-deit'"):
+        vitrail.train(replace(recipe("small-deit"), recipe="small-diet"), quiet=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -131,7 +141,7 @@ def test_what_depends_on_the_size_follows_the_model() -> None:
     assert (base.data.batch, base.optim.lr, base.optim.weight_decay) == (512, 5e-4, 0.065)
 
 
-@pytest.mark.parametrize("name", FAMILIES["students"])
+@pytest.mark.parametrize("name", STUDENTS)
 def test_students_see_crops_and_flips_and_no_other_change(name: str) -> None:
     """CompRes' own augmentation: `RandomResizedCrop` and a flip, torchvision's defaults."""
     crops = v2.RandomResizedCrop(32)
@@ -270,12 +280,7 @@ def test_a_recipe_trains_for_two_steps(
     assert [n for n in left if not n.startswith(untrained(config))] == []
 
 
-PAIRS = [
-    (name, model)
-    for module in sorted(set(RECIPES.values()))
-    for name, models in getattr(importlib.import_module(module), "BY_MODEL", {}).items()
-    for model in models
-]
+PAIRS = [(name, model) for name, row in RECIPES.items() for model in row.by_model]
 
 
 @pytest.mark.parametrize(("name", "model"), PAIRS)

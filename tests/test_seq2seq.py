@@ -25,7 +25,8 @@ from vitrail.model.decoding import complete, completion_logits, translate
 from vitrail.model.heads.config import NextToken
 from vitrail.model.text_build import create_text_model
 from vitrail.model.trunks.seq2seq import SequenceConfig, SequenceResMlp
-from vitrail.recipes import FAMILIES, recipe, with_values
+from vitrail.recipes import recipe, with_values
+from vitrail.recipes.text_models import SEQUENCES
 
 BOTH = pytest.mark.parametrize("mixer", ["linear", "attention"])
 TINY = {"width": 16, "depth": 1, "heads": 2, "length": 32}
@@ -264,7 +265,7 @@ def test_it_learns_to_write_small_numbers(name: str) -> None:
     assert sum(w == text.pair for w, text in zip(written, texts[:100], strict=True)) > 90
 
 
-@pytest.mark.parametrize("name", FAMILIES["sequences"])
+@pytest.mark.parametrize("name", SEQUENCES)
 def test_a_recipe_trains_reports_and_is_evaluated(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

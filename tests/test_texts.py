@@ -32,7 +32,8 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.step import Updater
 from vitrail.measure.classification import classification, matthews
 from vitrail.model.store import read_tensors
-from vitrail.recipes import FAMILIES, recipe, with_values
+from vitrail.recipes import recipe, with_values
+from vitrail.recipes.text_models import TEXT
 
 GLUE = Path(os.environ.get("VITRAIL_DATA", "nowhere")) / "glue"
 
@@ -403,7 +404,7 @@ def test_an_adapter_of_a_text_model_is_stored_alone_and_found_again(extra: None,
     assert figures.loss == pytest.approx(run.figures.loss, abs=1e-5)  # merged: rounding of the weights
 
 
-@pytest.mark.parametrize("name", FAMILIES["text"])
+@pytest.mark.parametrize("name", TEXT)
 def test_a_recipe_trains_for_two_steps(extra: None, tmp_path: Path, name: str) -> None:
     changes = {
         "out": str(tmp_path / "run"),

@@ -123,14 +123,11 @@ def dump(config: RunConfig) -> str:
 def validate(config: RunConfig) -> list[str]:
     """Every problem that can be seen without reading data or building a model."""
     from vitrail.model.zoo import ZOO
-    from vitrail.recipes import RECIPES
 
     problems = check(config)
     name = config.model.name
     if not name.startswith(("timm:", "text:")) and name not in ZOO:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
-    if config.recipe not in RECIPES:
-        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
     known = kinds("evaluator")
     problems += [
         f"evaluators: no evaluator {name!r}{near(name, known)}" for name in config.evaluators if name not in known

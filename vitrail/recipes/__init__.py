@@ -1,133 +1,32 @@
-"""Named, typed run configurations, one family a file."""
+"""Named run configurations, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
-if TYPE_CHECKING:
-    from vitrail.config import RunConfig
+from vitrail.config import DataConfig, RunConfig, from_mapping
+from vitrail.recipes.adaptive_compute import ADAPTIVE
+from vitrail.recipes.coarse_and_rare import GRAFIT, LONG_TAIL
+from vitrail.recipes.embedding_students import STUDENTS
+from vitrail.recipes.fine_tuning import ADAPTERS, TRANSFER
+from vitrail.recipes.image_architectures import ARCHITECTURES, POOLING
+from vitrail.recipes.mae_and_attention import ATTENTION_TRANSFER
+from vitrail.recipes.plain_vits import DEIT, DEIT3
+from vitrail.recipes.row import flat
+from vitrail.recipes.starting_points import FROM_SCRATCH, START
+from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
+from vitrail.recipes.without_labels import SELFSUPERVISED
+from vitrail.schema import build, near, plain
 
 T = TypeVar("T")
 
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "start": ("demo", "finetune", "vit"),
-    "deit": ("deit-300", "deit-1000-distilled", "deit-resolution", "small-deit", "small-deit-distilled"),
-    "cait": ("cait-400", "cait-384", "cait-distilled", "small-cait"),
-    "resmlp": ("resmlp-400", "resmlp-oldstyle-90", "resmlp-distilled", "small-resmlp"),
-    "patchconvnet": (
-        "patchconvnet-1k",
-        "patchconvnet-resolution",
-        "patchconvnet-21k",
-        "patchconvnet-21k-to-1k",
-        "patchconvnet-per-class",
-        "small-patchconvnet",
-    ),
-    "deit3": (
-        "deit3-1k-400",
-        "deit3-1k-800",
-        "deit3-lowres",
-        "deit3-21k-90",
-        "deit3-21k-240",
-        "deit3-21k-to-1k",
-        "deit3-resolution",
-        "rsb-a2",
-        "small-deit3",
-        "small-rsb",
-    ),
-    "pooling": ("sot", "gramian", "small-sot", "small-gramian"),
-    "transfer": (
-        "transfer-cifar",
-        "transfer-flowers",
-        "transfer-cars",
-        "transfer-inat",
-        "transfer-fgvc",
-        "transfer-attention",
-        "small-transfer",
-    ),
-    "grafit": ("grafit-imagenet", "grafit-transfer", "grafit-cifar100", "small-grafit"),
-    "selfsupervised": (
-        "byol-asym",
-        "moco-v2",
-        "isd-r18",
-        "isd",
-        "msf",
-        "cmsf-self",
-        "cmsf-semi",
-        "cmsf-sup",
-        "supcon",
-        "resmlp-dino",
-        "sima-dino",
-        "small-byol",
-        "small-unisiam",
-        "small-moco",
-        "small-isd",
-        "small-msf",
-        "small-cmsf",
-        "small-supcon",
-        "small-dino",
-    ),
-    "students": (
-        "compres-1q",
-        "compres-2q",
-        "reg",
-        "reg-bn",
-        "cluster-classification",
-        "crd",
-        "small-compres",
-        "small-simreg",
-        "small-clusters",
-        "small-crd",
-    ),
-    "attention_transfer": (
-        "mae-pretrain",
-        "mae-finetune",
-        "mae-scratch",
-        "attention-copy",
-        "attention-copy-part",
-        "attention-distill",
-        "small-mae",
-        "small-attention-copy",
-        "small-attention-distill",
-    ),
-    "adaptive": (
-        "ats-finetune",
-        "sima",
-        "avit",
-        "adavit",
-        "attack",
-        "attack-ats-tiny",
-        "attack-ats-small",
-        "attack-ats-base",
-        "attack-avit",
-        "attack-avit-defence",
-        "attack-adavit",
-        "attack-cifar",
-        "defence",
-        "small-ats",
-        "small-sima",
-        "small-avit",
-        "small-adavit",
-        "small-attack-ats",
-        "small-attack-avit",
-        "small-attack-adavit",
-        "small-defence",
-    ),
-    "long_tail": ("livt-pretrain", "livt", "small-livt-pretrain", "small-livt"),
-    "adapters": ("nola-vit", "lora-vit", "nola-resnet", "small-nola", "small-lora"),
-    "speedrun": ("speedrun-cifar10",),
-    "diffusion": ("small-diffusion",),
-    "text": ("text", "text-gpt", "text-spanbert", "text-roberta", "small-text"),
-    "sequences": ("small-seq2seq",),
-    "language": ("nola-gpt2", "lora-gpt2", "nola-llama2", "lora-llama2", "small-gpt2", "small-nola-gpt2"),
+RECIPES = {
+    **(START | DEIT | ARCHITECTURES | DEIT3 | POOLING | TRANSFER | GRAFIT | SELFSUPERVISED | STUDENTS),
+    **(ATTENTION_TRANSFER | ADAPTIVE | LONG_TAIL | ADAPTERS | FROM_SCRATCH | TEXT | SEQUENCES | LANGUAGE),
 }
-RECIPES: dict[str, str] = {name: f"vitrail.recipes.{family}" for family, names in FAMILIES.items() for name in names}
-"""Name of every recipe -> module that holds the function of that name (`-` becomes `_`).
-
-Besides its functions a module may hold `STATED` (what the source prints, by setting) and `BY_MODEL` (settings that
-depend on the model, by recipe and model).
-"""
+"""Name of every recipe -> its row."""
 
 
 def recipe(name: str, model: str | None = None) -> RunConfig:
@@ -135,17 +34,21 @@ def recipe(name: str, model: str | None = None) -> RunConfig:
 
     Raises `ValueError` with near matches for an unknown name.
     """
-    from vitrail.schema import near
-
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}{near(name, RECIPES)} (`vitrail list recipes` names all)")
-    module = import_module(RECIPES[name])
-    made: RunConfig = getattr(module, name.replace("-", "_"))()
-    if model is None or model == made.model.name:
-        return made
-    changes: Mapping[str, Any] = getattr(module, "BY_MODEL", {}).get(name, {}).get(model, {})
-    without: Mapping[str, Any] = {"model.drop_path": None} if model.startswith("cifar_resnet") else {}  # it has none
-    return with_values(made, {"model.name": model, **without, **changes})
+    row = RECIPES[name]
+    config = recipe(row.base) if row.base else RunConfig(data=DataConfig(uri=""))
+    changes = {"recipe": name, **flat(row.settings), **flat(row.stated)}
+    for path in [path for path in changes if path.endswith(".kind")]:  # parts first, then their settings
+        kind = changes.pop(path)
+        for key in reversed(path.split(".")):
+            kind = {key: kind}
+        config = build(RunConfig, kind, config)
+    config = with_values(config, changes)
+    if model is None or model == config.model.name:
+        return config
+    without = {"model.drop_path": None} if model.startswith("cifar_resnet") else {}  # it has none
+    return with_values(config, {"model.name": model, **without, **row.by_model.get(model, {})})
 
 
 def configured(name: str, values: Mapping[str, Any]) -> RunConfig:
@@ -153,8 +56,6 @@ def configured(name: str, values: Mapping[str, Any]) -> RunConfig:
 
     Raises `ConfigError` with every problem at once.
     """
-    from vitrail.config import from_mapping
-
     chosen = values.get("model")
     model = chosen.get("name") if isinstance(chosen, Mapping) else None
     return from_mapping(values, recipe(name, model if isinstance(model, str) else None))
@@ -162,23 +63,29 @@ def configured(name: str, values: Mapping[str, Any]) -> RunConfig:
 
 def with_values(config: T, changes: Mapping[str, Any]) -> T:
     """A configuration with some of its settings changed, named as on the command line."""
-    from dataclasses import replace
-
+    changed: Any = config
     for path, value in changes.items():
         section, _, rest = path.partition(".")
-        inner = getattr(config, section)
-        config = replace(config, **{section: with_values(inner, {rest: value}) if rest else value})  # type: ignore[type-var]
-    return config
+        mapping = isinstance(changed, Mapping)  # overrides of a trunk
+        inner = changed.get(section) if mapping else getattr(changed, section)
+        new = with_values(inner, {rest: value}) if rest else value
+        changed = {**changed, section: new} if mapping else replace(changed, **{section: new})
+    return cast(T, changed)
 
 
 def about(name: str) -> str:
-    """What a recipe's own description says."""
-    from inspect import cleandoc
-
-    return cleandoc(getattr(import_module(RECIPES[name]), name.replace("-", "_")).__doc__ or "")
+    """What a recipe is, where its settings come from, its command and what to expect."""
+    return RECIPES[name].header(f"vitrail train {name} {_inherited(name, 'command')}".strip())
 
 
 def stated(name: str) -> dict[str, Any]:
-    """What the recipe's source prints, by setting, and the `source` itself; empty where there is none."""
-    found: dict[str, Any] = getattr(import_module(RECIPES[name]), "STATED", {}).get(name, {})
-    return found
+    """Settings as published, by dotted path, and the publication as `source`; empty where there is none."""
+    row = RECIPES[name]
+    if not row.stated and not row.stated_in:
+        return {}
+    return {"source": _inherited(name, "stated_in"), **plain(flat(row.stated))}
+
+
+def _inherited(name: str, text: str) -> str:
+    row = RECIPES[name]
+    return getattr(row, text) or (_inherited(row.base, text) if row.base else "")

@@ -38,7 +38,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.store import earlier_layout
-from vitrail.recipes import recipe
+from vitrail.recipes import RECIPES, recipe
 from vitrail.registry import part
 from vitrail.run.data_module import Batches, JudgedBatches, make_feed, refuse_other_kind, refuse_other_task
 from vitrail.run.evaluate import figures_of
@@ -78,6 +78,8 @@ def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
     if isinstance(config, str):
         config = recipe(config)
     problems = validate(config)
+    if config.recipe not in RECIPES:
+        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
     if not config.data.uri:
         problems.append(
             "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"
