@@ -45,7 +45,7 @@ from vitrail.run.evaluate import figures_of
 from vitrail.run.page import Told
 from vitrail.run.preflight import before_training, missing_parts, one_answer
 from vitrail.run.run_data import division, fingerprint, learned_before, own_data_of, read_data
-from vitrail.schema import ConfigError
+from vitrail.schema import ConfigError, near
 
 
 @dataclass(frozen=True)
