@@ -17,7 +17,6 @@ from stopping import stop_after
 from torch import Tensor, nn
 
 import vitrail
-from vitrail import api
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.engine import run_folder as checkpoint
@@ -82,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
     torch.manual_seed(5)
     create_model("vit_tiny_32", classes=7, **TRUNK).save(folder / "base")
-    api.train(configure(folder / "run", model__weights=str(folder / "base")), quiet=True)
+    vitrail.train(configure(folder / "run", model__weights=str(folder / "base")), quiet=True)
     return folder
 
 
@@ -90,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_trains_the_adapter_and_leaves_the_base(place: Path, tmp_path: Path) -> None:
-    run = api.train(configure(tmp_path / "run", model__weights=str(place / "base")), quiet=True)
+    run = vitrail.train(configure(tmp_path / "run", model__weights=str(place / "base")), quiet=True)
     before, after = load_file(place / "base" / "model.safetensors"), base_state(run.model)
     assert all(torch.equal(value, after[name]) for name, value in before.items() if not name.startswith("head."))
     adapter = bank_of(run.model).adapter("default")  # type: ignore[union-attr]
@@ -165,7 +164,7 @@ def test_flags_choose_an_adapter(tmp_path: Path) -> None:
 
 
 def test_from_scratch_is_allowed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = api.train(configure(tmp_path / "run", optim__steps=1))
+    run = vitrail.train(configure(tmp_path / "run", optim__steps=1))
     said = capsys.readouterr().err
     assert "model.weights is none, so the adapter changes random weights" in said
     assert f"nola: {160 + HEAD:,} numbers are trained" in said
@@ -193,7 +192,7 @@ def stop_at_two(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         stop_after(2, patched)
         with pytest.raises(Stopped):
-            api.train(config, quiet=True)
+            vitrail.train(config, quiet=True)
 
 
 @pytest.mark.parametrize("adapter", [NOLA, Pranc(coefficients=4, bits=3, train_norms=True)])
@@ -201,9 +200,9 @@ def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
     adapter: AdapterConfig, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"model__weights": str(place / "base"), "model__adapter": adapter}
-    whole = api.train(configure(tmp_path / "whole", **changes), quiet=True)
+    whole = vitrail.train(configure(tmp_path / "whole", **changes), quiet=True)
     stop_at_two(configure(tmp_path / "stopped", **changes), monkeypatch)
-    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    resumed = vitrail.resume(tmp_path / "stopped", quiet=True)
     one, two = (checkpoint.newest(run.path / "checkpoint")[0] for run in (whole, resumed))
     assert one is not None
     assert two is not None
@@ -231,27 +230,29 @@ def test_a_base_that_training_changed_is_in_the_checkpoint_and_goes_on(
 
     monkeypatch.setattr(Supervised, "after_step", also)
     weights = {"model__weights": str(place / "base")}
-    whole = api.train(configure(tmp_path / "whole", **weights), quiet=True)
+    whole = vitrail.train(configure(tmp_path / "whole", **weights), quiet=True)
     stop_at_two(configure(tmp_path / "stopped", **weights), monkeypatch)
-    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    resumed = vitrail.resume(tmp_path / "stopped", quiet=True)
     files = [load_file(run.path / "model" / "model.safetensors") for run in (whole, resumed)]
     assert all(torch.equal(t, files[1][name]) for name, t in files[0].items())
 
 
 def test_a_run_is_not_resumed_on_another_base(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "base", tmp_path / "base")
-    run = api.train(configure(tmp_path / "run", model__weights=str(tmp_path / "base")), quiet=True)
+    run = vitrail.train(configure(tmp_path / "run", model__weights=str(tmp_path / "base")), quiet=True)
     torch.manual_seed(6)
     create_model("vit_tiny_32", classes=7, **TRUNK).save(tmp_path / "base")
     with pytest.raises(ValueError, match="can only be resumed with the base it began with"):
-        api.resume(run.path, quiet=True)
+        vitrail.resume(run.path, quiet=True)
 
 
 def test_an_adapter_learns_from_a_teacher_as_well(place: Path, tmp_path: Path) -> None:
     teacher = tiny()
     teacher.classes = vitrail.open_data(DATA).classes
     objective = DistillationConfig(teacher=str(teacher.save(tmp_path / "teacher")))
-    run = api.train(configure(tmp_path / "run", model__weights=str(place / "base"), objective=objective), quiet=True)
+    run = vitrail.train(
+        configure(tmp_path / "run", model__weights=str(place / "base"), objective=objective), quiet=True
+    )
     assert run.adapter is not None
     assert not (run.path / "model" / "model.safetensors").exists()
 
@@ -432,7 +433,7 @@ def test_a_base_that_training_changed_is_kept_with_the_adapter(
 
     monkeypatch.setattr(Supervised, "after_step", also)
     changes = {"model__weights": str(place / "base"), "engine__ema": 0.0}
-    run = api.train(configure(tmp_path / "run", **changes), quiet=True)
+    run = vitrail.train(configure(tmp_path / "run", **changes), quiet=True)
     assert run.adapter is None
     assert any("the whole model is kept" in note for note in run.notes)
     torch.testing.assert_close(vitrail.load(run.path)(images()), run.model(images()), rtol=1e-5, atol=1e-5)

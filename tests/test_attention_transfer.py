@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import vitrail
-from vitrail import api
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
@@ -801,13 +800,13 @@ def test_a_copying_run_goes_on_where_it_was_and_with_no_other_teacher(teacher: P
     shutil.copytree(teacher, tmp_path / "teacher")
     run = vitrail.train(run_config(tmp_path / "teacher", tmp_path / "run", "copy"), quiet=True)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    again = api.resume(run.path, quiet=True)
+    again = vitrail.resume(run.path, quiet=True)
     assert torch.equal(again.model(images), run.model(images))
     other = vitrail.load(tmp_path / "teacher")
     other.trunk.pos_embed.data.add_(1.0)
     other.save(tmp_path / "teacher")
     with pytest.raises(ValueError, match=r"can only be resumed with the model\.trunk\.guide\.source it began with"):
-        api.resume(run.path, quiet=True)
+        vitrail.resume(run.path, quiet=True)
 
 
 def test_an_adaptive_model_neither_gives_nor_takes_attention(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import vitrail
-from vitrail import api
 from vitrail.data.batch import Batch
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import OptimConfig
@@ -242,7 +241,7 @@ def test_a_defended_run_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None
     for path in (other.path / "checkpoint").iterdir():  # as a kill after step 5 would leave it
         if int(path.stem.removeprefix("step-")) > 5:
             path.unlink()
-    api.resume(other.path, quiet=True)
+    vitrail.resume(other.path, quiet=True)
     states = [checkpoint.newest(run.path / "checkpoint")[0] for run in (whole, other)]
     assert states[0].step == states[1].step == 7
     assert all(torch.equal(t, states[1].tensors[name]) for name, t in states[0].tensors.items())

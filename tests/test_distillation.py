@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vitrail
-from vitrail import api
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.augment.mixing import mix
@@ -547,10 +546,10 @@ def test_checkpoints_hold_the_teachers_name_and_hash_and_not_its_weights(distill
 
 
 def test_a_run_is_resumed_with_the_teacher_it_began_with_and_no_other(distilled: Path) -> None:
-    assert api.resume(distilled, quiet=True).path == distilled
+    assert vitrail.resume(distilled, quiet=True).path == distilled
     teacher_in(distilled.parent / "teacher", 1)
     with pytest.raises(ValueError, match="can only be resumed with the teacher it began with"):
-        api.resume(distilled, quiet=True)
+        vitrail.resume(distilled, quiet=True)
 
 
 def test_the_command_line_chooses_the_classifier_that_predicts(

@@ -378,7 +378,7 @@ def test_episodes_from_the_command_line(stored: Path, capsys: pytest.CaptureFixt
     assert (table["way"], table["episodes"]) == (3, 12)
     assert run([*words, "--split", "train"]) == 0
     out = capsys.readouterr().out
-    assert "12 episodes, 3-way 1-shot, 4 queries a class" in out
+    assert "12 episodes, 3-way 1-shot, 4 queries per class" in out
     assert "±" in out
     assert max(map(len, out.splitlines())) <= 80
     assert run([*words, "--split", "train", "--classes", "nonsense"]) == 2

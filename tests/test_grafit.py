@@ -320,7 +320,9 @@ def test_retrieval_is_conditioned_on_the_coarse_class_that_neighbours_vote_for()
         return Embedded(vectors, labels, torch.stack([labels, coarse_of[labels]], 1))
 
     queries, memory = seen(fine), seen(memory_fine)
-    data = SimpleNamespace(split="test", levels=("fine", "coarse"), kept={"test": queries, "train": memory}, loaders={})
+    data = SimpleNamespace(
+        split="test", levels=("fine", "coarse"), embedded={"test": queries, "train": memory}, loaders={}
+    )
     found = evaluate_retrieval(torch.nn.Identity(), data)["numbers"]
     expected: dict[str, list[float]] = {"map": [], "map_conditioned": [], "map_oracle": []}
     for query, label in zip(queries.embedding, fine.tolist(), strict=True):

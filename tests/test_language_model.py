@@ -15,7 +15,6 @@ from stopping import stop_after
 from torch import Tensor
 
 import vitrail
-from vitrail import api
 from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.data.batch import Batch
 from vitrail.data.loading.text_loader import TextEvalLoader
@@ -461,7 +460,7 @@ def configure(out: Path, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> vitrail.Run:
     return vitrail.train(configure(tmp_path_factory.mktemp("runs") / "base"), quiet=True)
 
 
@@ -471,7 +470,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in timing} for line in found]
 
 
-def test_a_run_leaves_its_figures_its_completions_and_a_report(run: api.Run) -> None:
+def test_a_run_leaves_its_figures_its_completions_and_a_report(run: vitrail.Run) -> None:
     last = lines(run.path)[-1]
     assert last["final"]
     assert {"perplexity", "loss", "bleu"} <= set(last)
@@ -487,7 +486,7 @@ def test_a_run_leaves_its_figures_its_completions_and_a_report(run: api.Run) -> 
     assert written[0]["prompt"] in page
 
 
-def test_a_saved_run_is_judged_alike(run: api.Run) -> None:
+def test_a_saved_run_is_judged_alike(run: vitrail.Run) -> None:
     figures, said, split = vitrail.evaluate(run.path, "synthetic:meals?n=100", device="cpu")
     assert split == "test"
     assert figures.scalars() == pytest.approx(run.figures.scalars(), abs=1e-5)  # float32, another batch size
@@ -495,7 +494,7 @@ def test_a_saved_run_is_judged_alike(run: api.Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nola", "lora", "pranc"])
-def test_a_run_stores_seed_and_coefficients_alone(run: api.Run, kind: str, tmp_path: Path) -> None:
+def test_a_run_stores_seed_and_coefficients_alone(run: vitrail.Run, kind: str, tmp_path: Path) -> None:
     config = configure(tmp_path / "run", **{"model.weights": str(run.path), "optim.steps": 3, "optim.lr": 0.02})
     small = {"rank": 2} if kind == "lora" else {"coefficients": 8} | ({"rank": 2} if kind == "nola" else {})
     done = vitrail.train(from_mapping({"model": {"adapter": {"kind": kind, **small}}}, config), quiet=True)
@@ -511,13 +510,13 @@ def test_a_run_stores_seed_and_coefficients_alone(run: api.Run, kind: str, tmp_p
 
 
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(
-    run: api.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: vitrail.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         stop_after(5, patch)
         with pytest.raises(Stopped):
             vitrail.train(configure(tmp_path / "stopped"), quiet=True)
-    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    resumed = vitrail.resume(tmp_path / "stopped", quiet=True)
     assert lines(run.path) == lines(resumed.path)
     one, other = (read_tensors(r.path / "model" / "model.safetensors") for r in (run, resumed))
     assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
@@ -579,7 +578,7 @@ def test_alpaca_is_learned_and_asked_in_its_own_words(tmp_path: Path, capsys: py
     assert asked[0][0].endswith("### Instruction:\nSay two.\n\n### Response:")
 
 
-def test_the_command_line_judges_and_completes(run: api.Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_judges_and_completes(run: vitrail.Run, capsys: pytest.CaptureFixture[str]) -> None:
     from vitrail.cli import run as vitrail_command
 
     data = ["--data", "synthetic:meals?n=100", "--device", "cpu"]
@@ -617,7 +616,7 @@ def _evaluated(name: str) -> RunConfig:
     return with_values(recipe("small-text"), {"evaluators": (name,)})
 
 
-def test_texts_with_classes_and_completions_are_not_mixed_up(run: api.Run, tmp_path: Path) -> None:
+def test_texts_with_classes_and_completions_are_not_mixed_up(run: vitrail.Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has classes, and the model writes"):
         vitrail.train(configure(tmp_path / "a", **{"data.uri": "synthetic:grammar?n=60"}), quiet=True)
     classifies = {"data.uri": "synthetic:meals?n=60", "model.trunk": TINY, "engine.device": "cpu"}

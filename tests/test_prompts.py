@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
-from vitrail import api
 from vitrail.cli import run as command
 from vitrail.config import validate
 from vitrail.engine import run_folder as checkpoint
@@ -451,9 +450,9 @@ def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"model__weights": str(base), "model__adapter": Vpt(tokens=COUNT, deep=True, drop=0.1)}
-    whole = api.train(runs.configure(tmp_path / "whole", **changes), quiet=True)
+    whole = vitrail.train(runs.configure(tmp_path / "whole", **changes), quiet=True)
     runs.stop_at_two(runs.configure(tmp_path / "stopped", **changes), monkeypatch)
-    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    resumed = vitrail.resume(tmp_path / "stopped", quiet=True)
     one, two = (checkpoint.newest(run.path / "checkpoint")[0] for run in (whole, resumed))
     assert one is not None
     assert two is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,19 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
-from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 
 from vitrail.cli import run
 from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import averaged, together
-from vitrail.measure.evaluator import Loaders, Predictions, only_classes
+from vitrail.measure.evaluator import Loaders, Predictions, needs_of, only_classes
 from vitrail.measure.few_labels import Labelled, few_labels
 from vitrail.measure.retrieval import embed_all
 from vitrail.measure.training_cost import METHODS, TrainingCost, crop
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Projected
-from vitrail.run.protocols import SharedLoaders, counted_as, judge
+from vitrail.registry import kinds, part
+from vitrail.run.protocols import counted_as, judge
 
 CLASSES = ("blue", "green", "red")
 
@@ -229,7 +230,7 @@ def test_costs_by_hand() -> None:
 # Evaluators and commands
 
 
-def image_data(kind: type[Loaders], classes: int = 3) -> Loaders:
+def image_data(classes: int = 3) -> Loaders:
     generator = torch.Generator().manual_seed(0)
 
     def batches(count: int, first: int) -> list[Batch]:
@@ -237,10 +238,12 @@ def image_data(kind: type[Loaders], classes: int = 3) -> Loaders:
         images = torch.randn(count, 3, 32, 32, generator=generator) + label.view(-1, 1, 1, 1)
         return [Batch((images,), label, label, first + torch.arange(count))]
 
-    return kind(CLASSES[:classes], {"train": batches(24, 0), "val": batches(9, 100), "test": batches(12, 200)}, "test")
+    return Loaders(
+        CLASSES[:classes], {"train": batches(24, 0), "val": batches(9, 100), "test": batches(12, 200)}, "test"
+    )
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATORS))
+@pytest.mark.parametrize("name", sorted(kinds("evaluator")))
 @pytest.mark.parametrize("classes", [1, 3])
 def test_every_evaluator_gives_numbers_that_can_be_stored(name: str, classes: int) -> None:
     model = small(classes=CLASSES[:classes])
@@ -253,7 +256,7 @@ def test_every_evaluator_gives_numbers_that_can_be_stored(name: str, classes: in
     if name == "episodes":
         pytest.skip("episodes are of more classes and images (tests/test_episodes.py)")
     model.stated["class_counts"] = [200, 50, 5][:classes]  # what a run would have written
-    found = EVALUATORS[name](model.train(), image_data(Loaders, classes))
+    found = part("evaluator", name)(model.train(), image_data(classes))
     assert found["numbers"]
     assert all(np.isfinite(value) for value in found["numbers"].values())
     json.dumps([found["numbers"], found["tables"]], allow_nan=False)
@@ -277,26 +280,28 @@ def test_evaluators_share_what_was_embedded() -> None:
     model, seen = small(), []
     outputs = model.outputs
     model.outputs = lambda *given, **more: seen.append(1) or outputs(*given, **more)  # type: ignore[method-assign, func-returns-value]
-    shared, apart = image_data(SharedLoaders), image_data(Loaders)
+    shared, apart = replace(image_data(), embedded={}), image_data()
     names = ("knn", "linear", "clusters", "purity")
-    together_ = [EVALUATORS[name](model, shared)["numbers"] for name in names]
+    together_ = [part("evaluator", name)(model, shared)["numbers"] for name in names]
     assert len(seen) == 3  # train, val and test, once each
-    assert [EVALUATORS[name](model, apart)["numbers"] for name in names] == together_
+    assert [part("evaluator", name)(model, apart)["numbers"] for name in names] == together_
 
 
 def test_the_linear_evaluator_chooses_on_val_only_where_test_is_judged() -> None:
-    model, data = small(), image_data(Loaders)
-    found = EVALUATORS["linear"](model, data)["tables"]["linear"]
+    model, data = small(), image_data()
+    found = part("evaluator", "linear")(model, data)["tables"]["linear"]
     assert found["images"] == 24 + 9
     on_val = Loaders(data.classes, data.loaders, "val")
-    assert EVALUATORS["linear"](model, on_val)["tables"]["linear"]["images"] == 24
+    assert part("evaluator", "linear")(model, on_val)["tables"]["linear"]["images"] == 24
 
 
 def test_protocols_without_training_images_say_so() -> None:
-    data = Loaders(CLASSES, {"test": image_data(Loaders).loaders["test"]}, "test")
-    for name in WANT_TRAINING_IMAGES:
+    data = Loaders(CLASSES, {"test": image_data().loaders["test"]}, "test")
+    readers = [name for name in kinds("evaluator") if "train" in needs_of([name])]
+    assert set(readers) == {"knn", "retrieval", "linear", "linear_published", "clusters", "few", "purity"}
+    for name in readers:
         with pytest.raises(ValueError, match="training images"):
-            EVALUATORS[name](small(), data)
+            part("evaluator", name)(small(), data)
 
 
 def test_protocols_from_the_command_line(models: list[Path], photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

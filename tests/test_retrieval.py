@@ -81,12 +81,14 @@ def kept(split: str) -> SimpleNamespace:
     fine = 2 * coarse + torch.from_numpy(rng.integers(0, 2, 40))
     train = Embedded(vectors, fine, torch.stack([fine, coarse], 1))
     held = {"train": train, split: train}
-    return SimpleNamespace(split=split, kept=held, loaders={}, classes=("a", "b", "c", "d"), levels=("fine", "coarse"))
+    return SimpleNamespace(
+        split=split, embedded=held, loaders={}, classes=("a", "b", "c", "d"), levels=("fine", "coarse")
+    )
 
 
 def test_an_image_of_the_memory_is_not_its_own_neighbour() -> None:
     data = kept("train")
-    vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()
+    vectors, labels = data.embedded["train"].embedding.numpy(), data.embedded["train"].label.numpy()
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = unit @ unit.T
     np.fill_diagonal(cosines, -np.inf)
@@ -103,7 +105,7 @@ def test_two_hundred_neighbours_vote_as_in_the_benchmarks_of_self_supervised_lea
         Embedded(torch.randn(n, 5, generator=generator), torch.randint(3, (n,), generator=generator), None)
         for n in (230, 40)
     )
-    data = SimpleNamespace(split="test", kept={"train": memory, "test": queries}, loaders={}, classes=tuple("abc"))
+    data = SimpleNamespace(split="test", embedded={"train": memory, "test": queries}, loaders={}, classes=tuple("abc"))
     q, m = (rows.embedding / rows.embedding.norm(dim=1, keepdim=True) for rows in (queries, memory))
     votes = torch.zeros(40, 3)
     for i, cosines in enumerate(q @ m.T):
@@ -116,7 +118,7 @@ def test_two_hundred_neighbours_vote_as_in_the_benchmarks_of_self_supervised_lea
 
 def test_an_image_of_the_memory_is_not_its_own_find() -> None:
     data = kept("train")
-    vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()
+    vectors, labels = data.embedded["train"].embedding.numpy(), data.embedded["train"].label.numpy()
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     precisions = []
     for i in range(len(unit)):
@@ -135,7 +137,7 @@ def test_images_that_are_labelled_are_not_judged() -> None:
 
 def test_recall_is_that_of_a_sorted_list() -> None:
     data = kept("train")
-    vectors, labels = data.kept["train"].embedding.numpy(), data.kept["train"].label.numpy()
+    vectors, labels = data.embedded["train"].embedding.numpy(), data.embedded["train"].label.numpy()
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     numbers = evaluate_retrieval(model(), data)["numbers"]  # type: ignore[arg-type]
     for k in (1, 2, 4, 8):
@@ -150,7 +152,7 @@ def test_the_published_probe_has_one_rate_and_no_choice() -> None:
     from vitrail.measure.probe import LINEAR, linear_probe
 
     data = kept("test")
-    train = data.kept["train"]
+    train = data.embedded["train"]
     pair = (train.embedding, train.label)
     expected = linear_probe(pair, pair, 4, settings=LINEAR).accuracy
     found = part("evaluator", "linear_published")(model(), data)["numbers"]  # type: ignore[arg-type]

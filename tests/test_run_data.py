@@ -12,6 +12,7 @@ from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.open import open_data
 from vitrail.measure.evaluator import read_predictions
+from vitrail.registry import PARTS
 from vitrail.run.evaluate import evaluate, load
 from vitrail.run.protocols import ensemble, judge
 from vitrail.run.run_data import division, open_for, own_uri
@@ -62,7 +63,7 @@ def test_protocols_look_at_the_same_images(made: Path, photos: Path, monkeypatch
         seen.extend(int(i) for batch in args[1].loaders["test"] for i in batch.index)  # type: ignore[attr-defined]
         return {"numbers": {}, "tables": {}, "pictures": {}}
 
-    monkeypatch.setitem(judge.__globals__["EVALUATORS"], "members", counted)
+    monkeypatch.setitem(PARTS["evaluator"], "members", ("members", counted))
     judge(made, photos, ["members"])
     assert seen == read_predictions(made).index.tolist()
 

@@ -22,7 +22,6 @@ import torch
 from stopping import stop_after
 
 import vitrail
-from vitrail import api
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as grammar
@@ -306,7 +305,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(
         stop_after(5, patch)
         with pytest.raises(Stopped):
             vitrail.train(configure(tmp_path / "stopped", **changes), quiet=True)
-    resumed = api.resume(tmp_path / "stopped", quiet=True)
+    resumed = vitrail.resume(tmp_path / "stopped", quiet=True)
     assert lines(whole.path) == lines(resumed.path)
     one, other = (read_tensors(run.path / "model" / "model.safetensors") for run in (whole, resumed))
     assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
@@ -323,7 +322,7 @@ def test_a_run_on_other_texts_is_not_resumed(extra: None, tmp_path: Path) -> Non
     run = vitrail.train(configure(tmp_path / "run", **{"data.uri": f"text:{table}"}), quiet=True)
     say("book")  # as many rows and words, the same labels
     with pytest.raises(ValueError, match="only be resumed on the data it began with"):
-        api.resume(run.path, quiet=True)
+        vitrail.resume(run.path, quiet=True)
 
 
 def test_the_report_of_a_run_tells_matthews_and_shows_words(extra: None, tmp_path: Path) -> None:
@@ -492,7 +491,7 @@ def test_commands_for_models_of_images_say_so_in_one_sentence(
 
 def test_runs_on_texts_are_compared_without_a_price(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "other")
-    made, _ = api.compare_runs([finished, tmp_path / "other"], out=tmp_path / "compared", quiet=True)
+    made, _ = vitrail.compare_runs([finished, tmp_path / "other"], out=tmp_path / "compared", quiet=True)
     assert [row.price for row in made.rows] == [None, None]
     assert "reads texts" in made.notes[0]
 

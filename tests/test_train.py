@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from stopping import stop_after
 
 import vitrail
-from vitrail import api
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
@@ -131,14 +130,14 @@ def test_kill_and_resume_equals_never_stopping(photos: Path, tmp_path: Path, fla
     done = subprocess.run([sys.executable, script, text, str(kill_at), "kill"], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "model").exists()
-    resumed = api.resume(tmp_path / "killed", quiet=True)
+    resumed = vitrail.resume(tmp_path / "killed", quiet=True)
     assert_same_run(whole.path, resumed.path)
 
 
 def test_resume_of_a_finished_run_gives_the_same_run(photos: Path, tmp_path: Path) -> None:
     first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
     before = lines(first.path)
-    again = api.resume(first.path, quiet=True)
+    again = vitrail.resume(first.path, quiet=True)
     assert lines(again.path) == before
 
 
@@ -150,7 +149,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: 
         stop_after(5, patch)
         with pytest.raises(Stopped, match=f"stopped after step 5; continue with: vitrail train --resume {tmp_path}"):
             vitrail.train(config, quiet=True)
-    assert_same_run(whole.path, api.resume(tmp_path / "stopped", quiet=True).path)
+    assert_same_run(whole.path, vitrail.resume(tmp_path / "stopped", quiet=True).path)
 
 
 def test_a_torn_checkpoint_is_passed_over_on_resume(photos: Path, tmp_path: Path) -> None:
@@ -158,7 +157,7 @@ def test_a_torn_checkpoint_is_passed_over_on_resume(photos: Path, tmp_path: Path
     other = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'b'}"), quiet=True)
     newest = sorted((other.path / "checkpoint").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:-200])
-    assert_same_run(whole.path, api.resume(other.path, quiet=True).path)
+    assert_same_run(whole.path, vitrail.resume(other.path, quiet=True).path)
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
@@ -182,7 +181,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
     assert checkpoint.newest(out / "checkpoint")[0].step == 3
     monkeypatch.undo()
     whole = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'whole'}"), quiet=True)
-    assert_same_run(whole.path, api.resume(out, quiet=True).path)
+    assert_same_run(whole.path, vitrail.resume(out, quiet=True).path)
 
 
 def test_a_bad_batch_is_skipped_reported_and_training_goes_on(photos: Path, tmp_path: Path) -> None:
@@ -288,13 +287,13 @@ def test_changed_data_are_refused_on_resume(tmp_path: Path, photos: Path) -> Non
     for path in sorted((copied / "red").iterdir())[:5]:
         path.unlink()
     with pytest.raises(ValueError, match="only be resumed on the data it began with"):
-        api.resume(run.path, quiet=True)
+        vitrail.resume(run.path, quiet=True)
 
 
 def test_resume_takes_no_other_settings(tmp_path: Path, photos: Path) -> None:
     run = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'} --optim.epochs 1"), quiet=True)
     with pytest.raises(ValueError, match=r"--optim.epochs: a resumed run keeps its configuration"):
-        api.resume(run.path, {"optim": {"epochs": 9}}, quiet=True)
+        vitrail.resume(run.path, {"optim": {"epochs": 9}}, quiet=True)
 
 
 def test_finetuning_the_head_of_a_run_leaves_the_trunk_alone(tmp_path: Path, photos: Path) -> None:

@@ -227,7 +227,7 @@ def _reads_texts(run: Path) -> bool:
 
 
 def _predict_texts(run: Path, texts: list[str], top: int, device: str, json: bool, base: Path | None) -> int:
-    from vitrail import api
+    import vitrail as api
     from vitrail.data.sources.completions import prompt_of
     from vitrail.data.sources.text_files import Text
     from vitrail.engine.device import choose_device

@@ -39,7 +39,7 @@ def export(
         bits: round what an adapter trained to so many bits, 2 to 8; its own file packs them
         json: print one JSON object
     """
-    from vitrail import api
+    import vitrail as api
 
     kinds = {".pt2": "torch", ".onnx": "onnx", ".safetensors": "adapter"}
     if to is None and out.suffix not in kinds:
@@ -67,7 +67,7 @@ def export(
 
 def _adapter(run: Path, out: Path, to: str, base: Path | None, bits: int | None, json: bool) -> int:
     """The adapter of a run alone: as a file of ours, or as a folder for peft."""
-    from vitrail import api
+    import vitrail as api
     from vitrail.model.adapters.apply import bank_of
     from vitrail.model.adapters.files import save_adapter
     from vitrail.model.adapters.header import read_header, summary

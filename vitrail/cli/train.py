@@ -49,7 +49,7 @@ def _model_name(values: Mapping[str, Any]) -> str | None:
 
 
 def _run(work: Callable[[Any], Any], as_json: bool) -> int:
-    from vitrail import api
+    import vitrail as api
     from vitrail.engine.device import join, leave
     from vitrail.engine.loop import Stopped
     from vitrail.report.tables import headline
