@@ -7,16 +7,17 @@ import re
 import subprocess
 import sys
 from dataclasses import is_dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
-from vitrail.cli import VERBS, run
-from vitrail.cli.train_help import SECTIONS
+from vitrail.cli import COMMANDS, run
+from vitrail.cli.train import SECTIONS
 from vitrail.config import RunConfig
 from vitrail.recipes import RECIPES, recipe
-from vitrail.schema import hints
+from vitrail.schema import hints, settings
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -25,14 +26,10 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out, err
 
 
-def help_of(capsys: pytest.CaptureFixture[str], verb: str) -> str:
-    """What --help prints; a verb whose flags tyro reads then leaves by itself."""
-    try:
-        code: object = run([verb, "--help"])
-    except SystemExit as left:
-        code = left.code
+def help_of(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    code, out, _ = ask(capsys, command, "--help")
     assert code == 0
-    return capsys.readouterr().out
+    return out
 
 
 SMALL = "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --data.workers 0"
@@ -49,7 +46,8 @@ def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_and_lists_import_no_torch() -> None:
     asked = [
         ["--help"],
-        ["train", "--help"],
+        *([command, "--help"] for command in COMMANDS),
+        ["train", "demo", "--help", "all"],
         ["list", "models"],
         ["list", "recipes", "--json"],
         ["show", "deit_small"],
@@ -63,31 +61,39 @@ def test_help_and_lists_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def test_help_names_every_verb_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ask(capsys, "--help")
     assert code == 0
-    assert all(verb in out for verb in VERBS)
+    assert all(command in out for command in COMMANDS)
     assert "vitrail train demo" in out
     assert max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v != "train"])
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = help_of(capsys, verb).splitlines()
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(capsys, command).splitlines()
     example = lines[lines.index("examples:") + 1]
-    assert example.startswith(f"  vitrail {verb} ")
+    assert example.startswith(f"  vitrail {command} ")
     assert "usage:" not in lines[: lines.index("examples:")]  # what it does comes first
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v != "train"])
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
 def test_help_names_defaults_that_say_something_and_fits_the_terminal(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = help_of(capsys, verb)
-    assert not re.search(r"\(default:\s*(\)|''|True|False)|None", out)
-    said = [*out.partition("examples:")[0].splitlines(), *(line for line in out.splitlines() if line.startswith("│"))]
-    assert max(map(len, said)) <= 80
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = help_of(capsys, command)
+    assert not re.search(r"\(default:\s*(\)|''|True|False|\{)|None", out)
+    prose = [line for line in out.splitlines() if not line.startswith("  vitrail ")]  # examples stay on one line
+    assert max(map(len, prose)) <= min(columns, 100)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_help_has_a_text_for_every_argument_and_flag(command: str) -> None:
+    module, _, name = COMMANDS[command][0].partition(":")
+    cls = getattr(import_module(f"vitrail.cli.{module}"), name)
+    assert [setting.name for setting in settings(cls) if not setting.text] == []
 
 
 def test_train_help_is_a_page_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,14 +106,35 @@ def test_train_help_is_a_page_with_the_values_of_the_recipe(capsys: pytest.Captu
 
 @pytest.mark.parametrize(("section", "has", "lacks"), [("optim", "--optim.warmup", "--data.batch"), ("all", "", "")])
 def test_settings_of_a_section_are_shown_by_its_name(
-    section: str, has: str, lacks: str, capsys: pytest.CaptureFixture[str]
+    section: str, has: str, lacks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit):
-        run(["train", "demo", "--help", section])
-    out = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = ask(capsys, "train", "demo", "--help", section)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
     wanted = [has] if has else [f"--{name}" for name in ("optim.epochs", "data.augment.mixup", "model.name", "seed")]
     assert all(name in out for name in wanted)
     assert not lacks or lacks not in out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_settings_of_every_recipe_fit_the_terminal(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = ask(capsys, "train", name, "--help", "all")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert not re.search(r"\(default:\s*(None|\{)", out)
+
+
+def test_help_of_a_choice_names_its_kinds_and_the_settings_of_the_chosen_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = ask(capsys, "train", "small-moco", "--help", "objective")
+    assert re.search(r"--objective KIND .*supervised, distillation.*\(default: moco\)", out, re.DOTALL)
+    assert "--objective.temperature FLOAT" in out
+    assert "--objective.smoothing " not in out
 
 
 def test_every_group_of_settings_is_a_section_of_help() -> None:

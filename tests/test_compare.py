@@ -17,12 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tyro
 import yaml
 from rich.console import Console
 
 import vitrail
-from vitrail.cli.compare import compare
+from vitrail.cli import run as vitrail_command
 from vitrail.compare import budgets
 from vitrail.compare.jobs import failure_reason
 from vitrail.compare.page import comparison_tables, render_comparison, verdict
@@ -192,11 +191,11 @@ def test_the_command_compares_runs_as_table_and_as_json(
     found, _, _ = finished
     paths = [row.members[0].path for row in found.rows]
     words = [*paths, "--out", str(tmp_path / "c"), "--seconds", "0"]
-    assert tyro.cli(compare, args=[*words, "--json"], config=(tyro.conf.FlagCreatePairsOff,)) == 0
+    assert vitrail_command(["compare", *words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["report"] == str(tmp_path / "c" / "report.html")
     assert [len(row["runs"]) for row in told["rows"]] == [1, 1]
-    assert tyro.cli(compare, args=words, config=(tyro.conf.FlagCreatePairsOff,)) == 0
+    assert vitrail_command(["compare", *words]) == 0
     out = capsys.readouterr().out
     assert "95 % interval" in out
     assert "With one seed" in out
@@ -206,7 +205,7 @@ def test_the_command_compares_runs_as_table_and_as_json(
 def test_the_command_takes_the_folder_of_a_study(finished, capsys: pytest.CaptureFixture[str]) -> None:
     _, folder, place = finished
     words = [str(folder), "--seconds", "0", "--json"]
-    assert tyro.cli(compare, args=words, config=(tyro.conf.FlagCreatePairsOff,)) == 0
+    assert vitrail_command(["compare", *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["folder"] == str(folder)
     assert {Path(run["path"]).parent for row in told["rows"] for run in row["runs"]} == {place}

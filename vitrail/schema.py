@@ -1,4 +1,4 @@
-"""Reading typed, frozen dataclasses from plain mappings, with every problem reported at once.
+"""Typed, frozen dataclasses from plain mappings and from the command line, with every problem reported at once.
 
 One reader serves command-line flags, YAML files and stored configurations, so that all of them accept the same
 keys, the same values and give the same sentences when something is wrong.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from vitrail.registry import config_type, kinds
 
 T = TypeVar("T")
+Flags = list[tuple[str, list[str]]]  # names, and the words behind them
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,31 @@ class OneOf:
 
     family: str
 
-    def types(self) -> tuple[Any, ...]:
-        """Configuration types of all parts of the family."""
-        return tuple(config_type(self.family, kind) for kind in kinds(self.family))
+
+class Positional(str):
+    """Marks a field of a command as an argument without a flag, called by this name in `--help`.
+
+    Any other string in the `Annotated` of a command's field is the name of the flag's value.
+    """
+
+
+class Unprefixed:
+    """Marks a nested dataclass whose fields are flags by their own names (`--way`, not `--few_shot.way`)."""
+
+
+class Setting(NamedTuple):
+    """A field of a dataclass, or of one nested in it, as the command line names it."""
+
+    name: str  # `optim.lr`
+    kinds: tuple[Any, ...]  # types that it takes, besides None
+    metavar: str  # empty: named by its types
+    default: Any  # `dataclasses.MISSING` where there is none
+    text: str  # its documentation
+    group: tuple[str, type]  # prefix of its flag, and the dataclass that has it
+
+    @property
+    def several(self) -> bool:
+        return get_origin(bare(self.kinds[0])) is tuple
 
 
 Fraction = Annotated[float, Range(0, 1)]
@@ -118,45 +144,177 @@ def check(instance: Any) -> list[str]:
     return problems
 
 
+def bare(hint: Any) -> Any:
+    """A type without its `Annotated`."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of which a value may be one: the members of a union, and of a family of parts all that there are."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(member for part in get_args(hint) for member in members(part))
+    family = next((m.family for m in get_args(hint)[1:] if isinstance(m, OneOf)), None)
+    return (hint,) if family is None else tuple(config_type(family, kind) for kind in kinds(family))
+
+
+def settings(cls: type, base: Any = None, prefix: str = "") -> Iterator[Setting]:
+    """Every field of a dataclass and of those nested in it, with the values of `base` (or its own defaults).
+
+    A field that chooses among dataclasses is followed by the fields of the one that is chosen.
+    """
+    for field in dataclasses.fields(cls):
+        if prefix and field.name == "kind":  # named by the choice itself
+            continue
+        hint = hints(cls)[field.name]
+        kind, marks = bare(hint), get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        choices = members(hint if any(isinstance(m, OneOf) for m in marks) else kind)
+        union = len(choices) > 1
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default if base is None else getattr(base, field.name)
+        inner = prefix if Unprefixed in marks else f"{prefix}{field.name}."
+        overridden = next((m.of for m in marks if isinstance(m, Overrides)), None)
+        if overridden is not None:
+            values = {**dict.fromkeys(hints(overridden)), **typing.cast(Mapping[str, Any], default)}
+            yield from settings(overridden, types.SimpleNamespace(**values), inner)
+            continue
+        nested = dataclasses.is_dataclass(default)
+        if union or not nested:
+            taken = tuple(k for k in choices if k is not type(None)) if union else (hint,)
+            metavar = next((m for m in marks if isinstance(m, str)), "")
+            group = (inner, type(default)) if nested else (prefix, cls)
+            yield Setting(prefix + field.name, taken, metavar, default, _texts(cls).get(field.name, ""), group)
+        if nested:
+            yield from settings(type(default), default, inner)
+
+
+@cache
+def _texts(cls: type) -> dict[str, str]:
+    """Documentation of the fields of a dataclass: a comment in the same line, or the string that follows."""
+    texts: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        source = inspect.getsource(base)
+        for field, text in re.findall(r'''^    (\w+): [^\n]*\n    """(\S.*?)"""$''', source, re.MULTILINE | re.DOTALL):
+            texts[field] = " ".join(text.split())
+        texts.update(re.findall(r"^    (\w+): .*  # (?!noqa|type:)(.*)$", source, re.MULTILINE))
+    return texts
+
+
+def read_command(cls: type[T], words: Sequence[str]) -> T:
+    """A command with its fields filled from the words of a command line.
+
+    Flags that no field names go to the field that is a mapping, nested as `parse_flags` does. `--a-b` is `--a_b`; of a
+    repeated flag the last counts; nothing behind `--` is a flag. Raises `ValueError` with the problem, or `ConfigError`
+    with all of them.
+    """
+    known = {setting.name: setting for setting in settings(cls)}
+    arguments = [setting for setting in known.values() if isinstance(setting.metavar, Positional)]
+    mapping = next((name for name, s in known.items() if get_origin(bare(s.kinds[0])) is Mapping), None)
+    flags = {name: s for name, s in known.items() if s not in arguments and name != mapping}
+    end = list(words).index("--") if "--" in words else len(words)
+    positional, given = _split(words[:end])
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    others: Flags = []
+    for name, inputs in given:
+        positive = flags.get(name.removeprefix("no_"))
+        negated = name not in flags and positive is not None and isinstance(positive.default, bool)
+        setting = positive if negated else flags.get(name)
+        if setting is None and mapping is not None:
+            others.append((name, inputs))
+        elif setting is None:
+            problems.append(f"--{name}: no such flag{near(name, flags) or '; --help lists all'}")
+        elif isinstance(setting.default, bool):
+            stated = inputs.pop(0) if inputs[:1] in (["true"], ["false"]) else "true"
+            values[setting.name] = (stated == "true") != negated
+            positional += inputs
+        elif setting.several:
+            values[name] = _read(setting, inputs, f"--{name}", problems)
+        elif inputs:
+            values[name] = _read(setting, inputs[0], f"--{name}", problems)
+            positional += inputs[1:]
+        else:
+            problems.append(f"--{name} needs a value")
+    problems += [f"{word}: no such flag; --help lists all" for word in positional if re.match(r"-[a-zA-Z]\S*$", word)]
+    positional += words[end + 1 :]
+    for argument in arguments:
+        if argument.several:
+            values[argument.name], positional = _read(argument, positional, argument.name, problems), []
+        elif positional:
+            values[argument.name] = _read(argument, positional.pop(0), argument.name, problems)
+        elif argument.default is dataclasses.MISSING:
+            problems.append(f"{argument.metavar} is missing")
+    problems += [f"{word!r} is one argument too many" for word in positional]
+    if problems:
+        raise ConfigError(problems) if len(problems) > 1 else ValueError(problems[0])
+    if mapping is not None:
+        values[mapping] = _nest(others)
+    return typing.cast(T, _filled(cls, values, ""))
+
+
+def _read(setting: Setting, value: Any, where: str, problems: list[str]) -> Any:
+    """A value of a command; none by the word `None` alone, since `none` may be a file, a class or a variant."""
+    if setting.default is None and value in ("None", ["None"]):
+        return None
+    return _union(setting.kinds, value, None, where, problems)
+
+
+def _filled(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass with values by the names of its settings."""
+    given = {}
+    for name, hint in hints(cls).items():
+        if dataclasses.is_dataclass(bare(hint)):
+            given[name] = _filled(bare(hint), values, prefix if Unprefixed in get_args(hint) else f"{prefix}{name}.")
+        elif prefix + name in values:
+            given[name] = values[prefix + name]
+    return cls(**given)
+
+
 def parse_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split `["vit", "--optim.lr", "0.1"]` into positional words and a nested mapping of flag values.
 
     `--flag` alone means true, `--no-flag` false; several words after a flag make a list; `--a-b` is `--a_b`.
     """
+    positional, flags = _split(words)
+    return positional, _nest(flags)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], Flags]:
+    """Words before the first flag, and every flag with the words behind it."""
     positional: list[str] = []
-    nested: dict[str, Any] = {}
-    current: list[str] | None = None
-    flags: list[tuple[str, list[str]]] = []
+    flags: Flags = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, text = word[2:].partition("=")
-            current = [text] if equals else []
-            flags.append((name.replace("-", "_"), current))
-        elif current is None:
-            positional.append(word)
+            flags.append((name.replace("-", "_"), [text] if equals else []))
         else:
-            current.append(word)
+            (flags[-1][1] if flags else positional).append(word)
+    return positional, flags
+
+
+def _nest(flags: Flags) -> dict[str, Any]:
+    """Settings by section, as a YAML file nests them."""
+    nested: dict[str, Any] = {}
     problems = []
     for name, given in flags:
         *path, last = name.split(".")
         value: Any = True if not given else given[0] if len(given) == 1 else given
         if not given and last.startswith("no_"):
             last, value = last[3:], False
-        place: dict[str, Any] = nested
+        section = nested
         for part in path:
-            inner: Any = place.setdefault(part, {})
+            inner: Any = section.setdefault(part, {})
             if not isinstance(inner, dict):  # `--model.head mean --model.head.copies 2`
-                inner = place[part] = {"kind": inner}
-            place = inner
-        if isinstance(place.get(last), dict):
-            place[last]["kind"] = value
-        elif last in place:
+                inner = section[part] = {"kind": inner}
+            section = inner
+        if isinstance(section.get(last), dict):
+            section[last]["kind"] = value
+        elif last in section:
             problems.append(f"--{name} is given twice")
         else:
-            place[last] = value
+            section[last] = value
     if problems:
         raise ConfigError(problems)
-    return positional, nested
+    return nested
 
 
 def _dataclass(cls: type, values: Any, base: Any, where: str, problems: list[str]) -> Any:
@@ -166,23 +324,13 @@ def _dataclass(cls: type, values: Any, base: Any, where: str, problems: list[str
         fields = ", ".join(hints(cls))
         problems.append(f"{where or cls.__name__}: expected a group of settings ({fields}), got {values!r}")
         return base
-    known = hints(cls)
-    given: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{where}.{key}" if where else str(key)
-        if key not in known:
-            problems.append(f"{path}: no such setting{near(str(key), known)}")
-            continue
-        given[key] = _value(known[key], value, getattr(base, key, None), path, problems)
+    given = _fields(cls, values, base, where, problems)
     if problems:  # a partly wrong object is never made; its other fields were still checked above
         return base
     if base is not None:
         return dataclasses.replace(base, **given)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
+    optional = {f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) != (dataclasses.MISSING,) * 2}
+    missing = [name for name in hints(cls) if name not in given and name not in optional]
     if missing:
         problems.append(f"{where or cls.__name__}: missing {', '.join(missing)}")
         return None
@@ -191,25 +339,15 @@ def _dataclass(cls: type, values: Any, base: Any, where: str, problems: list[str
 
 def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -> Any:
     origin = get_origin(kind)
-    if len(members(kind)) > 1:
-        return _union(members(kind), value, base, where, problems)
+    if len(choices := members(kind)) > 1:
+        return _union(choices, value, base, where, problems)
     if origin is Annotated:
-        inner, *marks = get_args(kind)
-        if any(isinstance(m, Overrides) for m in marks):
-            given = _overrides(next(m.of for m in marks if isinstance(m, Overrides)), value, where, problems)
-            return {**(base if isinstance(base, Mapping) else {}), **given}  # those that are not named stay
-        before = len(problems)
-        made = _value(inner, value, base, where, problems)
-        for mark in marks:
-            if isinstance(mark, Range) and len(problems) == before and made is not None and made not in mark:
-                problems.append(f"{where}: {made!r} is out of range, must be {mark}")
-        return made
+        return _annotated(kind, value, base, where, problems)
     if origin is Literal:
-        choices = get_args(kind)
-        for choice in choices:
+        for choice in get_args(kind):
             if value == choice or (isinstance(choice, str) and str(value) == choice):
                 return choice
-        names = [str(c) for c in choices]
+        names = [str(c) for c in get_args(kind)]
         problems.append(f"{where}: {value!r} is not one of {', '.join(names)}{near(str(value), names)}")
         return base
     if dataclasses.is_dataclass(kind):
@@ -227,18 +365,33 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
     return _scalar(kind, value, base, where, problems)
 
 
-def _overrides(cls: type, value: Any, where: str, problems: list[str]) -> dict[str, Any]:
-    known = hints(cls)
-    if not isinstance(value, Mapping):
-        problems.append(f"{where}: expected settings of {cls.__name__} ({', '.join(known)}), got {value!r}")
-        return {}
-    made: dict[str, Any] = {}
-    for key, inner in value.items():
-        if key not in known:
-            problems.append(f"{where}.{key}: no such setting{near(str(key), known)}")
+def _annotated(hint: Any, value: Any, base: Any, where: str, problems: list[str]) -> Any:
+    """A value with a range, or a group of overrides: those that are not named keep their values."""
+    kind, *marks = get_args(hint)
+    overridden = next((m.of for m in marks if isinstance(m, Overrides)), None)
+    if overridden is not None:
+        if isinstance(value, Mapping):
+            return {**(base or {}), **_fields(overridden, value, None, where, problems)}
+        fields = ", ".join(hints(overridden))
+        problems.append(f"{where}: expected settings of {overridden.__name__} ({fields}), got {value!r}")
+        return base or {}
+    before = len(problems)
+    read = _value(kind, value, base, where, problems)
+    for mark in marks:
+        if isinstance(mark, Range) and len(problems) == before and read is not None and read not in mark:
+            problems.append(f"{where}: {read!r} is out of range, must be {mark}")
+    return read
+
+
+def _fields(cls: type, values: Mapping[str, Any], base: Any, where: str, problems: list[str]) -> dict[str, Any]:
+    known, given = hints(cls), {}
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key in known:
+            given[key] = _value(known[key], value, getattr(base, key, None), path, problems)
         else:
-            made[key] = _value(known[key], inner, None, f"{where}.{key}", problems)
-    return made
+            problems.append(f"{path}: no such setting{near(str(key), known)}")
+    return given
 
 
 def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems: list[str]) -> Any:
@@ -246,15 +399,15 @@ def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems
         value is None or (isinstance(value, str) and value.lower() in ("none", "null", "auto"))
     ):
         return None
-    choices = tuple(inner for k in choices if k is not type(None) for inner in members(k))
-    components = {_kind_of(k): k for k in choices if dataclasses.is_dataclass(k)}
+    choices = tuple(k for k in choices if k is not type(None))
+    components = {kind_of(k): k for k in choices if dataclasses.is_dataclass(k)}
     if components:
         if dataclasses.is_dataclass(value) and isinstance(value, choices):
             return value
         if isinstance(value, str) and str not in choices:
             value = {"kind": value}
         if isinstance(value, Mapping):
-            name = str(value.get("kind", _kind_of(type(base)) if base is not None else next(iter(components))))
+            name = str(value.get("kind", kind_of(type(base)) if base is not None else next(iter(components))))
             if name not in components:
                 names = ", ".join(components)
                 problems.append(f"{where}.kind: {name!r} is not one of {names}{near(name, components)}")
@@ -273,20 +426,9 @@ def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems
     return base
 
 
-def members(kind: Any) -> tuple[Any, ...]:
-    """The types of which a value may be one: of a family of parts all, of a union its members."""
-    if get_origin(kind) is Annotated and isinstance(get_args(kind)[1], OneOf):
-        return get_args(kind)[1].types()
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _kind_of(cls: Any) -> str:
-    if not dataclasses.is_dataclass(cls):
-        return ""
-    for field in dataclasses.fields(cls):
-        if field.name == "kind":
-            return str(field.default)
-    return cls.__name__ if isinstance(cls, type) else ""
+def kind_of(cls: Any) -> str:
+    """The name by which a choice among dataclasses knows this one."""
+    return str(getattr(cls, "kind", getattr(cls, "__name__", ""))) if dataclasses.is_dataclass(cls) else ""
 
 
 def _sequence(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
@@ -295,7 +437,7 @@ def _sequence(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         value = [v for v in value.split(",") if v]
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     if get_origin(kind) is list or (len(inner) == 2 and inner[1] is Ellipsis):
-        return tuple(_value(inner[0], v, None, f"{where}[{i}]", problems) for i, v in enumerate(items))
+        inner = inner[:1] * len(items)
     if len(items) != len(inner):
         problems.append(f"{where}: expected {len(inner)} values, got {len(items)}")
         return None
@@ -316,12 +458,14 @@ def _scalar(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -
             number = float(value)
             if kind is float:
                 return number
-            if number == int(number):
-                return int(number)
+            if number == int(number):  # and exactly so, where a float has too few digits
+                return int(value) if str(value).lstrip("-").isdecimal() else int(number)
         except (TypeError, ValueError, OverflowError):
             pass
     elif isinstance(value, kind):
         return value
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
     name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
     problems.append(f"{where}: expected {name}, got {value!r}")
     return base

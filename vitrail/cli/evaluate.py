@@ -2,212 +2,246 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from vitrail.cli.say import fail, print_json, show
+from vitrail.cli.console import fail, output
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
+from vitrail.schema import Positional, Unprefixed
+
+HeadName = Literal["class", "distillation", "both"]
 
 
-def evaluate(
-    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")]],
-    /,
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URI ...")] = (),
-    split: str | None = None,
-    crop_ratio: Annotated[tuple[float, ...], tyro.conf.arg(metavar="R ...")] = (),
-    image_size: Annotated[tuple[int, ...], tyro.conf.arg(metavar="PX ...")] = (),
-    batch: int = 256,
-    workers: int | None = None,
-    device: str = "auto",
-    json: bool = False,
-    per_class: bool = False,
-    head: Literal["class", "distillation", "both"] | None = None,
-    attack: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    protocol: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (),
-    classes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="CLASS ...")] = (),
-    ensemble: bool = False,
-    control: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")] = (),
-    few_shot: tyro.conf.OmitArgPrefixes[EpisodeConfig] = EpisodeConfig(),  # noqa: B008
-    tail: tyro.conf.OmitArgPrefixes[LongTailConfig] = LongTailConfig(),  # noqa: B008
-    base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
-    bits: int | None = None,
-) -> int:
-    """Figures of a trained model, as its last weights are, on any data with its classes.
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Metrics of a trained model, with its last weights, on any data with its classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
 
     Example: vitrail evaluate runs/demo --data embedded:fashion --crop_ratio 0.8 0.9 1.0
     Example: vitrail evaluate runs/demo --data embedded:fashion --protocol knn,linear,clusters,corruptions
     Example: vitrail evaluate runs/moco --data cifar100.npz --protocol episodes --way 5 --shot 1 --episodes 600
-
-    Args:
-        runs: run folder or model folder; several with --ensemble
-        data: folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes
-            (default: what the run was trained on); undivided data are divided as the run divided its own
-        split: train, val or test (default: test, or val where there is none)
-        crop_ratio: side of the centre crop over the shorter side (default: the model's own)
-        image_size: side of the model's input in pixels (default: the model's own)
-        batch: images at a time
-        workers: processes that decode
-        device: auto, cpu, cuda
-        json: print one JSON object, or a list of them
-        per_class: print every class, too
-        head: which classifier of a distilled model predicts (default: both, fused)
-        attack: what `vitrail attack` left: accuracy and compute of an adaptive model with its patch, too
-        protocol: knn, linear, linear_published, clusters, few, episodes, purity, retrieval, corruptions, members,
-            classification, long_tail, long_tail_thirds: judge by these
-        classes: only these can be chosen, and images of others are left out; episodes are drawn from these
-        ensemble: average the probabilities of several runs, and tell what that gains over the best of them
-        control: as many runs that differ in their seed only: what an ensemble gains by itself
-        base: of an adapter's run: where the weights are that it was trained on (default: where they were)
-        bits: of an adapter's run: round what it trained to so many bits, 2 to 8
     """
-    from vitrail.measure.classification import SingleLabelFigures
-    from vitrail.measure.long_tail import long_tail, long_tail_table, training_counts
-    from vitrail.report import tables
-    from vitrail.report.tables import sweep_table
-    from vitrail.run.evaluate import sweep
-    from vitrail.run.preflight import refuse_missing_data
-    from vitrail.run.run_data import own_data_of, own_uri
 
-    if not runs or (len(runs) > 1 and not ensemble):
-        return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
-    run = runs[0]
-    if not data:
-        with own_data_of(run):
-            data = (own_uri(run),)
-            refuse_missing_data(data[0])
-    if protocol or classes or ensemble or control:
-        from vitrail.cli.protocols import judge_otherwise
+    runs: Annotated[tuple[Path, ...], Positional("RUN ...")]  # run folder or model folder; several with --ensemble
+    data: Annotated[tuple[str, ...], "URI ..."] = ()
+    """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes (default:
+    what the run was trained on); undivided data are divided as the run divided its own"""
+    split: str | None = None  # train, val or test (default: test, or val where there is none)
+    crop_ratio: Annotated[tuple[float, ...], "R ..."] = ()
+    """side of the centre crop over the shorter side (default: the model's own)"""
+    image_size: Annotated[tuple[int, ...], "PX ..."] = ()
+    """side of the model's input in pixels (default: the model's own)"""
+    batch: int = 256  # images at a time
+    workers: int | None = None  # processes that decode
+    device: str = "auto"  # auto, cpu, cuda
+    json: bool = False  # print one JSON object, or a list of them
+    per_class: bool = False  # print every class, too
+    head: HeadName | None = None  # which classifier of a distilled model predicts (default: both, fused)
+    attack: Annotated[Path | None, "FOLDER"] = None
+    """output of `vitrail attack`: accuracy and compute of an adaptive model with its patch, too"""
+    protocol: Annotated[tuple[str, ...], "NAME ..."] = ()
+    """evaluate by these: knn, linear, linear_published, clusters, few, episodes, purity, retrieval, corruptions,
+    members, classification, long_tail, long_tail_thirds"""
+    classes: Annotated[tuple[str, ...], "CLASS ..."] = ()
+    """only these can be predicted, and images of others are left out; episodes are drawn from these"""
+    ensemble: bool = False  # average the probabilities of several runs, and report the gain over the best of them
+    control: Annotated[tuple[Path, ...], "RUN ..."] = ()
+    """as many runs that differ in their seed only: the gain of any ensemble"""
+    few_shot: Annotated[EpisodeConfig, Unprefixed] = field(default_factory=EpisodeConfig)
+    tail: Annotated[LongTailConfig, Unprefixed] = field(default_factory=LongTailConfig)
+    base: Path | None = None
+    """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
+    bits: int | None = None  # of an adapter's run: round its trained parameters to so many bits, 2 to 8
 
-        if attack is not None or len(data) > 1 or crop_ratio or image_size or base is not None or bits is not None:
+    def __call__(self) -> int:
+        from vitrail.run.preflight import refuse_missing_data
+        from vitrail.run.run_data import own_data_of, own_uri
+
+        if not self.runs or (len(self.runs) > 1 and not self.ensemble):
+            return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
+        data = self.data
+        if not data:
+            with own_data_of(self.runs[0]):
+                data = (own_uri(self.runs[0]),)
+                refuse_missing_data(data[0])
+        several = len(data) > 1 or self.crop_ratio or self.image_size
+        if not (self.protocol or self.classes or self.ensemble or self.control):
+            if self.attack is not None and several:
+                return fail("--attack is evaluated on one data set, at the model's own crop ratio and image size")
+            return self._sweep(data)
+        if several or any(flag is not None for flag in (self.attack, self.base, self.bits)):
             return fail(
-                "--protocol, --classes and --ensemble are judged on one data set, at the model's own crop ratio and "
+                "--protocol, --classes and --ensemble are evaluated on one data set, at the model's own crop ratio and "
                 "image size, without --attack, --base and --bits"
             )
-        how: dict[str, Any] = {"split": split, "batch": batch, "workers": workers, "device": device, "quiet": json}
-        return judge_otherwise(
-            runs,
-            data[0],
-            how,
-            protocol,
-            classes,
-            ensemble,
-            control,
-            head=head,
-            json=json,
-            per_class=per_class,
-            few_shot=few_shot,
-            tail=tail,
-        )
-    if attack is not None and (len(data) > 1 or crop_ratio or image_size):
-        return fail("--attack is judged on one data set, at the model's own crop ratio and image size")
+        names = [name for joined in self.protocol for name in joined.split(",") if name]
+        if self.control and not self.ensemble:
+            return fail("--control is what an ensemble is compared with; add --ensemble")
+        if names and (self.ensemble or (self.classes and names != ["episodes"])):
+            return fail(
+                "--protocol evaluates one run with all of its classes; leave out --classes (episodes alone take it) "
+                "and --ensemble"
+            )
+        if self.ensemble:
+            return self._ensemble(data[0])
+        model = _load(self.runs[0], self.head)
+        return self._protocols(model, names, data[0]) if self.protocol else self._subset(model, data[0])
 
-    model = _model(run, head, base=base, bits=bits)
-    if attack is not None:
-        from vitrail.run.attack_run import fitting_patch, judge_patch
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("split", "batch", "workers", "device")
+        return {"quiet": self.json, **{name: getattr(self, name) for name in names}}
 
-        fitting_patch(model, attack)  # said before images are read
-    made = sweep(
-        model,
-        data,
-        crop_ratios=crop_ratio,
-        image_sizes=image_size,
-        split=split,
-        batch=batch,
-        workers=workers,
-        device=device,
-        quiet=json,
-    )
-    chosen = {"run": str(run), **({} if head is None else {"head": head}), **({} if bits is None else {"bits": bits})}
-    if len(made) != 1:
-        if json:
-            print_json([{**chosen, **one.to_json()} for one in made])
-        else:
-            show(sweep_table(made))
-        return 0
-    figures = made[0].figures
-    counts = training_counts(model)
-    groups = None if counts is None or not isinstance(figures, SingleLabelFigures) else long_tail(figures, counts, tail)
-    attacked = None
-    if attack is not None:
-        options: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "quiet": json}
-        attacked = judge_patch(model, attack, data[0], split=made[0].split, **options)
-    if json:
-        more = {} if attacked is None else {"attack": attacked.to_json()}
-        if groups is not None:
-            more["long_tail"] = groups.to_json()
-        print_json({**chosen, **made[0].to_json(), **figures.to_json(), **more})
-        return 0
-    show(tables.headline(figures, f"{made[0].split} of {made[0].data}"))
-    if groups is not None and groups.several:
-        show(tables.result_table(long_tail_table(groups.to_json())))
-    if figures.classes and (per_class or len(figures.classes) <= 20):
-        show(tables.per_class(figures))
-    if isinstance(figures, SingleLabelFigures):
-        show(tables.confused(figures))
-    if attacked is not None:
-        from vitrail.run.attack_run import attack_table
+    def _sweep(self, data: Sequence[str]) -> int:
+        """Every combination of data set, crop ratio and image size; of a single one all metrics."""
+        from vitrail.measure.classification import SingleLabelFigures
+        from vitrail.measure.long_tail import long_tail, long_tail_table, training_counts
+        from vitrail.report import tables
+        from vitrail.report.tables import sweep_table
+        from vitrail.run.attack_run import attack_table, fitting_patch, judge_patch
+        from vitrail.run.evaluate import sweep
 
-        title = f"under attack{'' if attacked.same_victim else ', by a patch made for another model'}"
-        show(attack_table(attacked.rows, attacked.most, title))
-    return 0
+        model = _load(self.runs[0], self.head, base=self.base, bits=self.bits)
+        if self.attack is not None:
+            fitting_patch(model, self.attack)  # rejected before images are read
+        grid: dict[str, Any] = {"crop_ratios": self.crop_ratio, "image_sizes": self.image_size}
+        rows = sweep(model, data, **grid, **self._options)
+        chosen = {"run": str(self.runs[0]), "head": self.head, "bits": self.bits}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        if len(rows) != 1:
+            return output(self.json, [{**chosen, **row.to_json()} for row in rows], sweep_table(rows))
+        metrics, split = rows[0].figures, rows[0].split
+        values, parts = {}, [tables.headline(metrics, f"{split} of {rows[0].data}")]
+        counts = training_counts(model)
+        if counts is not None and isinstance(metrics, SingleLabelFigures):
+            groups = long_tail(metrics, counts, self.tail)
+            values["long_tail"] = groups.to_json()
+            parts += [tables.result_table(long_tail_table(values["long_tail"]))] if groups.several else []
+        if metrics.classes and (self.per_class or len(metrics.classes) <= 20):
+            parts.append(tables.per_class(metrics))
+        if isinstance(metrics, SingleLabelFigures):
+            parts.append(tables.confused(metrics))
+        if self.attack is not None:
+            attacked = judge_patch(model, self.attack, data[0], **{**self._options, "split": split})
+            values = {"attack": attacked.to_json(), **values}
+            title = f"under attack{'' if attacked.same_victim else ', by a patch learned for another model'}"
+            parts.append(attack_table(attacked.rows, attacked.most, title))
+        return output(self.json, {**chosen, **rows[0].to_json(), **metrics.to_json(), **values}, *parts)
+
+    def _protocols(self, model: Any, names: Sequence[str], data: str) -> int:
+        """The named evaluators."""
+        from vitrail.report.tables import protocol_tables
+        from vitrail.run.protocols import judge
+
+        settings: dict[str, Any] = {"episodes": self.few_shot, "tail": self.tail, "classes": self.classes}
+        findings, split = judge(model, data, names, **settings, **self._options)
+        reported = {name: {key: of[key] for key in ("numbers", "tables")} for name, of in findings.items()}
+        values = {"run": str(self.runs[0]), "data": data, "split": split, "protocols": reported}
+        return output(self.json, values, *protocol_tables(findings, f"{split} of {data}"))
+
+    def _ensemble(self, data: str) -> int:
+        """Runs as one model, compared with each of them and with the control."""
+        from vitrail.report.tables import ensemble_table
+        from vitrail.run.protocols import ensemble
+
+        if self.head is not None:
+            return fail("--ensemble takes every run as it predicts; leave out --head")
+        if len(self.runs) < 2:
+            return fail("an ensemble needs at least two runs: vitrail evaluate RUN RUN --ensemble --data URI")
+        evaluated = ensemble(self.runs, data, control=self.control, classes=self.classes, **self._options)
+        parts = [ensemble_table(evaluated.runs, f"{evaluated.split} of {evaluated.data}")]
+        if evaluated.control is not None:
+            parts.append(ensemble_table(evaluated.control, "control: seeds of one model"))
+        return output(self.json, evaluated.to_json(), *parts)
+
+    def _subset(self, model: Any, data: str) -> int:
+        """Metrics where only these classes can be predicted, on the images that have one of them."""
+        from vitrail.measure.classification import classification
+        from vitrail.measure.evaluator import only_classes
+        from vitrail.report import tables
+        from vitrail.run.evaluate import evaluate
+
+        _, predictions, split = evaluate(model, data, **self._options)
+        kept = only_classes(predictions, model.classes, self.classes)
+        metrics, total = classification(kept.logits, kept.target, self.classes), len(predictions)
+        conditions = {"run": str(self.runs[0]), "data": data, "split": split, "left_out": total - len(kept)}
+        images = f"{len(kept):,} of {total:,} images, {len(self.classes)} classes"
+        parts = [tables.headline(metrics, f"{split} of {data}: {images}")]
+        if self.per_class or len(self.classes) <= 20:
+            parts.append(tables.per_class(metrics))
+        return output(self.json, {**conditions, **metrics.to_json()}, *parts)
 
 
-def predict(
-    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
-    images: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="IMAGE|TEXT ...")]],
-    /,
-    top: int = 3,
-    device: str = "auto",
-    json: bool = False,
-    head: Literal["class", "distillation", "both"] | None = None,
-    base: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
-) -> int:
-    """What a trained model says of some images; folders are searched for images. A text model takes sentences, a
+@dataclass(frozen=True)
+class PredictCommand:
+    """Predictions of a trained model for images; folders are searched for images. A text model takes sentences, a
     language model prompts, which it completes.
 
     Example: vitrail predict runs/demo cat.jpg photos/ --json
     Example: vitrail predict runs/cola "They drank the pub dry."
-
-    Args:
-        run: run folder or model folder
-        images: image files or folders; or sentences, the two of a pair with a tab between them, as are an instruction
-            and its input
-        top: how many classes to name
-        device: auto, cpu, cuda
-        json: print one JSON object a line
-        head: which classifier of a distilled model predicts (default: both, fused)
-        base: of an adapter's run: where the weights are that it was trained on (default: where they were)
     """
-    from vitrail.data.sources.folder import image_files
-    from vitrail.engine.device import choose_device
 
-    if not images:
-        return fail("name at least one image or folder")
-    if not any(path.exists() for path in images) and _reads_texts(run):
-        return _predict_texts(run, [str(path) for path in images], top, device, json, base)
-    paths = [found for path in images for found in (image_files(path) if path.is_dir() else [path])]
-    if not paths:
-        return fail(f"no images in {', '.join(map(str, images))}")
-    model = _model(run, head, device=choose_device(device), base=base)
-    bad = 0
-    for start in range(0, len(paths), 256):
-        chunk = paths[start : start + 256]
-        for path, said in zip(chunk, model.predict(chunk, top=top, errors="return"), strict=True):
-            bad += said.error is not None
-            if json:
-                print_json({"path": str(path), **said.to_json()})
-            elif said.error is not None:
-                print(f"{path}  cannot be read: {said.error}")
-            else:
-                print(f"{path}  " + "  ".join(f"{name} {p:.1%}" for name, p in said.top))
-    return 1 if bad else 0
+    run: Annotated[Path, Positional("RUN")]  # run folder or model folder
+    images: Annotated[tuple[Path, ...], Positional("IMAGE|TEXT ...")]
+    """image files or folders; or sentences, the two of a pair with a tab between them, as are an instruction and its
+    input"""
+    top: int = 3  # how many classes to name
+    device: str = "auto"  # auto, cpu, cuda
+    json: bool = False  # print one JSON object per line
+    head: HeadName | None = None  # which classifier of a distilled model predicts (default: both, fused)
+    base: Path | None = None
+    """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
+
+    def __call__(self) -> int:
+        from vitrail.data.sources.folder import image_files
+        from vitrail.engine.device import choose_device
+
+        if not self.images:
+            return fail("name at least one image or folder")
+        if not any(path.exists() for path in self.images) and _reads_texts(self.run):
+            return self._texts([str(path) for path in self.images])
+        paths = [file for path in self.images for file in (image_files(path) if path.is_dir() else [path])]
+        if not paths:
+            return fail(f"no images in {', '.join(map(str, self.images))}")
+        model = _load(self.run, self.head, device=choose_device(self.device), base=self.base)
+        unreadable = 0
+        for start in range(0, len(paths), 256):
+            chunk = paths[start : start + 256]
+            for path, prediction in zip(chunk, model.predict(chunk, top=self.top, errors="return"), strict=True):
+                unreadable += prediction.error is not None
+                text = "" if prediction.error is None else f"cannot be read: {prediction.error}"
+                self._print({"path": str(path)}, prediction, text)
+        return 1 if unreadable else 0
+
+    def _print(self, of: dict[str, str], prediction: Any, text: str = "") -> None:
+        text = text or "  ".join(f"{label} {p:.1%}" for label, p in prediction.top)
+        output(self.json, {**of, **prediction.to_json()}, f"{next(iter(of.values()))}  {text}")
+
+    def _texts(self, texts: list[str]) -> int:
+        from vitrail.data.sources.completions import prompt_of
+        from vitrail.data.sources.text_files import Text
+        from vitrail.engine.device import choose_device
+        from vitrail.model.decoding import complete
+        from vitrail.model.heads.next_token import writes_texts
+        from vitrail.model.text_build import predict_texts
+
+        model = _load(self.run, None, device=choose_device(self.device), base=self.base)
+        if not writes_texts(model):
+            pairs = [Text(*text.split("\t", 1)) for text in texts]
+            for text, prediction in zip(texts, predict_texts(model, pairs, top=self.top), strict=True):
+                self._print({"text": text}, prediction)
+            return 0
+        prompts = [prompt_of(str(model.stated.get("template", "")), *text.split("\t", 1)) for text in texts]
+        for text, completion in zip(texts, complete(model, prompts), strict=True):
+            shown = f"{text}\n  {completion}" if len(texts) > 1 else completion
+            output(self.json, {"prompt": text, "completion": completion}, shown)
+        return 0
 
 
-def _model(run: Path, head: Literal["class", "distillation", "both"] | None, **options: Any) -> Any:
+def _load(run: Path, head: HeadName | None, **options: Any) -> Any:
     """The model of a run, with the classifier that is to predict; `options` as for `load`."""
     from vitrail.run.evaluate import load
 
@@ -222,32 +256,5 @@ def _reads_texts(run: Path) -> bool:
 
     try:
         return bool(read_description(model_folder(run))["spec"]["trunk"]["kind"] == "text")
-    except FileNotFoundError:  # said, with what to do, when the model is loaded
+    except FileNotFoundError:  # loading the model reports it, with what to do
         return False
-
-
-def _predict_texts(run: Path, texts: list[str], top: int, device: str, json: bool, base: Path | None) -> int:
-    import vitrail as api
-    from vitrail.data.sources.completions import prompt_of
-    from vitrail.data.sources.text_files import Text
-    from vitrail.engine.device import choose_device
-    from vitrail.model.decoding import complete
-    from vitrail.model.heads.next_token import writes_texts
-    from vitrail.model.text_build import predict_texts
-
-    model = api.load(run, choose_device(device), base=base)
-    if writes_texts(model):
-        prompts = [prompt_of(str(model.stated.get("template", "")), *text.split("\t", 1)) for text in texts]
-        for text, written in zip(texts, complete(model, prompts), strict=True):
-            if json:
-                print_json({"prompt": text, "completion": written})
-            else:
-                print(f"{text}\n  {written}" if len(texts) > 1 else written)
-        return 0
-    found = predict_texts(model, [Text(*text.split("\t", 1)) for text in texts], top=top)
-    for text, said in zip(texts, found, strict=True):
-        if json:
-            print_json({"text": text, **said.to_json()})
-        else:
-            print(f"{text}  " + "  ".join(f"{name} {p:.1%}" for name, p in said.top))
-    return 0

@@ -1,86 +1,163 @@
-"""`vitrail train`."""
+"""`vitrail train`, and its `--help`: a page of the settings used most, or every setting of a section."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Annotated, Any
 
-from vitrail.cli.say import fail, show
-from vitrail.schema import parse_flags
+from vitrail.cli.console import aligned, fail, settings_help, show
+from vitrail.schema import Positional, near, settings
+
+FIRST = ("demo", "finetune", "vit", "small-deit", "small-moco")  # recipes of the page
+USED_MOST = {
+    "data.uri": ("--data URI", "images: a folder, a table, ...; `vitrail list data`"),
+    "data.batch": ("--data.batch N", "images per step"),
+    "model.name": ("--model.name NAME", "`vitrail list models`, or timm:NAME"),
+    "model.weights": ("--model.weights FROM", "what to start from: none, timm, a run or a file"),
+    "model.image_size": ("--model.image_size PX", "side of the images (none: the model's own)"),
+    "optim.epochs": ("--optim.epochs N", "how long"),
+    "optim.steps": ("--optim.steps N", "how long, in place of epochs"),
+    "optim.lr": ("--optim.lr RATE", "peak learning rate"),
+    "optim.tune": ("--optim.tune WHAT", "full, head, last:N, norm, bias or attention"),
+    "engine.device": ("--engine.device NAME", "auto, cpu, cuda"),
+    "seed": ("--seed N", "of all randomness"),
+    "out": ("--out FOLDER", "run folder (none: runs/RECIPE-MODEL-DATA, numbered)"),
+}
+SECTIONS = {
+    "data": "where images come from, batches, splits, augmentation",
+    "model": "architecture, head, adapter, weights",
+    "objective": "what is learned: labels, a teacher, without labels; of the recipe's kind",
+    "optim": "optimiser, schedule, what is tuned",
+    "engine": "machine, precision, how often things happen",
+    "all": "every setting",
+}
+EXAMPLES = (
+    ("vitrail train demo", "minutes on a CPU, with embedded images"),
+    ("vitrail train finetune --data photos/", "from published weights"),
+    ("vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50", "from scratch"),
+    ("vitrail train demo --help optim", "the settings of a section, with the values of a recipe"),
+)
 
 
-def train(words: list[str]) -> int:
+@dataclass(frozen=True)
+class TrainCommand:
     """`vitrail train [RECIPE] [--config FILE] [--resume RUN] [--section.name value ...]`."""
-    from vitrail.config import RunConfig, from_mapping, load_yaml
-    from vitrail.recipes import recipe
 
-    if "-h" in words or "--help" in words:
-        from vitrail.cli.train_help import train_help
+    recipes: Annotated[tuple[str, ...], Positional("RECIPE")]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    resume: str | None = None
+    json: bool = False
 
-        return train_help(words)
-    as_json = "--json" in words
-    positional, values = parse_flags([w for w in words if w != "--json"])
-    if len(positional) > 1:
-        return fail(f"train takes one recipe, got {', '.join(positional)}; settings are --section.name value")
-    config_file, resumed = values.pop("config", None), values.pop("resume", None)
-    if sum(x is not None for x in (config_file, resumed)) + bool(positional) > 1:
-        return fail("give one of: a recipe, --config FILE, --resume RUN")
-    if isinstance(config_file, bool) or isinstance(resumed, bool):
-        return fail("--config needs a file and --resume a run folder")
-    if resumed is not None:
-        return _run(lambda api: api.resume(resumed, values), as_json)
-    base: RunConfig | None = None
-    if config_file is not None:
-        stored = {**load_yaml(config_file), "out": None}
-        base = from_mapping(stored)
-    else:
-        base = recipe(positional[0] if positional else "vit", _model_name(values))
-    config = from_mapping(values, base)
-    return _run(lambda api: api.train(config), as_json)
+    def __call__(self) -> int:
+        from vitrail.config import from_mapping, load_yaml
+        from vitrail.recipes import configured
+
+        if len(self.recipes) > 1:
+            return fail(f"train takes one recipe, got {', '.join(self.recipes)}; settings are --section.name value")
+        if sum(x is not None for x in (self.config, self.resume)) + len(self.recipes) > 1:
+            return fail("give one of: a recipe, --config FILE, --resume RUN")
+        if self.resume is not None:
+            return self._run(lambda api: api.resume(self.resume, self.settings))
+        if self.config is not None:
+            config = from_mapping(self.settings, from_mapping({**load_yaml(self.config), "out": None}))
+        else:
+            config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
+        return self._run(lambda api: api.train(config))
+
+    def _run(self, work: Callable[[Any], Any]) -> int:
+        import vitrail as api
+        from vitrail.engine.device import join, leave
+        from vitrail.engine.loop import Stopped
+        from vitrail.run.attack_run import is_attack, resume_attack
+
+        try:
+            finished = work(api)
+            patch = resume_attack(finished.path, quiet=self.json) if is_attack(finished.path) else None
+            if join().main:
+                self._print(finished, patch)
+        except Stopped as stopped:
+            print(str(stopped), file=sys.stderr)
+            return 130
+        finally:
+            leave()
+        return 0
+
+    def _print(self, finished: Any, patch: Any) -> None:
+        """Final metrics, how to read them, the adapter, the attack, the report."""
+        from vitrail.report.tables import headline
+        from vitrail.run.attack_run import attack_table
+
+        adapter = finished.adapter
+        if self.json:
+            more = {} if adapter is None else {"adapter": adapter}
+            more |= {} if patch is None else {"attack": patch.to_json()}
+            metrics = {**finished.figures.scalars(), **finished.others}
+            print(json.dumps({"run": str(finished.path), "split": finished.split, **metrics, **more}))
+            return
+        show(headline(finished.figures, f"{finished.split}, {finished.path}"))
+        if finished.reading:  # again, next to the metrics
+            print(finished.reading)
+        if finished.others:
+            print("  ".join(f"{name} {value:.4g}" for name, value in finished.others.items()))
+        if adapter is not None:
+            print(f"{adapter['kind']}: {adapter['trained']:,} parameters, a file of {adapter['bytes']:,} bytes")
+        if patch is not None:
+            show(attack_table(patch.rows, patch.most, "under attack"))
+        print(f"report: {finished.report}")
+
+    @staticmethod
+    def help(words: Sequence[str]) -> int:
+        """`words` are what was typed: perhaps a recipe in front, perhaps sections behind `--help`."""
+        from vitrail.config import RunConfig
+        from vitrail.recipes import RECIPES, recipe
+
+        asked = next(i for i, word in enumerate(words) if word in ("-h", "--help"))
+        behind = [
+            takewhile(lambda word: not word.startswith("-"), part) for part in (words[:asked], words[asked + 1 :])
+        ]
+        names = [name for part in behind for name in part]
+        sections = [name for name in names if name in SECTIONS]
+        for name in names:
+            if name not in SECTIONS and name not in RECIPES:
+                return fail(f"no recipe and no section of settings {name!r}{near(name, [*SECTIONS, *RECIPES])}")
+        chosen = next((name for name in names if name in RECIPES), "vit")
+        if not sections:
+            print(_page(chosen))
+            return 0
+        fields = settings(RunConfig, recipe(chosen))
+        fields = (s for s in fields if "all" in sections or s.name.partition(".")[0] in sections)
+        print(f"Settings with the values of recipe {chosen}.\n\n{settings_help(fields)}")
+        return 0
 
 
-def _model_name(values: Mapping[str, Any]) -> str | None:
-    """The model that flags choose: what a recipe sets by size must know it."""
-    model = values.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else None
-    return name if isinstance(name, str) else None
+def _page(chosen: str) -> str:
+    from vitrail.config import RunConfig
+    from vitrail.recipes import RECIPES, about, recipe
 
-
-def _run(work: Callable[[Any], Any], as_json: bool) -> int:
-    import vitrail as api
-    from vitrail.engine.device import join, leave
-    from vitrail.engine.loop import Stopped
-    from vitrail.report.tables import headline
-    from vitrail.run.attack_run import is_attack, resume_attack
-
-    try:
-        done = work(api)
-        patch = resume_attack(done.path, quiet=as_json) if is_attack(done.path) else None
-        if join().main:
-            if as_json:
-                more = {} if done.adapter is None else {"adapter": done.adapter}
-                more |= {} if patch is None else {"attack": patch.to_json()}
-                figures = {**done.figures.scalars(), **done.others}
-                print(json.dumps({"run": str(done.path), "split": done.split, **figures, **more}))
-            else:
-                show(headline(done.figures, f"{done.split}, {done.path}"))
-                if done.reading:  # again, where the figures are
-                    print(done.reading)
-                if done.others:
-                    print("  ".join(f"{name} {value:.4g}" for name, value in done.others.items()))
-                if done.adapter is not None:
-                    found = done.adapter
-                    print(f"{found['kind']}: {found['trained']:,} numbers, a file of {found['bytes']:,} bytes")
-                if patch is not None:
-                    from vitrail.run.attack_run import attack_table
-
-                    show(attack_table(patch.rows, patch.most, "under attack"))
-                print(f"report: {done.report}")
-    except Stopped as stopped:
-        print(str(stopped), file=sys.stderr)
-        return 130
-    finally:
-        leave()
-    return 0
+    values = {setting.name: setting.default for setting in settings(RunConfig, recipe(chosen))}
+    used = [
+        (flag, text if values[name] in (None, "") else f"{text} ({values[name]})")
+        for name, (flag, text) in USED_MOST.items()
+    ]
+    used += [("--resume RUN", "go on after an interruption"), ("--json", "print one JSON object")]
+    recipes = {name: about(name).splitlines()[0] for name in dict.fromkeys((*FIRST, chosen))}
+    return "\n".join(
+        (
+            "usage: vitrail train [RECIPE] [--section.name value ...]",
+            "       vitrail train --config RUN/config.yaml [--section.name value ...]",
+            "       vitrail train --resume RUN",
+            f"\nrecipes to begin with, of {len(RECIPES)} (vitrail list recipes; vitrail show RECIPE):",
+            aligned(recipes.items()),
+            f"\nsettings used most, with the values of recipe {chosen}:",
+            aligned(used),
+            "\nall settings of a section (vitrail train --help SECTION):",
+            aligned(SECTIONS.items()),
+            "\nexamples:",
+            aligned(EXAMPLES),
+        )
+    )
