@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vitrail.moved import install
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ PUBLIC = {  # name: its module, imported when the name is first asked for; list_
     "resume": "run.train",
     "train": "run.train",
 }
+install()
 __all__ = ["__version__", *PUBLIC]  # noqa: PLE0604
 
 
