@@ -19,7 +19,7 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.recipes import RECIPES
 from vitrail.run.run_data import read_data
-from vitrail.run.train import _Trainer
+from vitrail.run.train import Trainer
 
 aten = torch.ops.aten
 WAIT = {  # what waits for the device, or cannot be recorded, on CUDA
@@ -61,11 +61,11 @@ def test_a_captured_step_asks_the_host_for_nothing(
     config = reduced(name, teacher, tmp_path / "run")
     group = ProcessGroup()
     data, bad = read_data(config, group, True)
-    trainer = _Trainer(config, data, bad, group, True, RunFolder(tmp_path / "run"))
+    trainer = Trainer(config, data, bad, group, True, RunFolder(tmp_path / "run"))
     objective = trainer.objective.train()
     if decides_on_the_host(objective):
         pytest.skip("said to decide on the host")
-    batch = next(iter(trainer.feed.batches(0, 1))).changed(lambda t: t.to("meta"))
+    batch = next(iter(trainer.module.batches(0, 1))).changed(lambda t: t.to("meta"))
     objective.to("meta")
     cast = torch.autocast  # knows no such device
     monkeypatch.setattr(torch, "autocast", lambda kind, *a, **k: cast("cpu" if kind == "meta" else kind, *a, **k))

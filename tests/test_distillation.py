@@ -291,7 +291,7 @@ def test_a_teacher_of_another_size_sees_what_pillow_would_show_it(as_bytes: bool
     assert np.abs(found.numpy() - shown).max() < 1.1
 
 
-def test_a_size_that_the_configuration_names_is_tried_before_training() -> None:
+def test_a_size_that_the_configuration_names_is_tried_warnings_before() -> None:
     config = DistillationConfig(teacher_size=24)
     assert Distillation(student(), config, colour_teacher()).teacher.size == 24
     fixed = create_model("resmlp_s12", classes=CLASSES, depth=1, width=32, image_size=32)

@@ -26,7 +26,7 @@ from vitrail.model.build import create_model
 from vitrail.model.export import to_torch
 from vitrail.model.weights import start_from
 from vitrail.recipes import RECIPES, recipe, with_values
-from vitrail.run.preflight import HIGH_RATES, before_training, one_answer
+from vitrail.run.preflight import HIGH_RATES, one_answer, warnings_before
 from vitrail.schema import ConfigError, parse_flags
 
 TINY = (
@@ -252,7 +252,7 @@ def test_smoothing_and_thresholds_that_agree_are_taken() -> None:
 def test_an_epoch_of_hardly_a_step_is_told(photos: Path) -> None:
     data = open_data(photos)
     told = [
-        before_training(with_values(recipe("vit"), {"data.batch": batch}), data, 10, 10, 1e-4) for batch in (256, 16)
+        warnings_before(with_values(recipe("vit"), {"data.batch": batch}), data, 10, 10, 1e-4) for batch in (256, 16)
     ]
     assert any("so that an epoch has hardly a step; set --data.batch 16" in line for line in told[0])
     assert not any("hardly a step" in line for line in told[1])
@@ -267,7 +267,7 @@ def test_an_epoch_of_hardly_a_step_is_told(photos: Path) -> None:
     ],
 )
 def test_published_weights_of_a_text_model_that_are_not_read_are_told(photos: Path, changes: dict, told: bool) -> None:
-    said = before_training(with_values(recipe("text"), changes), open_data(photos), 10, 10, 1e-5)
+    said = warnings_before(with_values(recipe("text"), changes), open_data(photos), 10, 10, 1e-5)
     assert any("begins from random ones; --model.weights hub reads them" in line for line in said) == told
 
 

@@ -93,7 +93,7 @@ def test_a_reader_travels_to_other_processes(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(split.reader))(3).getpixel((0, 0)) == (3, 0, 0)
 
 
-def test_a_bad_image_inside_is_named_and_found_before_training(tmp_path: Path) -> None:
+def test_a_bad_image_inside_is_named_and_found_warnings_before(tmp_path: Path) -> None:
     members = shard(3) | {"0001.png": b"nothing", "0002.png": b""}
     split = open_source(str(write(tmp_path / "a.tar", members)))["all"]
     with pytest.raises(BadImage, match=r"a\.tar/0001\.png: not an image"):

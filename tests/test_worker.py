@@ -147,12 +147,12 @@ def left(name, *more):
     code = make([*words, "--out", f"{place}/left-{name}", *more], pathlib.Path(f"{place}/left-{name}.txt"))
     import torch
     from vitrail.data.dataset import Split
-    from vitrail.engine.loop import Fit
+    from vitrail.engine.loop import Loop
 
     files = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
     return {
         "code": code,
-        "objects": [type(o).__name__ for o in gc.get_objects() if isinstance(o, (torch.nn.Module, Split, Fit))],
+        "objects": [type(o).__name__ for o in gc.get_objects() if isinstance(o, (torch.nn.Module, Split, Loop))],
         "frozen": gc.get_freeze_count(),
         "default handlers": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "files": [f for f in files if f.startswith(f"{place}/left-{name}/")],

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vitrail.recipes import recipe as recipe
     from vitrail.run.evaluate import evaluate as evaluate
     from vitrail.run.evaluate import load as load
-    from vitrail.run.train import Run as Run
+    from vitrail.run.finish import Run as Run
     from vitrail.run.train import resume as resume
     from vitrail.run.train import train as train
 
@@ -50,7 +50,7 @@ PUBLIC = {  # name: its module, imported when the name is first asked for; list_
     "recipe": "recipes",
     "evaluate": "run.evaluate",
     "load": "run.evaluate",
-    "Run": "run.train",
+    "Run": "run.finish",
     "resume": "run.train",
     "train": "run.train",
 }

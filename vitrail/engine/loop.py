@@ -41,7 +41,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class FitResult:
+class LoopResult:
     """What training leaves: the weights to keep, and how it went."""
 
     model: Classifier
@@ -52,8 +52,8 @@ class FitResult:
 
 
 @dataclass
-class Fit:
-    """A training run: `Fit(...).run()`.
+class Loop:
+    """A training run: `Loop(...).run()`.
 
     `batches(start, stop)` gives the batches of those steps, `accumulate` a step; `evaluate(model)` gives figures on
     val; `indices(step)` names the examples of a step, for reports of bad updates.
@@ -106,7 +106,7 @@ class Fit:
         """Steps made so far."""
         return self.work.step
 
-    def run(self) -> FitResult:
+    def run(self) -> LoopResult:
         """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
         began, first = time.monotonic(), self.step
         settling: float | None = None  # seconds of the first steps, compilation among them
@@ -142,7 +142,7 @@ class Fit:
         if self.group.main:
             apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
             self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
-        return FitResult(self.kept, self.step, seconds, rate, self.notes)
+        return LoopResult(self.kept, self.step, seconds, rate, self.notes)
 
     def _describe(self, bar: Progress) -> None:
         """Which optimiser takes how much, and whether steps are CUDA graphs, into the log."""

@@ -1,11 +1,7 @@
 """The parts of a run that depend on the kind of its examples: batches, validation of settings, and the report.
 
-`ImageFeed` and `TextFeed` are the two kinds; everything else of a run (engine, objectives, evaluators, checkpoints)
-takes a `Batch` and does not ask.
-
-Images of a run: decoded and augmented by workers, or all of them on the device.
-
-Texts of a run: tokenised once, padded batch by batch.
+Images are decoded and augmented by workers, or all of them lie on the device; texts are tokenised once and padded batch
+by batch. Everything else of a run (engine, objectives, evaluators, checkpoints) takes a `Batch` and does not ask.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -35,14 +31,11 @@ from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.trunks.text_trunk import TextTrunk
-from vitrail.run.page import Told, report_language, report_run, report_texts
-
-if TYPE_CHECKING:
-    from vitrail.run.page import Told
+from vitrail.run.page import RunSummary, report_language, report_run, report_texts
 
 
-class Batches(Protocol):
-    """What is iterated over, closed at the end, and tells what it had to leave out."""
+class Batches(AbstractContextManager[Any], Protocol):
+    """Batches that are iterated over and closed at the end, and the examples that had to be left out."""
 
     skipped: list[tuple[str, str]]
 
@@ -51,44 +44,51 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-class JudgedBatches(Batches, AbstractContextManager[Any], Protocol):
-    """Every example of a split once."""
-
-
-class Feed(Protocol):
+class DataModule:
     """Batches of one kind of examples, for one model."""
 
-    config: RunConfig  # with what was left to choose filled in, once `prepare` was called
-    compiles: bool  # whether steps are compiled and captured as a graph where nothing is said
-    notes: tuple[str, ...]  # what a person should hear of the examples before the run
+    compiles = True  # whether steps are compiled and captured as a graph where nothing is said
+    notes: tuple[str, ...] = ()  # about the examples, before the run
 
-    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
+    def __init__(
+        self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
+    ) -> None:
+        self.config = config  # with what was left to choose filled in, once `prepare` was called
+        self.data, self.model, self.device, self.group = data, model, device, group
+
+    def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
         """Make ready what `batches` needs. Raises `ValueError` for settings that do not fit."""
+        raise NotImplementedError
 
     def batches(self, start: int, stop: int) -> Batches:
         """Of these training steps."""
+        raise NotImplementedError
 
-    def judged(self, split: str) -> JudgedBatches:
-        """Of a split, for evaluation."""
+    def evaluation(self, split: str) -> Batches:
+        """Every example of a split once, as evaluation sees it."""
+        raise NotImplementedError
 
-    def once(self) -> Iterator[Batch]:
+    def training_once(self) -> Iterator[Batch]:
         """Every training example once, as evaluation sees it."""
+        with self.evaluation("train") as loader:
+            yield from loader
 
     def facts(self) -> Mapping[str, Any]:
         """What must be the same when a run is resumed, besides labels and their order."""
+        return {}
 
-    def report(self, told: Told) -> None:
+    def report(self, summary: RunSummary) -> None:
         """Write the report of the finished run."""
+        raise NotImplementedError
 
 
-def make_feed(config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup) -> Feed:
-    """The feed for this kind of data. Raises `ValueError` where the model is for the other kind."""
-    refuse_other_kind(reads_texts(model), data)
-    refuse_other_task(writes_texts(model), data)
-    if holds_texts(data):
-        return TextFeed(config, data, model, device, group)
-
-    return ImageFeed(config, data, model, device, group)
+def make_data_module(
+    config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
+) -> DataModule:
+    """The data module for this kind of data. Raises `ValueError` where the model is for the other kind."""
+    reject_other_kind(reads_texts(model), data)
+    reject_other_task(writes_texts(model), data)
+    return (TextModule if holds_texts(data) else ImageModule)(config, data, model, device, group)
 
 
 def reads_texts(model: Classifier) -> bool:
@@ -96,7 +96,7 @@ def reads_texts(model: Classifier) -> bool:
     return hasattr(model.trunk, "tokeniser")
 
 
-def refuse_other_kind(texts: bool, data: DataSet) -> None:
+def reject_other_kind(texts: bool, data: DataSet) -> None:
     """Raises `ValueError` for a model of texts (`texts`) with images, and the other way round."""
     if holds_texts(data) and not texts:
         raise ValueError(f"{data.uri} holds texts, the model reads images; use --model.name text:FOLDER or text:bert")
@@ -104,7 +104,7 @@ def refuse_other_kind(texts: bool, data: DataSet) -> None:
         raise ValueError(f"{data.uri} holds images, the model reads texts; name texts with --data, or another model")
 
 
-def refuse_other_task(writes: bool, data: DataSet) -> None:
+def reject_other_task(writes: bool, data: DataSet) -> None:
     """Raises `ValueError` for a language model (`writes`) with classes, and for a classifier with completions."""
     if writes and not holds_completions(data):
         raise ValueError(f"{data.uri} has classes, and the model writes; name prompts and completions with --data")
@@ -115,39 +115,31 @@ def refuse_other_task(writes: bool, data: DataSet) -> None:
         )
 
 
-def judged_batches(
+def evaluation_batches(
     model: Classifier, rows: Split, preprocess: Any, *, batch: int, device: torch.device, workers: int | None
-) -> JudgedBatches:
+) -> Batches:
     """Every example of a split once, as `model` is evaluated; `preprocess` is of images."""
     if reads_texts(model):
-        from vitrail.data.loading.text_loader import TextEvalLoader
-
         return TextEvalLoader(encode_split(model, rows), rows, batch=batch, device=device)
-    from vitrail.data.loading.loader import EvalLoader, auto_workers
-    from vitrail.data.preprocess import Preprocess
-
     count = auto_workers(rows) if workers is None else workers
     return EvalLoader(rows, Preprocess(preprocess), batch=batch, device=device, workers=count)
 
 
-class ImageFeed:
-    """`Feed` of images; `config.data.loader` is stored as chosen, so that the run repeats and resumes as it was."""
-
-    compiles = True
-    notes: tuple[str, ...] = ()
+class ImageModule(DataModule):
+    """Images; `config.data.loader` is stored as chosen, so that the run repeats and resumes as it was."""
 
     def __init__(
         self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
     ) -> None:
-        self.config, self.data, self.model, self.device, self.group = config, data, model, device, group
+        super().__init__(config, data, model, device, group)
         wanted = config.data.workers
         self.workers = auto_workers(data["train"]) if wanted is None else wanted
         self.preprocess = Preprocess(model.preprocess)
         self.images: DeviceImages | None = None
         self.on_device = False
 
-    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
-        chosen, train, self.order = self.config.data, self.data["train"], order
+    def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
+        chosen, train, self.sampler = self.config.data, self.data["train"], sampler
         self.augment = Augment(chosen.augment, self.model.preprocess)
         self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
         if chosen.loader == "auto":
@@ -163,7 +155,7 @@ class ImageFeed:
         options: dict[str, Any] = {"images": self.images} if self.on_device else {}
         return (DeviceLoader if self.on_device else TrainLoader)(
             self.data["train"],
-            self.order,
+            self.sampler,
             self.augment,
             self.preprocess,
             classes=len(self.data.classes),
@@ -180,10 +172,8 @@ class ImageFeed:
             **options,
         )
 
-    def judged(self, split: str) -> EvalLoader:
-        return self._judged(split, self.on_device)
-
-    def _judged(self, split: str, on_device: bool) -> EvalLoader:
+    def evaluation(self, split: str, on_device: bool | None = None) -> EvalLoader:
+        on_device = self.on_device if on_device is None else on_device
         return (DeviceEvalLoader if on_device else EvalLoader)(
             self.data[split],
             self.preprocess,
@@ -194,18 +184,15 @@ class ImageFeed:
             world=self.group.world,
         )
 
-    def once(self) -> Iterator[Batch]:
-        with self._judged("train", on_device=False) as loader:
+    def training_once(self) -> Iterator[Batch]:
+        with self.evaluation("train", on_device=False) as loader:
             yield from loader
 
-    def facts(self) -> Mapping[str, Any]:
-        return {}
-
-    def report(self, told: Told) -> None:
-        report_run(told)
+    def report(self, summary: RunSummary) -> None:
+        report_run(summary)
 
 
-JUDGED_AT_ONCE = 64
+EVALUATION_BATCH = 64
 
 
 def encode_split(model: Classifier, split: Split) -> EncodedTexts:
@@ -214,15 +201,15 @@ def encode_split(model: Classifier, split: Split) -> EncodedTexts:
     return encode_completions(tokeniser, texts) if writes_texts(model) else tokeniser(texts)
 
 
-class TextFeed:
-    """`Feed` of texts."""
+class TextModule(DataModule):
+    """Texts."""
 
     compiles = False  # batches differ in length, and masks of transformers may be decided on the host
 
     def __init__(
         self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
     ) -> None:
-        self.config, self.data, self.device, self.group = config, data, device, group
+        super().__init__(config, data, model, device, group)
         self.trunk = cast("TextTrunk", model.trunk)
         self.tokenizer = hashlib.sha256(model.files[TOKENIZER].encode()).hexdigest()[:16]
         self.texts = {name: encode_split(model, split) for name, split in data.splits.items()}
@@ -231,7 +218,7 @@ class TextFeed:
         said = f"longer than {self.trunk.config.length} tokens, and cut: {', '.join(cut.values())} (model.trunk.length)"
         self.notes: tuple[str, ...] = (said,) if cut else ()
 
-    def prepare(self, views: ViewSpec, order: BatchSampler) -> None:
+    def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
         chosen = self.config.data
         if views.views != 1:
             raise ValueError(
@@ -240,13 +227,13 @@ class TextFeed:
             )
         if chosen.augment.mixup or chosen.augment.cutmix:
             raise ValueError("data.augment: mixup and CutMix mix pixels; set both to 0 for texts")
-        self.order = order
+        self.sampler = sampler
 
     def batches(self, start: int, stop: int) -> TextTrainLoader:
         return TextTrainLoader(
             self.texts["train"],
             self.data["train"],
-            self.order,
+            self.sampler,
             device=self.device,
             start=start,
             stop=stop,
@@ -256,23 +243,20 @@ class TextFeed:
             length=self.length,
         )
 
-    def judged(self, split: str) -> TextEvalLoader:
+    def evaluation(self, split: str) -> TextEvalLoader:
         return TextEvalLoader(
             self.texts[split],
             self.data[split],
-            batch=JUDGED_AT_ONCE,
+            batch=EVALUATION_BATCH,
             device=self.device,
             rank=self.group.rank,
             world=self.group.world,
             length=self.length,
         )
 
-    def once(self) -> Iterator[Batch]:
-        yield from self.judged("train")
-
     def facts(self) -> Mapping[str, Any]:
         # Numbers of tokens mean nothing without the words they stand for, which may come from the data themselves.
         return {"texts": self.texts["train"].digest(), "tokenizer": self.tokenizer}
 
-    def report(self, told: Told) -> None:
-        (report_language if writes_texts(told.model) else report_texts)(told, self.texts[told.split])
+    def report(self, summary: RunSummary) -> None:
+        (report_language if writes_texts(summary.model) else report_texts)(summary, self.texts[summary.split])

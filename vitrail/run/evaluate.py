@@ -25,14 +25,14 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.model.store import load_model
-from vitrail.run.data_module import JudgedBatches, judged_batches, reads_texts, refuse_other_kind, refuse_other_task
+from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
 from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, check, near
 
 
 def figures_of(
     model: Classifier,
-    loader: JudgedBatches,
+    loader: Batches,
     classes: Sequence[str],
     *,
     device: torch.device,
@@ -57,7 +57,7 @@ def _of_no_class(count: int) -> Predictions:
 @torch.inference_mode()
 def _apart(
     model: Classifier,
-    loader: JudgedBatches,
+    loader: Batches,
     *,
     device: torch.device,
     autocast: torch.dtype | None,
@@ -123,8 +123,8 @@ def evaluate(
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
     _refuse_impossible(model, preprocess)
     opened = open_for(model, data)
-    refuse_other_kind(reads_texts(model), opened)
-    refuse_other_task(writes_texts(model), opened)
+    reject_other_kind(reads_texts(model), opened)
+    reject_other_task(writes_texts(model), opened)
     opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
@@ -133,7 +133,7 @@ def evaluate(
         )
     rows = opened[split]
     with (
-        judged_batches(model, rows, preprocess, batch=batch, device=place, workers=workers) as loader,
+        evaluation_batches(model, rows, preprocess, batch=batch, device=place, workers=workers) as loader,
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
         autocast = choose_precision(precision, place)

@@ -57,7 +57,7 @@ SLOW_IMAGE = 3e10  # multiply-accumulates of an image, from which on a CPU is ti
 
 
 @dataclass(frozen=True)
-class Told:
+class RunSummary:
     """What a finished run tells its report."""
 
     folder: RunFolder
@@ -92,7 +92,7 @@ class Told:
         )
 
 
-def report_run(told: Told) -> None:
+def report_run(told: RunSummary) -> None:
     """Write `report.html` of a run on images."""
     model, data, split, device = told.model, told.data, told.split, told.device
     figures, without = told.figures, {}
@@ -299,7 +299,7 @@ def _row(words: Sequence[str], values: Sequence[float]) -> str:
 MISTAKES, STRIPS = 12, 6
 
 
-def report_texts(told: Told, texts: EncodedTexts) -> None:
+def report_texts(told: RunSummary, texts: EncodedTexts) -> None:
     """Write `report.html` of a run; `texts` are those of the split that is judged."""
     tiles = []
     if isinstance(told.figures, SingleLabelFigures):
@@ -326,7 +326,7 @@ def report_texts(told: Told, texts: EncodedTexts) -> None:
     )
 
 
-def text_mistakes(told: Told) -> Markup:
+def text_mistakes(told: RunSummary) -> Markup:
     """The surest errors as a table."""
     split, classes = told.data[told.split], told.data.classes
     rows = {int(index): row for row, index in enumerate(split.index)}
@@ -343,7 +343,7 @@ def text_mistakes(told: Told) -> Markup:
     return Markup(f'<div class="card wide">{table}</div>')  # cells are escaped
 
 
-def influence(told: Told, texts: EncodedTexts) -> Markup:
+def influence(told: RunSummary, texts: EncodedTexts) -> Markup:
     """Strips of a few texts: half of them right, half wrong where there are so many."""
     split, classes = told.data[told.split], told.data.classes
     if told.data.multilabel:
@@ -382,7 +382,7 @@ UNFIT_FOR_TEXT = (
 )
 
 
-def report_language(told: Told, texts: EncodedTexts) -> None:
+def report_language(told: RunSummary, texts: EncodedTexts) -> None:
     """Write `report.html` of a run; `texts` are those of the split that is judged."""
     figures, trunk = cast("LanguageFigures", told.figures), cast("TextTrunk", told.model.trunk)
     said = (

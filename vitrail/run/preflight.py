@@ -1,7 +1,4 @@
-"""Checks for the files that a run needs, weights, a teacher and data, before any image is read.
-
-Advice to the user where no setting is invalid: before a run, and on its results.
-"""
+"""All checks before data is read, in the order in which `train` makes them, and warnings where nothing is invalid."""
 
 from __future__ import annotations
 
@@ -9,9 +6,12 @@ from pathlib import Path
 
 import torch
 
-from vitrail.config import RunConfig
+from vitrail.config import RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
+from vitrail.engine.device import ProcessGroup, choose_device
+from vitrail.engine.run_folder import refuse_untracked
+from vitrail.files import refuse_unwritable
 from vitrail.learn.config import AttackConfig, ObjectiveConfig
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
@@ -20,8 +20,41 @@ from vitrail.model.store import DESCRIPTION, model_folder, read_description, rea
 from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
 from vitrail.model.weights import published_models
 from vitrail.model.zoo import ZOO
+from vitrail.recipes import RECIPES
+from vitrail.schema import ConfigError, near
 
 FETCHED = ("torchvision:", "hf:")  # to look whether such data are there may be to download them
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raises `ConfigError` with everything that is wrong with a configuration, missing files among it."""
+    problems = validate(config)
+    if config.recipe not in RECIPES:
+        problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
+    if not config.data.uri:
+        problems.append(
+            "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"
+        )
+    problems += missing_parts(config)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def check_machine(config: RunConfig, group: ProcessGroup) -> None:
+    """Raises where this machine lacks the device or a package that the run needs."""
+    refuse_untracked(config.engine.track)
+    choose_device(config.engine.device, group)
+
+
+def check_output(config: RunConfig, group: ProcessGroup) -> None:
+    """Raises where the run folder exists, or could not be written."""
+    if config.out is not None:
+        path = Path(config.out)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            how = f"continue it with: vitrail train --resume {path}, or " if (path / "config.yaml").exists() else ""
+            raise FileExistsError(f"{path} already exists; {how}choose another --out")
+    if group.main:
+        refuse_unwritable(config.out or "runs")
 
 
 def missing_parts(config: RunConfig) -> list[str]:
@@ -109,8 +142,8 @@ HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns an
 }
 
 
-def before_training(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
-    """What a person should hear before a run, though nothing is wrong; `peak` is the learning rate that is reached."""
+def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
+    """Warnings and notes before a run; `peak` is the learning rate that is reached."""
     said = []
     count, adapter = len(data["train"]), config.model.adapter
     if adapter is not None:

@@ -1,0 +1,116 @@
+"""The end of a training run: the one evaluation on test, the saved model or adapter, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrail.config import dump
+from vitrail.data.sources.folder import Bad
+from vitrail.engine.loop import Loop
+from vitrail.measure.classification import Figures
+from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
+from vitrail.measure.language import LanguageFigures
+from vitrail.model.adapted import save_adapted
+from vitrail.model.adapters.apply import bank_of
+from vitrail.model.adapters.files import base_hash
+from vitrail.model.adapters.header import ADAPTER, read_header, summary
+from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.classifier import Classifier
+from vitrail.model.heads.next_token import writes_texts
+from vitrail.run.evaluate import figures_of
+from vitrail.run.page import RunSummary
+from vitrail.run.preflight import one_answer
+from vitrail.run.run_data import division
+
+if TYPE_CHECKING:
+    from vitrail.run.train import Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: where it is, how good it is, and its model."""
+
+    path: Path
+    figures: Figures
+    split: str  # on which the metrics were measured
+    model: Classifier
+    notes: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] | None = None
+    """Contents of the file of a trained adapter."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of further evaluators, such as `knn`."""
+    reading: str = ""
+    """How to read the metrics, where the model was not trained to classify."""
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+
+def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad]) -> Run:
+    """Evaluate once on test (val, where settings are still being chosen), save the model, write the report."""
+    config, data, folder, group = trainer.config, trainer.data, trainer.folder, trainer.group
+    model, split = loop.kept, config.data.judge if "test" in data.splits else "val"
+    where: dict[str, Any] = {"device": trainer.device, "autocast": trainer.precision}
+    with trainer.module.evaluation(split) as loader:
+        metrics, predictions = figures_of(model, loader, data.classes, **where)
+        known = ("perplexity", "bleu") if writes_texts(model) else ("classification",)
+        others = trainer.evaluate(model, loader, split, [name for name in config.evaluators if name not in known])
+        skipped = [*skipped, *loader.skipped]
+    if trainer.reference is not None:
+        trainer.reference.close()
+    if config.objective.kind in ("supervised", "distillation"):
+        loop.notes += (only := one_answer(predictions, data))
+        group.say(trainer.quiet, *only)
+    model.stated |= {
+        "recipe": config.recipe,
+        "data": data.uri,
+        "division": division(config.data),
+        "split": split,
+        "figures": {**metrics.scalars(), **others},
+        "seed": config.seed,
+    }
+    adapter: dict[str, Any] | None = None
+    if group.main:
+        if isinstance(metrics, LanguageFigures):
+            metrics.keep(folder.path)
+        elif not isinstance(metrics, UnlabelledFigures):
+            write_predictions(folder.path, predictions)
+        line = {"step": loop.step, "epoch": round(loop.step * loop.batch / loop.images, 6), "split": split}
+        folder.write_metrics({**line, "final": True, **metrics.scalars(), **others})
+        adapter = _save(trainer, model, loop.notes)
+        summary_of_run = RunSummary(
+            folder,
+            without_adapters(model),
+            data,
+            predictions,
+            metrics,
+            split=split,
+            skipped=list(dict.fromkeys(skipped)),
+            seconds=seconds,
+            **where,
+            title=f"{config.model.name} on {data.uri}",
+            config=dump(config),
+            adapter=adapter,
+        )
+        trainer.module.report(summary_of_run)
+    group.barrier()
+    return Run(folder.path, metrics, split, model.eval(), tuple(loop.notes), adapter, others, trainer.reading)
+
+
+def _save(trainer: Trainer, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
+    """Save the model, or the adapter alone where it has one; returns the contents of the adapter's file."""
+    folder, config = trainer.folder, trainer.config
+    if bank_of(model) is None:
+        model.save(folder.model)
+        return None
+    if base_hash(model) != trainer.base_hash:  # an objective that changes more than it trains
+        notes.append("the base changed while the adapter was trained, so the whole model is kept, merged")
+        trainer.group.say(trainer.quiet, notes[-1])
+        model.save(folder.model)
+        return None
+    save_adapted(model, folder.model, weights=config.model.weights, seed=config.seed)
+    return summary(read_header(folder.model / ADAPTER))
