@@ -68,24 +68,24 @@ def export(
 def _adapter(run: Path, out: Path, to: str, base: Path | None, bits: int | None, json: bool) -> int:
     """The adapter of a run alone: as a file of ours, or as a folder for peft."""
     from vitrail import api
-    from vitrail.model.adapters.apply import bank_of
-    from vitrail.model.adapters.files import save_adapter
-    from vitrail.model.adapters.header import read_header, summary
+    from vitrail.model.adapters.adapter_file import save_adapter
+    from vitrail.model.adapters.apply import adapters_of
+    from vitrail.model.adapters.config import read_header, summary
     from vitrail.model.adapters.peft import export_peft
 
     model = api.load(run, base=base, bits=bits if to == "peft" else None, merged=False)
-    bank = bank_of(model)
-    if bank is None or bank.active is None:
+    adapters = adapters_of(model)
+    if adapters is None or adapters.active is None:
         raise ValueError(f"{run} is a whole model, without an adapter; export it to torch or onnx")
     if to == "peft":
-        export_peft(model, bank.active, out)
+        export_peft(model, adapters.active, out)
         size = sum(file.stat().st_size for file in out.iterdir())
         if json:
             print_json({"out": str(out), "to": to, "bytes": size})
         else:
             print(f"{out}: {size:,} bytes, for peft")
         return 0
-    save_adapter(model, bank.active, out, bits=bits)
+    save_adapter(model, adapters.active, out, bits=bits)
     found = summary(read_header(out))
     if json:
         print_json({"out": str(out), "to": to, **found})

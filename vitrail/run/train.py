@@ -29,11 +29,9 @@ from vitrail.measure.evaluator import Loaders, UnlabelledFigures, write_predicti
 from vitrail.measure.evaluators import EVALUATORS, WANT_TRAINING_IMAGES
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.long_tail import COUNTS
-from vitrail.model.adapted import save_adapted
-from vitrail.model.adapters.apply import apply, bank_of
-from vitrail.model.adapters.files import base_hash
-from vitrail.model.adapters.header import ADAPTER, read_header, summary
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.adapter_file import base_hash, save_adapted
+from vitrail.model.adapters.apply import adapters_of, apply, without_adapters
+from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
@@ -319,7 +317,7 @@ class _Trainer:
 
     def _save(self, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
         """Keep the model, or the adapter alone where it has one; returns what the file of that holds."""
-        if bank_of(model) is None:
+        if adapters_of(model) is None:
             model.save(self.folder.model)
             return None
         if base_hash(model) != self.base_hash:  # an objective that changes more than it trains
