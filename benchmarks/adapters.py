@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vitrail.kernels.bases import combine
 from vitrail.measure.speed import as_one_graph
-from vitrail.model.adapters.apply import apply, bank_of, counts, use
+from vitrail.model.adapters.apply import adapters_of, apply, counts, use
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.build import create_model
 
@@ -150,8 +150,8 @@ def compare(
     keys = {name: name.replace(" ", "_") for name in configs}
     for name, config in configs.items():
         apply(inner, config, keys[name])
-    bank = bank_of(inner)
-    assert bank is not None
+    adapters = adapters_of(inner)
+    assert adapters is not None
     way = o.way if device.type == "cuda" else "eager"
     run = torch.compile(model, dynamic=False) if way == "compiled" else model
     steps = {name: stepping(model, run, batch, keys[name]) for name in configs}

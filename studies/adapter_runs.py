@@ -21,10 +21,9 @@ from vitrail.engine.optimizer import choose_tuned
 from vitrail.engine.step import WARM_UP_STEPS
 from vitrail.measure.speed import Way as Timed
 from vitrail.measure.speed import in_turns
-from vitrail.model.adapters.apply import bank_of, counts, quantise
+from vitrail.model.adapters.adapter_file import load_adapter, save_adapter
+from vitrail.model.adapters.apply import adapters_of, counts, quantise, without_adapters
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
-from vitrail.model.adapters.files import load_adapter, save_adapter
-from vitrail.model.adapters.merged import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe, with_values
 from vitrail.run.train import build_model
@@ -263,7 +262,7 @@ class Runs:
 
     def keep(self, model: Classifier, name: str, seed: int, on: str) -> dict[str, Any]:
         """Write the file of an adapter; its size."""
-        if bank_of(model) is None:
+        if adapters_of(model) is None:
             return {}
         return {"bytes": save_adapter(model, "default", self.file(name, seed, on))}
 
@@ -331,7 +330,7 @@ def sampled(whole: DeviceRuns, shots: int, sampling: int) -> DeviceRuns:
 
 def numbers(model: Classifier) -> dict[str, int]:
     """How many numbers were trained and must be stored."""
-    if bank_of(model) is None:
+    if adapters_of(model) is None:
         many = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return {"trained": many, "stored": many}
     found = counts(model)

@@ -15,13 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vitrail.model.adapters.apply import apply, bank_of, quantise, remove, use
-from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
-from vitrail.model.adapters.files import OtherBase, base_hash, load_adapter, save_adapter
-from vitrail.model.adapters.header import read_header, summary
-from vitrail.model.adapters.pack import packed, unpacked
+from vitrail.model.adapters.adapter_file import OtherBase, base_hash, load_adapter, packed, save_adapter, unpacked
+from vitrail.model.adapters.apply import adapters_of, apply, quantise, remove, use
+from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, read_header, summary
+from vitrail.model.adapters.methods import rounded
 from vitrail.model.adapters.peft import export_peft, import_peft
-from vitrail.model.adapters.quantise import rounded
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 
@@ -48,7 +46,7 @@ def trained(config: AdapterConfig, name: str = "default", model: Classifier | No
     """A model whose adapter is away from its start."""
     model = apply(tiny() if model is None else model, config, name)
     torch.manual_seed(7)
-    for parameter in bank_of(model).adapter(name).parameters():  # type: ignore[union-attr]
+    for parameter in adapters_of(model).adapter(name).parameters():  # type: ignore[union-attr]
         nn.init.normal_(parameter, std=0.5)
     return model
 
@@ -141,8 +139,8 @@ def test_another_base_is_refused_with_both_hashes_unless_forced(tmp_path: Path) 
         load_adapter(other, path)
     assert base_hash(model) in str(caught.value)
     assert base_hash(other, ["head.fc.weight", "head.fc.bias"]) in str(caught.value)
-    assert bank_of(other) is None
-    assert bank_of(load_adapter(other, path, force=True)).active == "default"  # type: ignore[union-attr]
+    assert adapters_of(other) is None
+    assert adapters_of(load_adapter(other, path, force=True)).active == "default"  # type: ignore[union-attr]
 
 
 def test_two_files_share_one_base_and_are_switched(tmp_path: Path) -> None:
@@ -200,7 +198,7 @@ def test_a_damaged_file_is_one_sentence(harm: Callable[[Path], None], said: str,
         load_adapter(model, path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert bank_of(model) is None
+    assert adapters_of(model) is None
 
 
 def test_other_classes_other_layers_and_a_taken_name_are_refused(tmp_path: Path) -> None:
@@ -326,7 +324,7 @@ def test_more_than_lora_is_refused(more: dict[str, Any], said: str, tmp_path: Pa
     model = tiny()
     with pytest.raises(ValueError, match=said):
         import_peft(model, tmp_path)
-    assert bank_of(model) is None
+    assert adapters_of(model) is None
 
 
 def test_what_peft_cannot_express_is_refused(tmp_path: Path) -> None:

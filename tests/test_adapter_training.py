@@ -26,10 +26,9 @@ from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_gr
 from vitrail.engine.step import Ema
 from vitrail.learn.config import DistillationConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
-from vitrail.model.adapters.apply import apply, bank_of, base_state, counts, quantise
+from vitrail.model.adapters.adapter_file import load_adapter
+from vitrail.model.adapters.apply import adapters_of, apply, base_state, counts, merged_copy, quantise
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
-from vitrail.model.adapters.files import load_adapter
-from vitrail.model.adapters.merged import merged_copy
 from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -52,7 +51,7 @@ def tiny(**options: Any) -> Classifier:
 def trained(config: AdapterConfig, model: Classifier | None = None) -> Classifier:
     model = apply(tiny() if model is None else model, config)
     torch.manual_seed(7)
-    for parameter in bank_of(model).adapter("default").parameters():  # type: ignore[union-attr]
+    for parameter in adapters_of(model).adapter("default").parameters():  # type: ignore[union-attr]
         nn.init.normal_(parameter, std=0.3)
     return model
 
@@ -92,7 +91,7 @@ def test_a_run_trains_the_adapter_and_leaves_the_base(place: Path, tmp_path: Pat
     run = vitrail.train(configure(tmp_path / "run", model__weights=str(place / "base")), quiet=True)
     before, after = load_file(place / "base" / "model.safetensors"), base_state(run.model)
     assert all(torch.equal(value, after[name]) for name, value in before.items() if not name.startswith("head."))
-    adapter = bank_of(run.model).adapter("default")  # type: ignore[union-attr]
+    adapter = adapters_of(run.model).adapter("default")  # type: ignore[union-attr]
     assert adapter.group(0).beta.abs().max() > 0
     assert run.adapter is not None
     assert run.adapter["trained"] == 2 * 2 * 40 + HEAD  # k + l for q and v of two blocks, and the classifier
@@ -177,12 +176,12 @@ def test_a_moving_average_follows_the_adapter_and_keeps_the_base_bits() -> None:
     model = trained(NOLA)
     ema = Ema(model, 0.99)
     ema.set_step(10**6)
-    alpha = bank_of(model).adapter("default").group(0).alpha  # type: ignore[union-attr]
+    alpha = adapters_of(model).adapter("default").group(0).alpha  # type: ignore[union-attr]
     before = alpha.detach().clone()
     with torch.no_grad():
         alpha.add_(1.0)
     ema.follow(model)
-    mine = bank_of(ema.model).adapter("default").group(0).alpha  # type: ignore[union-attr]
+    mine = adapters_of(ema.model).adapter("default").group(0).alpha  # type: ignore[union-attr]
     torch.testing.assert_close(mine, before + 0.01, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(base_state(ema.model)[name], t) for name, t in base_state(model).items())
 
@@ -264,7 +263,7 @@ def test_a_run_keeps_the_adapter_alone_and_finds_its_base_again(place: Path) -> 
     assert sorted(file.name for file in (place / "run" / "model").iterdir()) == ["adapter.safetensors", "model.json"]
     loaded = vitrail.load(place / "run", merged=False)
     merged = vitrail.load(place / "run")
-    assert bank_of(merged) is None
+    assert adapters_of(merged) is None
     torch.testing.assert_close(merged(images()), loaded(images()), rtol=1e-5, atol=1e-5)
     assert loaded.stated["recipe"] == "small-transfer"
     by_hand = load_adapter(_with_classes(place), place / "run" / "model" / "adapter.safetensors")

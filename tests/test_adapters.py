@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vitrail.kernels.bases import NO_LAYER, bases
 from vitrail.model.adapters.apply import (
+    adapters_of,
     apply,
-    bank_of,
     base_state,
     counts,
     merge,
@@ -28,7 +28,7 @@ from vitrail.model.adapters.apply import (
     use,
 )
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
-from vitrail.model.adapters.quantise import from_whole, rounded, straight_through, to_whole
+from vitrail.model.adapters.methods import from_whole, rounded, straight_through, to_whole
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.schema import ConfigError, build, plain
@@ -119,9 +119,9 @@ def images(count: int = 3) -> Tensor:
 
 def shaken(model: Any, std: float = 1.0) -> Any:
     """The adapter in use, away from its start, where it changes nothing."""
-    bank = bank_of(model)
-    assert bank is not None
-    for parameter in bank.adapter(bank.active or "").parameters():
+    adapters = adapters_of(model)
+    assert adapters is not None
+    for parameter in adapters.adapter(adapters.active or "").parameters():
         nn.init.normal_(parameter, std=std)
     return model
 
@@ -215,9 +215,9 @@ def test_residual_networks_from_scratch_have_the_stated_counts(
         config = replace(config, targets=("*conv*",))
     apply(model, config)
     apply(model, replace(config, coefficients=last, targets=(head,)))
-    bank = bank_of(model)
-    assert bank is not None
-    assert bank.adapter("default").count == convs + 1
+    adapters = adapters_of(model)
+    assert adapters is not None
+    assert adapters.adapter("default").count == convs + 1
     found = counts(model)
     assert found.base == dense
     assert found.whole == norms
@@ -257,7 +257,7 @@ def test_a_step_trains_the_adapter_and_leaves_the_base(config: Any) -> None:
 
 def test_nola_is_the_product_of_two_sums_of_bases() -> None:
     model = shaken(apply(nn.Sequential(nn.Linear(7, 6)), Nola(rank=2, coefficients=5, scale=3, seed=4, targets=("0",))))
-    group = bank_of(model).adapter("default").group(0)  # type: ignore[union-attr]
+    group = adapters_of(model).adapter("default").group(0)  # type: ignore[union-attr]
     like = torch.empty(0, dtype=torch.float64)
     ups = bases(0, 5, 0, 12, seed=4, factor=0, layer=NO_LAYER, like=like).view(5, 6, 2) * (3 / (5 * 2)) ** 0.5
     downs = bases(0, 5, 0, 14, seed=4, factor=1, layer=NO_LAYER, like=like).view(5, 2, 7) * (3 / (5 * 7)) ** 0.5
@@ -283,7 +283,7 @@ def test_the_rank_of_a_change_is_at_most_its_own(shared: bool) -> None:
 def test_changes_of_nola_cover_as_many_dimensions_as_pairs_of_bases(side: int, rank: int, count: int) -> None:
     """NOLA: the covariance of changes has rank min(k l, d²), whatever the rank of a change."""
     model = apply(nn.Sequential(nn.Linear(side, side)), Nola(rank=rank, coefficients=count, targets=("0",)))
-    group: Any = bank_of(model).adapter("default").group(0)  # type: ignore[union-attr]
+    group: Any = adapters_of(model).adapter("default").group(0)  # type: ignore[union-attr]
     factors = {}
     for name, coefficients in (("up", group.alpha), ("down", group.beta)):
         units = []
@@ -299,11 +299,11 @@ def test_changes_of_nola_cover_as_many_dimensions_as_pairs_of_bases(side: int, r
 
 def test_changes_of_pranc_cover_as_many_dimensions_as_coefficients() -> None:
     model = apply(nn.Sequential(nn.Linear(6, 6)), Pranc(coefficients=7, targets=("0",)))
-    group: Any = bank_of(model).adapter("default").group(0)  # type: ignore[union-attr]
+    group: Any = adapters_of(model).adapter("default").group(0)  # type: ignore[union-attr]
     samples = []
     for _ in range(60):
         nn.init.normal_(group.alpha)
-        samples.append(group.changes()[0].matrix().detach().flatten())
+        samples.append(group.changes()[0].detach().flatten())
     assert torch.linalg.matrix_rank(torch.stack(samples).double(), rtol=1e-4) == 7
 
 
@@ -323,7 +323,7 @@ def test_shared_bases_serve_all_layers_and_separate_ones_do_not() -> None:
         model = apply(
             nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), Nola(rank=2, coefficients=4, shared=shared, targets=("*",))
         )
-        group: Any = bank_of(model).adapter("default").group(0)  # type: ignore[union-attr]
+        group: Any = adapters_of(model).adapter("default").group(0)  # type: ignore[union-attr]
         for coefficients in (group.alpha, group.beta):
             coefficients.data[1] = coefficients.data[0] = torch.randn(4)
         first, second = (change.matrix() for change in group.changes())
@@ -331,11 +331,11 @@ def test_shared_bases_serve_all_layers_and_separate_ones_do_not() -> None:
 
 
 def test_one_pass_makes_the_bases_of_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.model.adapters import nola
+    from vitrail.model.adapters import methods
 
     calls = []
-    right = nola.combine
-    monkeypatch.setattr(nola, "combine", lambda *a, **o: calls.append(a[0].shape) or right(*a, **o))
+    right = methods.combine
+    monkeypatch.setattr(methods, "combine", lambda *a, **o: calls.append(a[0].shape) or right(*a, **o))
     model = apply(tiny(), Nola(rank=2, coefficients=9, targets=("qv",)))
     model(images())
     assert calls == [(4, 9), (4, 9)]  # two layers, q and v; A and B
@@ -352,6 +352,26 @@ def test_a_layer_by_itself_computes_what_it_does_inside_a_pass() -> None:
     model(images())
     inside, x = seen["out"], seen["x"]
     assert torch.equal(layer(x), inside)
+
+
+def test_an_adapted_layer_keeps_its_type_its_hooks_and_every_place_in_the_model() -> None:
+    layer = nn.Linear(5, 5)
+    model = nn.Sequential(layer, nn.ReLU())
+    model.append(layer)  # the same layer twice
+    calls = []
+    layer.register_forward_hook(lambda _m, _x, out: calls.append(out))
+    shaken(apply(model, Lora(rank=2, targets=("0",))))
+    x = torch.randn(3, 5)
+    found = model(x)
+    assert isinstance(model[0], nn.Linear)
+    assert model[0] is model[2]
+    assert len(calls) == 2
+    assert torch.equal(calls[1], found)
+    expected = F.linear(F.linear(x, made(model, "0"), layer.bias).relu(), made(model, "0"), layer.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    remove(model, "default")
+    assert model[0] is layer
+    assert model[2] is layer
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 4, 5), (0, 5)])
@@ -378,11 +398,11 @@ def test_a_recomputed_block_gives_the_same_gradient() -> None:
 
     model = shaken(apply(Twice(), Nola(rank=2, coefficients=4, targets=("mlp",))))
     x = torch.randn(3, 6, requires_grad=True)
-    parameters = list(bank_of(model).adapter("default").parameters())  # type: ignore[union-attr]
+    parameters = list(adapters_of(model).adapter("default").parameters())  # type: ignore[union-attr]
     gradients = []
     for recompute in (None, True, None, False):
         model.recompute = recompute
-        bank_of(model).again.clear()  # type: ignore[union-attr]
+        adapters_of(model).recomputed.clear()  # type: ignore[union-attr]
         model.zero_grad()
         model(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in parameters])  # type: ignore[union-attr]
@@ -478,9 +498,9 @@ def test_trained_norms_and_their_statistics_belong_to_the_adapter() -> None:
     apply(model, Lora(rank=1, targets=("*conv*",), train_norms=True), "one")
     apply(model, Lora(rank=1, targets=("*conv*",), train_norms=True), "two")
     model(images())
-    bank = bank_of(model)
-    assert bank is not None
-    one, two = (bank.adapter(name).own.get("trunk.bn1.running_mean") for name in ("one", "two"))
+    adapters = adapters_of(model)
+    assert adapters is not None
+    one, two = (adapters.adapter(name).own.tensors()["trunk.bn1.running_mean"] for name in ("one", "two"))
     assert not torch.equal(one, two)  # type: ignore[arg-type]
     assert fingerprint(model) == before
 
@@ -509,8 +529,7 @@ def test_one_batch_takes_every_sample_through_its_own_adapter() -> None:
     model = several()
     names = ["task1", None, "task0", "task3", "task1", "task2"]
     x = images(6)
-    with route(model, names):
-        found = model(x)
+    found = route(model, names, x)
     for i, name in enumerate(names):
         # float32 products in another order
         torch.testing.assert_close(found[i], use(model, name)(x)[i], rtol=1e-4, atol=1e-5)
@@ -522,12 +541,11 @@ def test_a_routed_batch_trains_by_the_samples_of_an_adapter_alone() -> None:
     model = tiny()
     for name in ("one", "two"):
         shaken(apply(model, Nola(rank=2, coefficients=5, targets=("mlp",)), name), std=0.5)
-    with route(model, ["one", "two", "two"]):
-        model(images())[1:].square().sum().backward()
-    found = [p.grad.clone() for p in bank_of(model).adapter("two").groups.parameters()]  # type: ignore[union-attr]
+    route(model, ["one", "two", "two"], images())[1:].square().sum().backward()
+    found = [p.grad.clone() for p in adapters_of(model).adapter("two").groups.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
     use(model, "two")(images())[1:].square().sum().backward()
-    for gradient, parameter in zip(found, bank_of(model).adapter("two").groups.parameters(), strict=True):  # type: ignore[union-attr]
+    for gradient, parameter in zip(found, adapters_of(model).adapter("two").groups.parameters(), strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
@@ -601,12 +619,12 @@ def test_an_adapted_model_compiles_as_one_graph(config: Any) -> None:
     x = images()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-    bank = bank_of(model)
-    assert bank is not None
-    assert bank.found is None
-    assert bank.depth == 0
+    adapters = adapters_of(model)
+    assert adapters is not None
+    assert adapters.changes is None
+    assert adapters.depth == 0
     with torch.no_grad():  # a step later the graph must see other coefficients
-        for parameter in bank.adapter("default").parameters():
+        for parameter in adapters.adapter("default").parameters():
             parameter.mul_(0.5)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
 
@@ -614,7 +632,7 @@ def test_an_adapted_model_compiles_as_one_graph(config: Any) -> None:
 def test_half_precision_and_autocast_work_beside_float32_coefficients() -> None:
     model = shaken(apply(tiny().to(torch.bfloat16), Nola(rank=2, coefficients=5, targets=("qv", "mlp"))), std=0.5)
     assert model(images().bfloat16()).dtype == torch.bfloat16
-    assert bank_of(model).adapter("default").group(0).alpha.dtype == torch.float32  # type: ignore[union-attr]
+    assert adapters_of(model).adapter("default").group(0).alpha.dtype == torch.float32  # type: ignore[union-attr]
     other = shaken(apply(tiny(), Nola(rank=2, coefficients=5, targets=("qv", "mlp"))), std=0.5)
     with torch.autocast("cpu", torch.bfloat16):
         found = other(images())
@@ -714,14 +732,14 @@ def test_a_failed_attempt_leaves_the_model_alone() -> None:
     model = tiny()
     with pytest.raises(ValueError, match="rank 33"):
         apply(model, Nola(rank=33))
-    assert bank_of(model) is None
+    assert adapters_of(model) is None
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_frozen_base_is_adapted_like_any_other() -> None:
     model = apply(tiny().requires_grad_(False), Nola(rank=2, coefficients=5))
     model(images()).sum().backward()
-    assert bank_of(model).adapter("default").group(0).beta.grad.abs().max() > 0  # type: ignore[union-attr]
+    assert adapters_of(model).adapter("default").group(0).beta.grad.abs().max() > 0  # type: ignore[union-attr]
 
 
 def test_a_base_of_whole_numbers_works_beside_an_adapter_but_takes_no_merge() -> None:
@@ -745,8 +763,8 @@ def test_a_base_of_whole_numbers_works_beside_an_adapter_but_takes_no_merge() ->
 
 def test_a_routed_batch_of_another_size_is_refused() -> None:
     model = several()
-    with route(model, ["task0", "task1"]), pytest.raises(ValueError, match="named for 2 samples"):
-        model(images(3))
+    with pytest.raises(ValueError, match="named for 2 samples"):
+        route(model, ["task0", "task1"], images(3))
 
 
 @pytest.mark.parametrize("config", [*KINDS, Nola(targets=("qv", "blocks.*.fc1"), bits=4)])

@@ -24,11 +24,9 @@ from vitrail.learn.attention_teacher import readable
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.measure.attention_maps import layers_without_maps, map_layers, sima_layer
-from vitrail.model.adapters.apply import apply, bank_of, counts, merge, quantise, remove, route, use
-from vitrail.model.adapters.config import Lora, Vpt
-from vitrail.model.adapters.files import load_adapter, save_adapter
-from vitrail.model.adapters.header import read_header, summary
-from vitrail.model.adapters.merged import merged_copy
+from vitrail.model.adapters.adapter_file import load_adapter, save_adapter
+from vitrail.model.adapters.apply import adapters_of, apply, counts, merge, merged_copy, quantise, remove, route, use
+from vitrail.model.adapters.config import Lora, Vpt, read_header, summary
 from vitrail.model.adapters.peft import export_peft
 from vitrail.model.build import create_model, make_adaptive, replace_head
 from vitrail.model.classifier import Classifier
@@ -53,7 +51,7 @@ def prompted(deep: bool, model: Classifier | None = None, name: str = "default")
     """A model with prompts that are long enough to be noticed, and a head that is not at its start."""
     model = apply(tiny() if model is None else model, Vpt(tokens=COUNT, deep=deep), name)
     torch.manual_seed(7)
-    for parameter in bank_of(model).adapter(name).parameters():  # type: ignore[union-attr]
+    for parameter in adapters_of(model).adapter(name).parameters():  # type: ignore[union-attr]
         nn.init.normal_(parameter, std=0.5)
     return model
 
@@ -266,8 +264,7 @@ def test_each_sample_takes_its_own_prompts() -> None:
     nn.init.normal_(model.get_parameter("adapters.named.lora.groups.0.up"))
     names = ["deep", None, "lora", "shallow"]
     x = torch.cat([images(), images()[:1]])
-    with route(model, names):
-        found = model(x)
+    found = route(model, names, x)
     for i, name in enumerate(names):
         torch.testing.assert_close(found[i], use(model, name)(x)[i], rtol=1e-5, atol=1e-6)  # another batch size
 
@@ -320,7 +317,7 @@ def test_a_merged_copy_keeps_them_in_its_trunk_and_is_saved_whole(deep: bool, he
     model = prompted(deep, tiny(head=head))
     expected = model(images())
     made = merged_copy(model)
-    assert bank_of(made) is None
+    assert adapters_of(made) is None
     assert torch.equal(made(images()), expected)
     assert all(p.requires_grad for p in made.parameters())
     model.save(tmp_path / "whole")
@@ -376,7 +373,7 @@ def test_trunks_that_take_no_prompts_are_told_and_left_alone(name: str, options:
     model = tiny(name, **options)
     with pytest.raises(ValueError, match=said):
         apply(model, Vpt())
-    assert bank_of(model) is None
+    assert adapters_of(model) is None
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "timm:vit_tiny_patch16_224"])

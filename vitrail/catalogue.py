@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from vitrail.config import RunConfig
-from vitrail.model.adapters.config import AdapterConfig
-from vitrail.model.adapters.header import ADAPTER, read_header, summary
+from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig

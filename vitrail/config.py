@@ -22,7 +22,6 @@ from vitrail.learn.config import (
     SupervisedConfig,
 )
 from vitrail.model.config import OWN_TEXT, ModelConfig, TrunkConfig
-from vitrail.registry import kinds
 from vitrail.schema import ConfigError, Whole, build, check, near, plain
 
 __all__ = [
@@ -128,10 +127,6 @@ def validate(config: RunConfig) -> list[str]:
     name = config.model.name
     if not name.startswith(("timm:", "text:")) and name not in ZOO:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
-    known = kinds("evaluator")
-    problems += [
-        f"evaluators: no evaluator {name!r}{near(name, known)}" for name in config.evaluators if name not in known
-    ]
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:

@@ -65,21 +65,21 @@ class ExportCommand:
     def _adapter(self, to: str) -> int:
         """The adapter of a run alone: as a file of ours, or as a folder for peft."""
         from vitrail import load
-        from vitrail.model.adapters.apply import bank_of
-        from vitrail.model.adapters.files import save_adapter
-        from vitrail.model.adapters.header import read_header, summary
+        from vitrail.model.adapters.adapter_file import save_adapter
+        from vitrail.model.adapters.apply import adapters_of
+        from vitrail.model.adapters.config import read_header, summary
         from vitrail.model.adapters.peft import export_peft
 
         model, out = load(self.run, base=self.base, bits=self.bits if to == "peft" else None, merged=False), self.out
-        bank = bank_of(model)
-        if bank is None or bank.active is None:
+        adapters = adapters_of(model)
+        if adapters is None or adapters.active is None:
             raise ValueError(f"{self.run} is a whole model, without an adapter; export it to torch or onnx")
         if to == "peft":
-            export_peft(model, bank.active, out)
+            export_peft(model, adapters.active, out)
             stored = {"bytes": sum(file.stat().st_size for file in out.iterdir())}
             text = f"{stored['bytes']:,} bytes, for peft"
         else:
-            save_adapter(model, bank.active, out, bits=self.bits)
+            save_adapter(model, adapters.active, out, bits=self.bits)
             stored = summary(read_header(out))
             text = f"{stored['bytes']:,} bytes, {stored['stored']:,} parameters of {stored['kind']}"
             text += f", {stored['bits']} bits"

@@ -22,7 +22,7 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
-from vitrail.model.adapters.files import base_tensors, digest
+from vitrail.model.adapters.adapter_file import base_tensors, digest
 from vitrail.model.classifier import Classifier
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.muon import Muon
-from vitrail.model.adapters.apply import bank_of, counts
+from vitrail.model.adapters.apply import adapters_of, counts
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.matrices import hidden_matrices
 
@@ -84,7 +84,7 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     full, head, last:N (the last N blocks, final norm and head), norm, bias, attention (each with the head). An adapter
     has frozen what it does not train already. Raises `ValueError` where the model has no such part.
     """
-    if bank_of(model) is not None:
+    if adapters_of(model) is not None:
         if tune != "full":
             raise ValueError(f"optim.tune: {tune}, but the model has an adapter, which says what is trained; use full")
         found = counts(model)

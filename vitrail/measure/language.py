@@ -29,7 +29,7 @@ from vitrail.data.sources.text_files import texts_of
 from vitrail.files import write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import Advance, Findings, Loaders, Model, Where, batches, evaluator
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.decoding import complete, completion_logits
 from vitrail.model.heads.next_token import NextTokenHead

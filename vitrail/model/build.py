@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vitrail.data.config import PreprocessConfig
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.adaptive.config import AdaptiveConfig
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import (

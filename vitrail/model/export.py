@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.files import replacing
-from vitrail.model.adapters.merged import merged_copy
+from vitrail.model.adapters.apply import merged_copy
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.second_order import PowerNorm
 from vitrail.model.optimize import fold_affine

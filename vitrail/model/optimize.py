@@ -18,7 +18,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
-from vitrail.model.adapters.merged import merged_copy, without_adapters
+from vitrail.model.adapters.apply import merged_copy, without_adapters
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, XcitClassBlock

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
 from vitrail.files import replacing, write_text
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
@@ -199,7 +199,7 @@ def load_model(
     folder = model_folder(path)
     description = read_description(folder)
     if "adapter" in description:
-        from vitrail.model.adapted import load_adapted
+        from vitrail.model.adapters.adapter_file import load_adapted
 
         return load_adapted(folder, description, base=base, bits=bits, merged=merged).to(device or "cpu").eval()
     for option, value in (("base", base), ("bits", bits)):

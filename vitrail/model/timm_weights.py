@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem, TrunkConfig
 from vitrail.model.heads.config import ClassAttention

@@ -13,11 +13,9 @@ from vitrail.engine.loop import Loop
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
 from vitrail.measure.language import LanguageFigures
-from vitrail.model.adapted import save_adapted
-from vitrail.model.adapters.apply import bank_of
-from vitrail.model.adapters.files import base_hash
-from vitrail.model.adapters.header import ADAPTER, read_header, summary
-from vitrail.model.adapters.merged import without_adapters
+from vitrail.model.adapters.adapter_file import base_hash, save_adapted
+from vitrail.model.adapters.apply import adapters_of, without_adapters
+from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.next_token import writes_texts
 from vitrail.run.evaluate import figures_of
@@ -104,7 +102,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
 def _save(trainer: Trainer, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
     """Save the model, or the adapter alone where it has one; returns the contents of the adapter's file."""
     folder, config = trainer.folder, trainer.config
-    if bank_of(model) is None:
+    if adapters_of(model) is None:
         model.save(folder.model)
         return None
     if base_hash(model) != trainer.base_hash:  # an objective that changes more than it trains

@@ -21,6 +21,7 @@ from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
 from vitrail.model.weights import published_models
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES
+from vitrail.registry import kinds
 from vitrail.schema import ConfigError, near
 
 FETCHED = ("torchvision:", "hf:")  # to look whether such data are there may be to download them
@@ -31,6 +32,10 @@ def check_settings(config: RunConfig) -> None:
     problems = validate(config)
     if config.recipe not in RECIPES:
         problems.append(f"recipe: no recipe {config.recipe!r}{near(config.recipe, RECIPES)}")
+    known = kinds("evaluator")
+    problems += [
+        f"evaluators: no evaluator {name!r}{near(name, known)}" for name in config.evaluators if name not in known
+    ]
     if not config.data.uri:
         problems.append(
             "data: say where the images are, or the texts (--data FOLDER; `vitrail list data` names the forms)"

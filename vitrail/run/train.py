@@ -26,8 +26,8 @@ from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.evaluator import Loaders, needs_of
 from vitrail.measure.long_tail import COUNTS
+from vitrail.model.adapters.adapter_file import base_hash
 from vitrail.model.adapters.apply import apply
-from vitrail.model.adapters.files import base_hash
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig

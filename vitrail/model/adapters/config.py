@@ -1,12 +1,17 @@
-"""Options of every adapter: parameter-efficient fine-tuning of a frozen model."""
+"""Parameter-efficient fine-tuning of a frozen model: settings of adapters and the header of their files. No torch."""
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from vitrail.schema import Count, Fraction, Positive, Range
 
+ADAPTER = "adapter.safetensors"
+KEY, FORMAT = "vitrail_adapter", 1
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 Bits = Annotated[int, Range(2, 8)]
 
@@ -88,3 +93,55 @@ class Vpt:
 
 
 AdapterConfig = Lora | Nola | Pranc | Vpt
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """The JSON of an adapter file, and `bytes`, its size; `tensors` has the shapes as they are stored.
+
+    Raises `ValueError` with one sentence for a file that is damaged or something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no adapter at {path}")
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError("it is cut off")
+            entries = json.loads(file.read(length))
+        header: dict[str, Any] | None = json.loads((entries.pop("__metadata__", None) or {}).get(KEY, "null"))
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, struct.error, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no adapter file ({type(error).__name__}: {error})") from None
+    if header is None:
+        raise ValueError(f"{path} is no adapter file of vitrail; `vitrail export RUN FILE.safetensors` writes one")
+    if header.get("format", 0) > FORMAT:
+        raise ValueError(f"{path} was written by a newer vitrail ({header.get('vitrail')}); update to read it")
+    if expected != size:
+        raise ValueError(f"{path} is damaged: it has {size} bytes, and should have {expected}")
+    return {**header, "tensors": {name: tuple(entry["shape"]) for name, entry in entries.items()}, "bytes": size}
+
+
+def summary(header: dict[str, Any]) -> dict[str, Any]:
+    """The header of an adapter file as commands and reports show it."""
+    configs = header["configs"]
+    seeds = sorted({config["seed"] for config in configs if "seed" in config})
+    options = "rank coefficients coefficients_in scale shared tokens deep drop targets train_head train_norms"
+    return {
+        "kind": " + ".join(dict.fromkeys(str(config["kind"]) for config in configs)),
+        "name": header["name"],
+        "parts": [
+            {k: config[k] for k in options.split() if config.get(k) is not None}
+            | ({"layers": len(layers)} if layers else {})
+            for config, layers in zip(configs, header["layers"], strict=True)
+        ],
+        "trained": header["numbers"]["trained"],
+        "of_these_whole": header["numbers"]["whole"],
+        "stored": header["numbers"]["stored"],
+        "bytes": header["bytes"],
+        "bits": header["bits"] or 32,
+        "seed": seeds[0] if len(seeds) == 1 else seeds or None,
+        "base": {"architecture": header["architecture"], "hash": header["base"]},
+        "classes": None if header["classes"] is None else len(header["classes"]),
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.schema import near
 
@@ -36,13 +36,13 @@ SETS = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TargetMatrix:
     """A weight, or a third of a fused one, as a matrix."""
 
     layer: str  # name of its module
-    part: str  # of a fused layer: q, k or v; otherwise nothing
-    start: int  # first output of the layer that it makes
-    shape: tuple[int, int]  # outputs and inputs; of a convolution, as square as its numbers can be
+    part: str  # of a fused layer: q, k or v; otherwise empty
+    start: int  # first output of the layer that it computes
+    shape: tuple[int, int]  # outputs and inputs; of a convolution, as square as its kernel allows
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Piece:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What an adapter can do with a module; none where it cannot work."""
+    """The kind of layer that an adapter can change; none where it cannot."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Conv2d):
@@ -64,92 +64,89 @@ def kind_of(module: nn.Module) -> Kind | None:
     return "transposed" if named and weight is not None and weight.ndim == 2 else None
 
 
-def square(numbers: int) -> tuple[int, int]:
+def square(entries: int) -> tuple[int, int]:
     """Sides of the matrix of so many entries that is nearest to a square, for kernels as in NOLA (arXiv 2310.02556).
 
     >>> square(64 * 3 * 7 * 7), square(16 * 3 * 3 * 3)
     ((96, 98), (18, 24))
     """
-    side = next(d for d in range(math.isqrt(numbers), 0, -1) if numbers % d == 0)
-    return side, numbers // side
+    side = next(d for d in range(math.isqrt(entries), 0, -1) if entries % d == 0)
+    return side, entries // side
 
 
-def pieces_of(name: str, module: nn.Module) -> list[Piece]:
-    """The matrices of a layer: one, or three where q, k and v are fused."""
+def matrices_of(name: str, module: nn.Module) -> list[TargetMatrix]:
+    """The matrices of a layer: one, or three where q, k and v are fused; none of a model that is one bare layer."""
     kind, weight = kind_of(module), module._parameters.get("weight")
-    if kind is None or weight is None:
+    if kind is None or weight is None or not name:
         return []
     if kind == "conv":
-        return [Piece(name, "", 0, square(weight.numel()))]
-    outputs, inputs = _sides(kind, weight)
+        return [TargetMatrix(name, "", 0, square(weight.numel()))]
+    outputs, inputs = weight.T.shape if kind == "transposed" else weight.shape
     leaf = name.rpartition(".")[2]
     if leaf in FUSED and (outputs == 3 * inputs or (leaf == "qkv" and outputs % 3 == 0)):
         third = outputs // 3
-        return [Piece(name, part, i * third, (third, inputs)) for i, part in enumerate(PARTS)]
-    return [Piece(name, "", 0, (outputs, inputs))]
+        return [TargetMatrix(name, part, i * third, (third, inputs)) for i, part in enumerate(PARTS)]
+    return [TargetMatrix(name, "", 0, (outputs, inputs))]
 
 
-def _sides(kind: Kind, weight: Tensor) -> tuple[int, int]:
-    first, second = weight.shape
-    return (int(second), int(first)) if kind == "transposed" else (int(first), int(second))
-
-
-def role_of(piece: Piece) -> str:
+def role_of(matrix: TargetMatrix) -> str:
     """q, k, v, output, mlp, or nothing, by the name of a layer and of what it lies in."""
-    if piece.part:
-        return piece.part
-    *path, leaf = piece.layer.split(".")
+    if matrix.part:
+        return matrix.part
+    *path, leaf = matrix.layer.split(".")
     if leaf.isdigit() and path:  # `to_out.0`
         leaf = path.pop()
     inside = any(part in ("attn", "attention") or "attention" in part or part.endswith("_attn") for part in path)
-    for role in (*PARTS, "output") if inside else (*PARTS, "mlp"):
-        if leaf in ROLES[role]:
-            return role
-    return ""
+    return next((role for role in (*PARTS, "output" if inside else "mlp") if leaf in ROLES[role]), "")
 
 
 def below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a model without its adapters, by name."""
-    bank = model._modules.get("adapters")
-    return model.named_modules(memo=set() if bank is None else {bank})
+    adapters = model._modules.get("adapters")
+    return model.named_modules(memo=set() if adapters is None else {adapters})
 
 
-def find(model: nn.Module, targets: Sequence[str], leave: Sequence[str] = ()) -> list[Piece]:
-    """The pieces that any target names, in the order of the model, without layers named in `leave`.
+def find(model: nn.Module, targets: Sequence[str], leave: Sequence[str] = ()) -> list[TargetMatrix]:
+    """The matrices that any target names, in the order of the model, without layers named in `leave`.
 
     Raises `ValueError` where a target names nothing.
     """
-    known = [piece for name, module in below(model) if name not in leave for piece in pieces_of(name, module)]
-    chosen: set[Piece] = set()
+    known = [matrix for name, module in below(model) if name not in leave for matrix in matrices_of(name, module)]
+    chosen: set[TargetMatrix] = set()
     for target in targets:
-        found = {piece for piece in known if _named(piece, target)}
-        if not found:
-            raise ValueError(_nothing(model, target, known, leave))
-        chosen |= found
+        matching = {matrix for matrix in known if _matches(matrix, target)}
+        if not matching:
+            raise ValueError(_without_match(model, target, known, leave))
+        chosen |= matching
     if not chosen:
         raise ValueError("an adapter without targets adapts nothing; name some, for instance qv, mlp or all")
-    return [piece for piece in known if piece in chosen]
+    return [matrix for matrix in known if matrix in chosen]
 
 
-def _named(piece: Piece, target: str) -> bool:
+def _matches(matrix: TargetMatrix, target: str) -> bool:
     if target in SETS:
-        return target == "all" or role_of(piece) in SETS[target]
-    return any(fnmatchcase(name, way) for name in (piece.name, piece.layer) for way in (target, f"*.{target}"))
+        return target == "all" or role_of(matrix) in SETS[target]
+    return _fits(matrix.name, target) or _fits(matrix.layer, target)
 
 
-def _nothing(model: nn.Module, target: str, known: list[Piece], leave: Sequence[str]) -> str:
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name or its end, from a dot on."""
+    return fnmatchcase(f".{name}", f"*.{pattern}")
+
+
+def _without_match(model: nn.Module, target: str, known: list[TargetMatrix], leave: Sequence[str]) -> str:
     others = {
         type(module).__name__
         for name, module in below(model)
-        if name not in leave and target not in SETS and (fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}"))
+        if name not in leave and target not in SETS and _fits(name, target)
     }
     if others:
         return (
             f"what {target!r} matches cannot be adapted: {', '.join(sorted(others))}; adapters work on nn.Linear,"
-            " nn.Conv2d and Conv1D with weights that are numbers"
+            " nn.Conv2d and Conv1D"
         )
-    some = ", ".join(piece.name for piece in known[:4]) or "no linear layer and no convolution"
+    examples = ", ".join(matrix.name for matrix in known[:4]) or "no linear layer and no convolution"
     return (
         f"no layer matches the target {target!r}{near(target, SETS)}; use {', '.join(SETS)} or a pattern of names"
-        f" (here: {some}{', ...' if len(known) > 4 else ''})"
+        f" (here: {examples}{', ...' if len(known) > 4 else ''})"
     )

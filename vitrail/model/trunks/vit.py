@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.adapters.methods import Prompts
 from vitrail.model.adaptive.adavit import AdavitPolicy
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.avit import AvitPolicy
@@ -23,7 +24,6 @@ from vitrail.model.parts.positions import FourierPositions, resize_positions, si
 from vitrail.model.parts.residual import drop_path_rates, make_norm
 from vitrail.model.parts.stems import build_stem
 from vitrail.model.parts.tokens import Given, Probe, Tokens
-from vitrail.model.prompts import Prompts
 
 
 def build_policy(config: AdaptiveConfig, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> AdaptivePolicy:
