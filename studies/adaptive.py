@@ -35,7 +35,7 @@ from device_runs import DeviceRuns
 from found import Found, Order, hardware, read_rows, study_parser, to_the_end
 
 from vitrail.learn.attack import PROVENANCE, Attack, Universal, load_patch, make_change, save_patch
-from vitrail.learn.config import AttackConfig
+from vitrail.learn.attack_config import AttackConfig
 from vitrail.measure.compute import attack_success
 from vitrail.measure.speed import Way, in_turns
 from vitrail.model.adaptive.ats import AtsPolicy

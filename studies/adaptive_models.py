@@ -31,7 +31,7 @@ from vitrail.data.augment.pixel_ops import CropBoxes, resampled
 from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig
 from vitrail.data.loading.device_images import DeviceImages, stored_size
 from vitrail.data.preprocess import Preprocess
-from vitrail.learn.config import DefenceConfig
+from vitrail.learn.attack_config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case
 from vitrail.model.adaptive.config import Adavit, Ats, Avit
 from vitrail.model.build import make_adaptive

@@ -30,13 +30,12 @@ import torch
 from attention_models import AUTOENCODERS, FAMILIES, ON_BOXES, STILL, Data, Models
 from attention_pictures import Pictures
 from attention_tables import tables
+from boxes import Boxes, BoxTransfer, detector, evaluate_boxes
 from found import Found, Order, hardware, study_parser, to_the_end
 
 from vitrail.learn.attention_teacher import load_source
-from vitrail.learn.boxes import Boxes, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.objective import Objective
-from vitrail.measure.boxes import evaluate_boxes
 from vitrail.measure.corruptions import corruption_accuracy
 from vitrail.measure.ensembles import together
 from vitrail.measure.evaluator import Loaders, Predictions, predict_all

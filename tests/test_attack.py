@@ -36,7 +36,7 @@ from vitrail.learn.attack import (
     refuse_unfit,
     save_patch,
 )
-from vitrail.learn.config import AttackConfig
+from vitrail.learn.attack_config import AttackConfig
 from vitrail.measure.compute import attack_success, spent, worst_case
 from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from studies.boxes import Boxes, BoxHead, BoxTransfer, box_iou, detector, evaluate_boxes
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.data.dataset import DataSet
@@ -16,9 +17,7 @@ from vitrail.data.loading.loader import EvalLoader
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.attention_transfer import AttentionTransfer
-from vitrail.learn.boxes import Boxes, BoxHead, BoxTransfer, detector
 from vitrail.learn.config import AttentionTransferConfig
-from vitrail.measure.boxes import box_iou, evaluate_boxes
 from vitrail.measure.evaluator import Loaders
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

@@ -18,7 +18,8 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.attack import UniversalPatch, attack_losses
-from vitrail.learn.config import AttackConfig, DefenceConfig, SupervisedConfig
+from vitrail.learn.attack_config import AttackConfig, DefenceConfig
+from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.defence import PatchTraining
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit

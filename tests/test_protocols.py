@@ -12,13 +12,13 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
+from studies.training_cost import METHODS, TrainingCost, crop
 from vitrail.cli import run
 from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import averaged, together
 from vitrail.measure.evaluator import Loaders, Predictions, needs_of, only_classes
 from vitrail.measure.few_labels import Labelled, few_labels
 from vitrail.measure.retrieval import embed_all
-from vitrail.measure.training_cost import METHODS, TrainingCost, crop
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Projected

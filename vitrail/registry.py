@@ -72,8 +72,8 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "dino": "learn.config:DinoConfig learn.dino:Dino",
         "supcon": "learn.config:SupconConfig learn.supcon:Supcon",
         "protonw": "learn.config:ProtonwConfig learn.protonw:Protonw",
-        "attack": "learn.config:AttackConfig learn.attack:Attack",
-        "defence": "learn.config:DefenceConfig learn.defence:PatchTraining",
+        "attack": "learn.attack_config:AttackConfig learn.attack:Attack",
+        "defence": "learn.attack_config:DefenceConfig learn.defence:PatchTraining",
     },
     "evaluator": {
         "classification": "measure.evaluator:classify",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
 from vitrail.files import replacing, write_text
-from vitrail.learn.config import AttackConfig
+from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.adaptive.adavit import AdavitPolicy
 from vitrail.model.adaptive.ats import AtsPolicy

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.learn.attack import as_victim, attack_losses, make_change, refuse_unfit
-from vitrail.learn.config import DefenceConfig
+from vitrail.learn.attack_config import DefenceConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier

@@ -24,7 +24,7 @@ from vitrail.engine.device import choose_device, choose_precision, join
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
 from vitrail.learn.attack import Universal, load_patch, make_change, refuse_unfit, save_patch
-from vitrail.learn.config import AttackConfig
+from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import weights_hash
 from vitrail.measure.compute import Spent, attack_success, refuse_static, spent, worst_case
 from vitrail.model.build import Parts

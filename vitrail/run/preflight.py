@@ -12,7 +12,8 @@ from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device
 from vitrail.engine.run_folder import refuse_untracked
 from vitrail.files import refuse_unwritable
-from vitrail.learn.config import AttackConfig, ObjectiveConfig
+from vitrail.learn.attack_config import AttackConfig
+from vitrail.learn.config import ObjectiveConfig
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled

@@ -10,24 +10,48 @@ boxes [batch, 4]: left, top, right, bottom in sides of the picture
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.box_table import box_table
-from vitrail.data.config import AugmentConfig
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import Split
+from vitrail.data.loading.loader import EvalLoader
 from vitrail.learn.attention_teacher import Source
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import refuse_moving_views
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator, predict_all
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.vit import Trunk
+
+
+def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]:
+    """[largest index + 1, 4] left, top, right, bottom in sides of the picture; NaN where no image has that index.
+
+    Raises `ValueError` where a split has no boxes, or where preprocessing would move them.
+    """
+    if split.boxes is None or not len(split):
+        raise ValueError(f"{split.name} has no boxes to learn from; synthetic:shapes has one for every picture")
+    side = preprocess.size
+    size = split.read(0).size
+    if size != (side, side) or preprocess.crop_ratio < 1:
+        raise ValueError(
+            f"boxes are in pixels of pictures of {size[0]}x{size[1]}, and a model that takes {side}x{side} (crop ratio "
+            f"{preprocess.crop_ratio:g}) sees them elsewhere; use synthetic:shapes?size={side} and data.crop_ratio 1"
+        )
+    table = np.full((int(split.index.max()) + 1, 4), np.nan, np.float32)
+    table[split.index] = split.boxes / side
+    return table
+
 
 SIDES = ("left", "top", "right", "bottom")
 
@@ -118,3 +142,36 @@ class BoxTransfer(Boxes, AttentionTransfer):
     ) -> None:
         AttentionTransfer.__init__(self, model, config, teacher)
         self._know(known, augment)
+
+
+def box_iou(first: Tensor, second: Tensor) -> Tensor:
+    """Intersection over union [...] of pairs of boxes [..., 4]: left, top, right, bottom.
+
+    A box whose right is left of its left, or whose bottom is above its top, is empty: 0 with any other.
+
+    >>> box_iou(torch.tensor([0.0, 0, 2, 2]), torch.tensor([1.0, 0, 3, 2]))
+    tensor(0.3333)
+    """
+    low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
+    common = (high - low).clamp(min=0).prod(-1)
+    areas = [(box[..., 2:] - box[..., :2]).clamp(min=0).prod(-1) for box in (first, second)]
+    union = areas[0] + areas[1] - common
+    return torch.where(union > 0, common / union, 0.0)
+
+
+@evaluator()
+def evaluate_boxes(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
+    """Mean intersection over union, and the share of pictures where it is at least one half.
+
+    `model` gives boxes [batch, 4] in sides of the picture. Raises `ValueError` where pictures have no boxes.
+    """
+    loader = data.loaders[data.split]
+    if not isinstance(loader, EvalLoader):
+        raise ValueError("boxes are known for the pictures of a split; judge with an EvalLoader")
+    truth = torch.from_numpy(box_table(loader.split, loader.preprocess.config))
+    said = predict_all(model, loader, **where)
+    if said.logits.shape[1:] != (4,):
+        raise ValueError(f"a box has four sides, and the model gives {said.logits.shape[1]} numbers; use a detector")
+    found = box_iou(said.logits.double(), truth[said.index].double())
+    numbers = {"mean_iou": float(found.mean()), "iou_50": float((found >= 0.5).double().mean())}
+    return {"numbers": numbers, "tables": {}, "pictures": {}}
