@@ -1,14 +1,18 @@
-# Two commands: `make demo` and `make test`. Both make .venv on first use and are quick to repeat, offline too.
+# `make demo` and `make test` make .venv on first use and are quick to repeat, offline too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types imports unit stats format clean
+.PHONY: demo test test-slow checks lint types imports unit stats format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitrail train demo
 
-test: lint types imports unit
+# Static checks run next to the tests.
+test: $(VENV)/.installed-dev
+	$(MAKE) --jobs 2 checks unit
+
+checks: lint types imports
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .
@@ -22,7 +26,11 @@ imports: $(VENV)/.installed-dev
 
 # Two test processes with one thread each: small tensors gain nothing from more.
 unit: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# Studies from end to end, whole trainings, every recipe, subprocesses that are killed.
+test-slow: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 stats: $(VENV)/.installed-dev
 	$(BIN)/python tools/stats.py

@@ -17,10 +17,9 @@ import yaml
 from vitrail.config import RunConfig
 from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
-from vitrail.model.heads.config import HeadConfig
-from vitrail.model.mixers.config import MixerConfig
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, configured, stated
+from vitrail.registry import config_type, kinds, part
 from vitrail.schema import members, near, plain
 
 WIDE = 80  # columns of a terminal in which all that is known of models fits
@@ -55,8 +54,7 @@ def names(what: str) -> list[str]:
     """Every name of a kind."""
     return {
         "models": list(ZOO),
-        "heads": list(_kinds(HeadConfig)),
-        "mixers": list(_kinds(MixerConfig)),
+        **{f"{family}s": kinds(family) for family in ("head", "mixer", "objective", "evaluator")},
         "adapters": list(_kinds(AdapterConfig)),
         "recipes": list(RECIPES),
         "data": list(DATA_FORMS),
@@ -103,9 +101,10 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def _part(what: str, name: str) -> dict[str, Any]:
-    unions: dict[str, Any] = {"heads": HeadConfig, "mixers": MixerConfig, "adapters": AdapterConfig}
-    cls = _kinds(unions[what])[name]
-    options = {f.name: f.default for f in dataclasses.fields(cls) if f.name != "kind"}
+    if what == "evaluators":
+        return {"name": name, "about": " ".join((part("evaluator", name).__doc__ or "").split("\n\n")[0].split())}
+    cls = _kinds(AdapterConfig)[name] if what == "adapters" else config_type(what.removesuffix("s"), name)
+    options = {name: value for name, value in plain(cls()).items() if name != "kind"}
     return {"name": name, "about": (cls.__doc__ or "").splitlines()[0], "options": options}
 
 
@@ -230,8 +229,8 @@ def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
 
     def value(path: str) -> Any:
         inner: Any = config
-        for part in path.split("."):
-            inner = inner.get(part) if isinstance(inner, dict) else None  # another kind of objective may not have it
+        for key in path.split("."):
+            inner = inner.get(key) if isinstance(inner, dict) else None  # another kind of objective may not have it
         return inner
 
     rows = [{"setting": k, "source": v, "recipe": value(k)} for k, v in said.items() if k != "source"]

@@ -7,13 +7,14 @@ another package registers itself:
     @register("objective", MarginConfig)  # its `kind` is the name
     class Margin(Objective): ...
 
-when its module is imported, or when that module is an entry point of the group `vitrail.parts`, which is imported
-before the first name is looked up.
+when its module is imported. Modules that the environment variable VITRAIL_PARTS names (separated by commas), and entry
+points of the group `vitrail.parts`, are imported before the first name is looked up, in worker processes too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -122,7 +123,7 @@ def register(family: str, config: type | str) -> Callable[[T], T]:
 
 def kinds(family: str) -> list[str]:
     """Names of all parts of a family."""
-    _import_entry_points()
+    _import_outside_parts()
     return list(PARTS[family])
 
 
@@ -137,7 +138,7 @@ def part(family: str, kind: str) -> Any:
 
 
 def _row(family: str, kind: str, column: int) -> Any:
-    _import_entry_points()
+    _import_outside_parts()
     row = PARTS[family][kind]
     if not isinstance(row, str):
         return row[column]
@@ -146,6 +147,8 @@ def _row(family: str, kind: str, column: int) -> Any:
 
 
 @cache
-def _import_entry_points() -> None:
+def _import_outside_parts() -> None:
     for entry in entry_points(group="vitrail.parts"):
         entry.load()
+    for module in filter(None, os.environ.get("VITRAIL_PARTS", "").split(",")):
+        import_module(module.strip())

@@ -9,16 +9,18 @@ from typing import Annotated, Any, Literal
 from vitrail.cli.console import fail, output
 from vitrail.schema import Positional, near
 
+What = Literal["models", "heads", "mixers", "objectives", "evaluators", "adapters", "recipes", "data"]
+
 
 @dataclass(frozen=True)
 class ListCommand:
-    """Names of models, heads, mixers, adapters, recipes or data sources.
+    """Names of models, heads, mixers, objectives, evaluators, adapters, recipes or data sources.
 
     Example: vitrail list models "deit*" --json
     """
 
-    what: Annotated[Literal["models", "heads", "mixers", "adapters", "recipes", "data"], Positional("WHAT")] = "models"
-    """models, heads, mixers, adapters, recipes or data"""
+    what: Annotated[What, Positional("WHAT")] = "models"
+    """models, heads, mixers, objectives, evaluators, adapters, recipes or data"""
     pattern: Annotated[str, Positional("PATTERN")] = "*"  # only names that match this shell pattern
     json: bool = False  # print one JSON list
 

@@ -134,7 +134,7 @@ def nearest_centre(rows: Tensor, centres: Tensor) -> Tensor:
 
 @evaluator("train", "embedding")
 def evaluate_clusters(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "clusters": cluster alignment with as many clusters as classes, and the clusters' purity."""
+    """Cluster alignment with as many clusters as classes, and the clusters' purity."""
     train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     found = cluster_alignment((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
     numbers = {"cluster_alignment": found.accuracy, "cluster_purity": found.purity}

@@ -262,7 +262,7 @@ def corruption_table(kinds: Mapping[str, Any]) -> ResultTable:
 
 @evaluator(table=corruption_table)
 def evaluate_corruptions(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "corruptions": mean top-1 over all kinds and severities, and its ratio to that on clean images."""
+    """Mean top-1 over all kinds and severities, and its ratio to that on clean images."""
     if not isinstance(model, Classifier):
         raise ValueError(f"corruptions need a classifier of ours, not {type(model).__name__}")
     clean, found = corruption_accuracy(model, data, **where)

@@ -26,7 +26,7 @@ def fixed_draws(index: Tensor, draw: int) -> tuple[Tensor, Tensor]:
 
 @evaluator()
 def evaluate_denoising(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "denoising": the training loss, unweighed and with true labels, as a function of the weights alone.
+    """The training loss, unweighed and with true labels, as a function of the weights alone.
 
     `denoising_loss` is the mean over images; `_early`, `_middle` and `_late` those of a third of the times each. Raises
     `ValueError` for a model that is no diffusion model.

@@ -156,7 +156,7 @@ def _checked(stack: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tenso
 
 @evaluator()
 def evaluate_members(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "members": accuracy of each classifier and of their sum, strength and correlation (Breiman).
+    """Accuracy of each classifier and of their sum, strength and correlation (Breiman).
 
     A head with one classifier has a strength and no correlation; one that was trained with an auxiliary classifier also
     reports that one alone, all heads removed. Raises `ValueError` where several labels may hold.

@@ -267,7 +267,7 @@ def evaluate_episodes(
     classes: Sequence[str] = (),
     **where: Unpack[Where],
 ) -> Findings:
-    """The evaluator "episodes": few-shot accuracy of linear classifiers on the frozen embedding.
+    """Few-shot accuracy of linear classifiers on the frozen embedding.
 
     `classes` are those to draw from (none: all of the data's).
     """

@@ -242,7 +242,7 @@ def worst_mistakes(predictions: Predictions, most: int = 12) -> list[Mistake]:
 
 @evaluator()
 def classify(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "classification": accuracy, calibration and per-class figures of one split."""
+    """Accuracy, calibration and per-class figures of one split."""
     figures = evaluate(model, data.loaders[data.split], data.classes, **where)
     tables: dict[str, Any] = {"figures": figures.to_json()}
     if isinstance(figures, SingleLabelFigures):

@@ -199,7 +199,7 @@ def few_labels_table(results: Mapping[str, Any]) -> ResultTable:
 
 @evaluator("train", "embedding", table=few_labels_table)
 def evaluate_few(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "few": kNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
+    """KNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
     if data.split == "train":
         raise ValueError("few: the images that are labelled are drawn from train; judge another split")
     train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))

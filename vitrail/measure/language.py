@@ -212,7 +212,7 @@ def write_completions(model: Classifier, split: Split, *, autocast: torch.dtype 
 
 @evaluator()
 def evaluate_perplexity(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "perplexity": exp of the mean -log probability of a token of a completion, and that mean."""
+    """Exp of the mean -log probability of a token of a completion, and that mean."""
     _, tokens, nll = token_loss(_writer(model), data.loaders[data.split], **where)
     numbers = {"perplexity": math.exp(min(nll / tokens, 700.0)), "loss": nll / tokens}
     return {"numbers": numbers, "tables": {}, "pictures": {}}
@@ -220,7 +220,7 @@ def evaluate_perplexity(model: Model, data: Loaders, **where: Unpack[Where]) -> 
 
 @evaluator()
 def evaluate_bleu(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "bleu": corpus BLEU, in 0..1, of what the model writes after the prompts of a split, and the share
+    """Corpus BLEU, in 0..1, of what the model writes after the prompts of a split, and the share
     that is right word for word."""
     written = write_completions(
         _writer(model), cast("Any", data.loaders[data.split]).split, autocast=where.get("autocast")

@@ -125,7 +125,7 @@ def long_tail_table(groups: Mapping[str, Any]) -> ResultTable:
 def evaluate_long_tail(
     model: Model, data: Loaders, config: LongTailConfig | None = None, **where: Unpack[Where]
 ) -> Findings:
-    """The evaluator "long_tail": top-1 of Many, Med and Few classes, by the images that the model was trained on."""
+    """Top-1 of Many, Med and Few classes, by the images that the model was trained on."""
     config = config or LongTailConfig()
     counts: Sequence[int] | None = training_counts(model)
     if counts is None:
@@ -146,7 +146,7 @@ def evaluate_long_tail(
 
 @evaluator(table=long_tail_table)
 def evaluate_thirds(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "long_tail_thirds": the same with equally many classes in each group, for small data."""
+    """The same with equally many classes in each group, for small data."""
     return evaluate_long_tail(model, data, **where, config=LongTailConfig(groups="thirds"))
 
 

@@ -203,7 +203,7 @@ def probe_table(results: Mapping[str, Any], most: int = 5) -> ResultTable | None
 
 @evaluator("train", "embedding", table=probe_table)
 def evaluate_linear(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "linear": a linear probe on the frozen embedding, its learning rate and decay chosen on val.
+    """A linear probe on the frozen embedding, its learning rate and decay chosen on val.
 
     Where val itself is judged, or there is none, a share of training images is held out to choose by.
     """
@@ -218,7 +218,7 @@ def evaluate_linear(model: Model, data: Loaders, **where: Unpack[Where]) -> Find
 
 @evaluator("train", "embedding")
 def evaluate_published(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "linear_published": one rate and decay for all models and data, as CompRes to CMSF state it."""
+    """One rate and decay for all models and data, as CompRes to CMSF state it."""
     train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     found = linear_probe(
         (train.embedding, train.label), (test.embedding, test.label), len(data.classes), settings=LINEAR

@@ -211,7 +211,7 @@ def _granularities(data: Loaders, queries: Embedded, memory: Embedded) -> dict[s
 
 @evaluator("train", "embedding")
 def evaluate_neighbours(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "knn": on-the-fly classification among training images, at every level of a taxonomy.
+    """On-the-fly classification among training images, at every level of a taxonomy.
 
     The figure `knn` is that of the finest level with 20 neighbours, `knn200` that with 200 neighbours at temperature
     0.1, where there are so many training images; the table has all.
@@ -235,7 +235,7 @@ def evaluate_neighbours(model: Model, data: Loaders, **where: Unpack[Where]) -> 
 
 @evaluator("train", "embedding")
 def evaluate_retrieval(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "retrieval": mAP of ranking all training images for each query, at the finest level, and R@k.
+    """MAP of ranking all training images for each query, at the finest level, and R@k.
 
     With a taxonomy also conditioned on the coarsest level as the neighbours predict it (Grafit takes a classifier's own
     probabilities where there is one), and with that level known.
@@ -311,7 +311,7 @@ def kin_ranks(
 
 @evaluator("train", "embedding")
 def evaluate_purity(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """The evaluator "purity": of the 5 nearest training images, and of as many as it takes to meet 5 of one's class.
+    """Of the 5 nearest training images, and of as many as it takes to meet 5 of one's class.
 
     `median_rank` is the median over queries of the rank of the fifth image of their class; 5 is the best there is.
     """
