@@ -317,8 +317,8 @@ def test_a_bad_gradient_skips_the_update_and_leaves_no_trace(name: str) -> None:
     for first, second, last in ((True, False, 0), (False, True, 1)):
         guarded, updater = trained(first, second)
         assert all(torch.equal(guarded[k], v) for k, v in plain.items())
-        assert updater.look() == (1, last)
-        assert updater.look()[0] == 0
+        assert updater.read_skipped() == (1, last)
+        assert updater.read_skipped()[0] == 0
 
 
 def test_clipping_limits_the_norm() -> None:
@@ -638,7 +638,7 @@ def test_factors_of_lora_decay_and_coefficients_of_nola_do_not() -> None:
 
 def test_what_listens_is_clipped_by_itself() -> None:
     main, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    updater = Updater(torch.optim.SGD([main, other], lr=1.0, fused=True), clip=1.0, listening=[other])
+    updater = Updater(torch.optim.SGD([main, other], lr=1.0, fused=True), clip=1.0, probe=[other])
     main.grad, other.grad = torch.tensor([0.3, 0.0, 0.4]), torch.tensor([0.0, 50.0, 0.0])
     norm, _ = updater.apply()
     assert norm == pytest.approx(0.5)

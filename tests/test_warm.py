@@ -16,7 +16,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine import step as step_module
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
-from vitrail.engine.step import WARM_UP_STEPS, Still, TrainStep
+from vitrail.engine.step import WARM_UP_STEPS, StaticBatch, TrainStep
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
@@ -88,7 +88,7 @@ def made(objective: Objective, step: int, batch: Batch) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_after_those_that_warm_up_compiles_nothing(name: str) -> None:
-    objective, still = compiled(name), Still(batch_of(0))
+    objective, still = compiled(name), StaticBatch(batch_of(0))
     for step in range(WARM_UP_STEPS):
         still.take(batch_of(step))
         made(objective, step, still.piece)
@@ -109,7 +109,7 @@ def test_another_batch_of_the_same_shapes_may_compile(name: str) -> None:
 
 def test_a_batch_that_keeps_its_place_holds_what_it_took_and_fits_its_own_shapes_alone() -> None:
     first, second = batch_of(0), batch_of(1)
-    still = Still(first)
+    still = StaticBatch(first)
     places = [tensor.data_ptr() for tensor in still.piece.tensors()]
     assert still.fits(second)
     still.take(second)

@@ -1,9 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, say how to go on.
-
-torchrun: who we are among the processes, and the few things they do together.
-
-Which machine a run uses and how exactly it computes there.
-"""
+"""Device and precision of a run, its process group under torchrun, and requests to stop."""
 
 from __future__ import annotations
 
@@ -23,7 +18,8 @@ from vitrail.engine.config import EngineConfig
 
 
 class StopRequest:
-    """Set by the first Ctrl-C or SIGTERM inside the `with` block; a second one interrupts at once."""
+    """Set by the first Ctrl-C or SIGTERM inside the `with` block, so that the step is finished and saved; a second one
+    interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -57,40 +53,40 @@ class ProcessGroup:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes files and talks to people."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def wrap(self, objective: nn.Module, device: torch.device) -> nn.Module:
-        """The objective itself, or it inside DDP. Buffers stay each process's own (banks are shards)."""
+        """The objective, inside DDP where there are several processes. Buffers are not shared (banks are shards)."""
         if self.world == 1:
             return objective
-        places = [device] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(objective, device_ids=places, broadcast_buffers=False)
+        devices = [device] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(objective, device_ids=devices, broadcast_buffers=False)
 
     def gather(self, value: Any) -> list[Any]:
         """Small host objects of every process, in rank order."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
 
     def say(self, quiet: bool, *lines: str) -> None:
-        """Tell a person, by the main process alone."""
+        """Print lines to stderr, on the main process only."""
         if self.main and not quiet:
             for line in lines:
                 print(line, file=sys.stderr, flush=True)
 
 
 class Vote:
-    """Whether any process raises its flag, asked at every step and answered one step later.
+    """Whether any process has raised its flag, exchanged at every step and answered one step later.
 
-    So all processes learn it at the same step, and nobody waits for a device: hosts exchange one number while the next
-    step is made, and only one that is a whole step ahead of another waits for it.
+    All processes learn it at the same step without waiting for a device: hosts exchange one number during the next
+    step, and only a process that is a whole step ahead of another waits.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -98,7 +94,7 @@ class Vote:
         self._asked: tuple[dist.Work, Tensor] | None = None
 
     def __call__(self, flag: bool) -> bool:
-        """Raise one's own flag or not; returns whether any was raised the last time (alone: this time)."""
+        """Whether any flag was raised at the last step (in a single process: at this one)."""
         if self.group.world == 1:
             return flag
         before, value = self._asked, torch.tensor(int(flag))  # on the host, whatever the device
@@ -110,7 +106,7 @@ class Vote:
 
 
 def join() -> ProcessGroup:
-    """Join the process group that torchrun describes in the environment, or be alone."""
+    """Join the process group that torchrun describes in the environment, if any."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return ProcessGroup()
@@ -119,7 +115,7 @@ def join() -> ProcessGroup:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(local)
-        # Hosts speak with each other, too (`Vote`), and must not wait for their devices to do so.
+        # Hosts also exchange numbers (`Vote`), without waiting for their devices.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), local)
 
@@ -157,12 +153,12 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype | None
 
 
 def prepare(config: EngineConfig, seed: int, device: torch.device, group: ProcessGroup) -> bool:
-    """Set what is global in torch for a run; returns whether to compile.
+    """Set torch's global state for a run; returns whether to compile.
 
-    Everything is set both ways, so that nothing depends on an earlier run of the same process. One thing is beyond
-    that: cuBLAS, once used, keeps the workspace it began with.
+    Everything is set both ways, so that nothing depends on an earlier run in the same process, except that cuBLAS keeps
+    the workspace of its first use.
     """
-    torch.manual_seed(seed + 1_000_003 * group.rank)  # drop path and dropout draw apart in every process
+    torch.manual_seed(seed + 1_000_003 * group.rank)  # drop path and dropout differ between processes
     tf32 = device.type == "cuda" and config.precision != "float32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if config.deterministic:
@@ -173,8 +169,8 @@ def prepare(config: EngineConfig, seed: int, device: torch.device, group: Proces
         torch.use_deterministic_algorithms(config.deterministic)
     # On a CPU that cannot multiply bf16 the first such product switches oneDNN off for good, in the middle of a step:
     # there it is off from the start, and on again for the next run.
-    halves = device.type == "cpu" and choose_precision(config.precision, device) is torch.bfloat16
-    able = not halves or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    bf16_on_cpu = device.type == "cpu" and choose_precision(config.precision, device) is torch.bfloat16
+    able = not bf16_on_cpu or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     torch.backends.mkldnn.enabled = _ONEDNN and able  # type: ignore[assignment]
-    torch.backends.cudnn.benchmark = False  # it chooses by the clock; what is chosen without it is always the same
+    torch.backends.cudnn.benchmark = False  # it chooses by measured time, which differs from run to run
     return device.type == "cuda" if config.compile is None else config.compile

@@ -29,11 +29,11 @@ SETTLED_STEPS = 10  # after which a step allocates nothing new
 
 
 class Diverged(ValueError):
-    """Gradients have long been no numbers: going on would change nothing."""
+    """Every recent gradient was NaN or infinite."""
 
 
 class Stopped(Exception):
-    """Training was asked to stop; everything needed to go on is saved."""
+    """Training was interrupted; everything needed to resume is saved."""
 
     def __init__(self, step: int, run: Path) -> None:
         super().__init__(f"stopped after step {step}; continue with: vitrail train --resume {run}")
@@ -42,11 +42,11 @@ class Stopped(Exception):
 
 @dataclass
 class LoopResult:
-    """What training leaves: the weights to keep, and how it went."""
+    """The trained model, and how long it took."""
 
     model: Classifier
     steps: int
-    seconds: float  # of this process, without what an earlier one did before a resume
+    seconds: float  # of this process, without those before a resume
     images_per_second: float
     notes: list[str] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class LoopResult:
 class Loop:
     """A training run: `Loop(...).run()`.
 
-    `batches(start, stop)` gives the batches of those steps, `accumulate` a step; `evaluate(model)` gives figures on
+    `batches(start, stop)` gives the batches of those steps, `accumulate` per step; `evaluate(model)` gives metrics on
     val; `indices(step)` names the examples of a step, for reports of bad updates.
     """
 
@@ -75,7 +75,7 @@ class Loop:
     evaluate: Callable[[Classifier], Mapping[str, float]] | None = None
     indices: Callable[[int], Sequence[int]] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # what must be the same when the run is resumed
-    things: str = "images"  # what a person calls the examples
+    things: str = "images"  # word for the examples
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Steps made so far."""
+        """Steps completed so far."""
         return self.work.step
 
     def run(self) -> LoopResult:
@@ -123,7 +123,7 @@ class Loop:
                     continue
                 bar.advance(1)
                 if self.step == first + SETTLED_STEPS:
-                    # What compilation left behind stays: looking through it for garbage takes a third of a second.
+                    # Objects that compilation left stay alive: collecting garbage among them takes a third of a second.
                     gc.collect()
                     gc.freeze()
                     settling = time.monotonic() - began
@@ -131,7 +131,7 @@ class Loop:
                 if finished or self.step % self.engine.log_every == 0:
                     self._log(bar)
                 if finished or self._due(self.engine.evaluate_every):
-                    self._look_at_val(bar)
+                    self._evaluate(bar)
                 halt = not finished and asked_to_stop(stop.requested)
                 if finished or halt or self._due(self.engine.checkpoint_every):
                     self.save()
@@ -145,7 +145,7 @@ class Loop:
         return LoopResult(self.kept, self.step, seconds, rate, self.notes)
 
     def _describe(self, bar: Progress) -> None:
-        """Which optimiser takes how much, and whether steps are CUDA graphs, into the log."""
+        """Log how many parameters each optimiser takes, and whether steps are CUDA graphs."""
         shares = optimizer_shares(self.optim.name, self.work.optimizer.param_groups)
         if not self.group.main:
             return
@@ -167,7 +167,7 @@ class Loop:
 
     def _log(self, bar: Progress) -> None:
         means = self.work.meter.read(self.group)
-        skipped, last = self.work.updater.look()
+        skipped, last = self.work.updater.read_skipped()
         now = time.monotonic()
         steps = self.step - self._window[1]
         rate = steps * self.batch / max(now - self._window[0], 1e-9)
@@ -209,22 +209,22 @@ class Loop:
         if skipped == steps and steps >= 10:
             raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
 
-    def _look_at_val(self, bar: Progress) -> None:
+    def _evaluate(self, bar: Progress) -> None:
         if self.evaluate is None:
             return
         began = time.monotonic()
         self.work.agree()
-        figures = dict(self.evaluate(self.kept))
+        metrics = dict(self.evaluate(self.kept))
         self.work.train()
         seconds = round(time.monotonic() - began, 3)
         self._write(
-            {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **figures, "seconds": seconds}
+            {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **metrics, "seconds": seconds}
         )
-        plain = [(name, value) for name, value in figures.items() if not name.endswith(("_low", "_high"))]
+        plain = [(name, value) for name, value in metrics.items() if not name.endswith(("_low", "_high"))]
         shown = "  ".join(f"{name} {value:.4f}" for name, value in plain[:4])
-        if shown:  # without labels there is nothing to say
+        if shown:  # there are no metrics without labels
             self._say(bar, f"epoch {self._epoch():6.2f}  step {self.step:6d}  val  {shown}")
-        self._window = (self._window[0] + time.monotonic() - began, self._window[1])  # a look is not training time
+        self._window = (self._window[0] + time.monotonic() - began, self._window[1])  # evaluation is not training time
 
     def _say(self, bar: Progress, text: str) -> None:
         bar.say(text)
@@ -245,7 +245,7 @@ class Loop:
         kept = {n: t for n, t in self.objective.state_dict().items() if not self._found_again(n, base)}
         tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
         if self.work.ema is not None:
-            average = self.work.ema.model.state_dict()  # of the model alone, which may hold a frozen module, too
+            average = self.work.ema.model.state_dict()  # of the model alone, which may contain a frozen module
             tensors |= {f"ema/{n}": t for n, t in average.items() if not self._found_again(f"model.{n}", base)}
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -254,9 +254,9 @@ class Loop:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        for rank, found in enumerate(self.group.gather(random)):
-            tensors |= {f"rng/{rank}/{kind}": value for kind, value in found.items()}
-        # Sums are of this process; all processes log their mean, so each keeps its own share.
+        for rank, states in enumerate(self.group.gather(random)):
+            tensors |= {f"rng/{rank}/{kind}": value for kind, value in states.items()}
+        # Sums are per process; the log has their mean.
         for rank, sums in enumerate(self.group.gather({k: v.cpu() for k, v in self.work.meter.state().items()})):
             tensors |= {f"meter/{rank}/{name}": value for name, value in sums.items()}
         tensors["skipped"] = self.work.updater.skipped
@@ -268,14 +268,13 @@ class Loop:
         return base_tensors(self.objective.model) if "base" in self.facts else {}
 
     def _found_again(self, name: str, base: Mapping[str, Tensor]) -> bool:
-        """Whether a tensor of the objective is not stored, because a resumed run has it from where this one had it."""
+        """Whether a tensor of the objective is not stored, because it comes from a teacher or an adapter's base."""
         module, _, rest = name.partition(".")
         frozen = any(name.startswith(f"{one}.") for one in self.objective.frozen)
         return frozen or (module == "model" and rest in base)
 
     def _kept_facts(self) -> dict[str, Any]:
-        """What must be the same when the run is resumed: its facts (the hash of an adapter's base is one), and the
-        teachers. Neither is stored itself."""
+        """What must be equal when the run is resumed: its facts (an adapter's base is one) and hashes of its teachers."""
         return {**self.facts, **self.objective.identities}
 
     def save(self) -> None:
@@ -295,7 +294,7 @@ class Loop:
         self.group.barrier()
 
     def restore(self, state: checkpoint.State) -> None:
-        """Go on from a checkpoint. Raises `ValueError` where it belongs to another run."""
+        """Continue from a checkpoint. Raises `ValueError` where it belongs to another run."""
         for key, value in self._kept_facts().items():
             if state.facts.get(key) != value:
                 same = f"with the {key}" if key in (*self.objective.frozen, "base") else "on the data"

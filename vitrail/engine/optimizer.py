@@ -1,7 +1,4 @@
-"""Learning rate and weight decay as functions of the step.
-
-Trainable parameters, their groups, and the optimiser.
-"""
+"""Schedules of learning rate and weight decay, trainable parameters and their groups, and the optimiser."""
 
 from __future__ import annotations
 
@@ -87,8 +84,8 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     if adapters_of(model) is not None:
         if tune != "full":
             raise ValueError(f"optim.tune: {tune}, but the model has an adapter, which says what is trained; use full")
-        found = counts(model)
-        return found.trained, found.base
+        size = counts(model)
+        return size.trained, size.base
     head = model.head_parameters()
     kind, _, count = tune.partition(":")
     layers = model.layers
@@ -134,10 +131,11 @@ def of_adapter(name: str) -> bool:
 def parameter_groups(
     objective: nn.Module, config: OptimConfig, muon: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Trainable parameters of an objective by (layer, decayed, matrix of Muon, head), each with its share of the rate.
+    """Trainable parameters of an objective by (layer, decayed, matrix of Muon, head), each with its
+    share of the learning rate.
 
     The share is layer_decay ** (layers below the head), and `head_rate` for the head; parts of the objective outside
-    its model (projectors), and adapters, take the full rate. With Muon, `hidden_matrices` says which
+    its model (projectors), and adapters, take the full learning rate. With Muon, `hidden_matrices` says which
     weights are matrices; `muon` (of a resumed run) names them instead.
     """
     matrices = hidden_matrices(objective) if config.name == "muon" else {}
@@ -153,8 +151,8 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         layer = deepest
-        own = name.startswith("model.") and not of_adapter(name)
-        if isinstance(model, Classifier) and own and config.layer_decay < 1:
+        in_model = name.startswith("model.") and not of_adapter(name)
+        if isinstance(model, Classifier) and in_model and config.layer_decay < 1:
             layer = model.layer_of(name.removeprefix("model."))
         key = (layer, config.decay_all or decays(name, parameter), name in matrices, name in head)
         if key not in groups:
@@ -195,16 +193,14 @@ def build_optimizer(
     if config.name == "lamb":
         return Lamb(groups, betas=config.betas, eps=config.eps, **common)
     if config.name == "sgd":
-        made = torch.optim.SGD(
+        sgd = torch.optim.SGD(
             groups, momentum=config.momentum, nesterov=config.nesterov and config.momentum > 0, fused=True, **common
         )
-        if (
-            config.momentum
-        ):  # as torch would, but before the first step: a first step that is skipped leaves it undefined
-            for group in made.param_groups:
+        if config.momentum:  # torch creates it in the first step, which may be skipped
+            for group in sgd.param_groups:
                 for parameter in group["params"]:
-                    made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return made
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     if config.name == "adagrad":
         return torch.optim.Adagrad(groups, eps=config.eps, fused=True, **common)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
@@ -216,12 +212,12 @@ def build_optimizer(
 
 
 def optimizer_shares(name: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many parameters each optimiser takes: one entry, or those of Muon and of AdamW beside it."""
+    """How many parameters each optimiser takes: one entry, or those of Muon and of AdamW."""
     shares: dict[str, int] = {}
     for group in groups:
-        own = name if name != "muon" or group["matrices"] else "adamw"
-        shares[own] = shares.get(own, 0) + sum(p.numel() for p in group["params"])
-    return {own: shares[own] for own in sorted(shares, key=lambda each: each != name)}
+        taker = name if name != "muon" or group["matrices"] else "adamw"
+        shares[taker] = shares.get(taker, 0) + sum(p.numel() for p in group["params"])
+    return {taker: shares[taker] for taker in sorted(shares, key=lambda each: each != name)}
 
 
 def describe_shares(shares: Mapping[str, int]) -> str:

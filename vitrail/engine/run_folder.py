@@ -1,10 +1,7 @@
-"""The rows of `metrics.jsonl`, logged to TensorBoard as well.
+"""The run folder: configuration, metrics (in TensorBoard too, on request), log, environment, checkpoints; one writer.
 
-The run folder: configuration, metrics, log, environment, checkpoints; one writer at a time.
-
-The state of a run on disk: one safetensors file a checkpoint, tensors and a JSON header, written atomically.
-
-A file is complete or it is not there; its header carries a checksum, so a damaged one is named and never used.
+A checkpoint is one safetensors file, tensors and a JSON header, written atomically: it is complete or not there. Its
+header has a checksum, so that a damaged one is reported and never used.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ PLACES = ("step", "epoch")
 class TensorBoard:
     """Event files in RUN/tensorboard, a curve for every number of every split.
 
-    `step` is where the run goes on: what was written after it is taken back. Raises `ValueError`, with what to do,
+    `step` is where the run continues: later points are removed. Raises `ValueError`, with what to do,
     where TensorBoard is not installed.
     """
 
@@ -76,7 +73,7 @@ TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ
 class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `checkpoint/`, `model/`, `predictions.safetensors`, `report.html`, `log.txt`,
     `environment.json`; of a language model `completions.jsonl` in place of predictions. The report comes last: a run
-    that has one, and final figures, is finished."""
+    that has one, and final metrics, is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +102,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: str) -> RunFolder:
-        """A new run. An existing one is refused: nothing is ever overwritten."""
+        """A new run. An existing one is rejected: nothing is ever overwritten."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             hint = f"continue it with: vitrail train --resume {path}" if (path / "config.yaml").exists() else ""
             raise FileExistsError(f"{path} already exists; {hint or 'choose another --out'}")
@@ -125,9 +122,9 @@ class RunFolder:
         return run
 
     def lock(self) -> None:
-        """Hold the run. The operating system lets go when the process ends, however it ends.
+        """Lock the folder. The operating system releases the lock when the process ends, however it ends.
 
-        A record lock belongs to this process alone: worker processes that outlive a kill by a moment do not hold it.
+        A record lock belongs to this process alone, not to worker processes that outlive a kill by a moment.
         """
         try:
             import fcntl
@@ -166,7 +163,7 @@ class RunFolder:
             file.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line and flush it, so that what a checkpoint knows is also on disk."""
+        """Append one line and flush it, so that a checkpoint is never newer than the metrics."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -188,12 +185,12 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether everything is there. A resumed run loses its final figures first, and then counts as unfinished."""
+        """Whether everything is there. Resuming removes the final metrics first: the run is unfinished again."""
         return self.report.is_file() and any(line.get("final") for line in self.read_metrics())
 
     @property
     def busy(self) -> bool:
-        """Whether another process is writing here. Not for the writer itself: asking would let go of its own lock."""
+        """Whether another process is writing here. Not for the writer itself: asking would release its own lock."""
         if not (self.path / ".lock").exists():
             return False
         probe = RunFolder(self.path)
@@ -205,13 +202,13 @@ class RunFolder:
         return False
 
     def cut_metrics(self, step: int) -> None:
-        """Forget what was logged after the checkpoint, and any final figures."""
+        """Remove metrics logged after the checkpoint, and any final ones."""
         kept = [line for line in self.read_metrics() if line["step"] <= step and not line.get("final")]
         write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and command, as they stand beside every figure."""
+    """Versions, hardware and command of a run."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -253,7 +250,7 @@ FORMAT = 1
 
 @dataclass
 class State:
-    """Everything that training needs to go on as if it had never stopped."""
+    """Everything that training needs to continue as if it had never stopped."""
 
     step: int  # optimiser steps done
     tensors: dict[str, Tensor]  # by name: objective/..., ema/..., optimizer/..., rng/..., meter/...
@@ -280,12 +277,12 @@ def _file(folder: Path, step: int) -> Path:
 
 def steps_saved(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first."""
-    found = (re.fullmatch(r"step-(\d+)\.safetensors", p.name) for p in folder.glob("step-*.safetensors"))
-    return sorted(int(m[1]) for m in found if m)
+    matches = (re.fullmatch(r"step-(\d+)\.safetensors", p.name) for p in folder.glob("step-*.safetensors"))
+    return sorted(int(m[1]) for m in matches if m)
 
 
 def save(folder: Path, state: State, keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`; nothing older goes before the new one is safe."""
+    """Write a checkpoint, then remove all but the newest `keep`; no older one is removed before the new one is safe."""
     header = {"format": FORMAT, "step": state.step, "facts": state.facts, "checksum": _checksum(state.tensors)}
     path = _file(folder, state.step)
     write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
@@ -313,7 +310,7 @@ def read(path: Path) -> State:
 
 
 def newest(folder: Path) -> tuple[State | None, list[str]]:
-    """The newest checkpoint that is whole, and a sentence for each damaged one that was passed over."""
+    """The newest checkpoint that is whole, and a sentence for each damaged one."""
     damaged: list[str] = []
     for step in reversed(steps_saved(folder)):
         try:

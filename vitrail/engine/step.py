@@ -1,11 +1,7 @@
-"""A moving average of the weights.
+"""One training step: forward, loss, backward, clipping, guard, optimiser, moving average of the weights, meter.
 
-One optimiser update that never waits for the device, and the averages of what is logged.
-
-One training step as one thing: forward, loss, backward, clipping, guard, optimiser, moving average, meter.
-
-On CUDA the whole of it can be one graph, which the host launches with a single call: what changes from step to step
-(images, learning rate, clock, share of the average) lies in tensors that keep their place.
+Nothing in it waits for the device. On CUDA the whole step can be one graph, which the host launches with a single call:
+what changes from step to step (images, learning rate, clock, decay of the average) lies in tensors at fixed addresses.
 """
 
 from __future__ import annotations
@@ -45,41 +41,41 @@ class Ema:
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
         """Follow the weights; buffers are copied."""
-        mine: list[Tensor] = list(self.model.parameters())
-        away = torch._foreach_sub([p.detach() for p in model.parameters()], mine)
-        torch._foreach_mul_(away, self.share)
-        torch._foreach_add_(mine, away)
-        for own, other in zip(self.model.buffers(), model.buffers(), strict=True):
-            own.copy_(other)
+        average: list[Tensor] = list(self.model.parameters())
+        difference = torch._foreach_sub([p.detach() for p in model.parameters()], average)
+        torch._foreach_mul_(difference, self.share)
+        torch._foreach_add_(average, difference)
+        for mine, other in zip(self.model.buffers(), model.buffers(), strict=True):
+            mine.copy_(other)
 
 
 class Updater:
     """Clips, guards and applies gradients.
 
-    Parameters that only listen to the others are clipped by a norm of their own: they may not make the others' steps
-    smaller. The norm that is told is the others'. A gradient with NaN or infinity anywhere skips the whole update on
-    the device (`found_inf` of the fused optimisers and of Lamb); the counters say so at the next logging step.
+    Parameters of an online linear probe (`probe`) are clipped by a norm of their own, so that they do not shrink the
+    steps of the network; the norm that is logged is the network's. A gradient with NaN or infinity anywhere skips the
+    whole update on the device (`found_inf` of the fused optimisers and of Lamb), and the next logging step reports it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clip: float, listening: Sequence[Tensor] = ()) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float, probe: Sequence[Tensor] = ()) -> None:
         self.optimizer, self.clip = optimizer, clip
-        apart = {id(p) for p in listening}
+        probed = {id(p) for p in probe}
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = [p for p in every if id(p) not in apart]
-        self.listening = [p for p in every if id(p) in apart]
+        self.parameters = [p for p in every if id(p) not in probed]
+        self.probe = [p for p in every if id(p) in probed]
         device = every[0].device
-        self.clock = torch.zeros((), device=device)  # the step that is being made
-        self.skipped = torch.zeros((), device=device)  # updates skipped since the last look
+        self.clock = torch.zeros((), device=device)  # the current step
+        self.skipped = torch.zeros((), device=device)  # updates since the last report
         self.last_skipped = torch.full((), -1.0, device=device)  # the step of the last one
 
     def apply(self) -> tuple[Tensor, Tensor]:
-        """Apply the gradients and drop them; returns their norm and 1 where the update was made, else 0."""
-        groups = [part for part in (self.parameters, self.listening) if part]
+        """Apply the gradients and drop them; returns their norm, and 1 (0 where the update was skipped)."""
+        groups = [part for part in (self.parameters, self.probe) if part]
         norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in groups]
         norm, bad = norms[0], (~torch.isfinite(torch.stack(norms)).all()).float()
         if self.clip:
-            for part, own in zip(groups, norms, strict=True):
-                torch.nn.utils.clip_grads_with_norm_(part, self.clip, own)
+            for part, total in zip(groups, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(part, self.clip, total)
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self._decay(1 - bad)
@@ -97,15 +93,15 @@ class Updater:
             if weights:
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["decay"] * good)
 
-    def look(self) -> tuple[int, int]:
-        """How many updates were skipped since the last look, and the step of the last (waits for the device)."""
+    def read_skipped(self) -> tuple[int, int]:
+        """How many updates were skipped since the last call, and the step of the last (waits for the device)."""
         count, last = int(self.skipped.item()), int(self.last_skipped.item())
         self.skipped.zero_()
         return count, last
 
 
 class Statistics:
-    """Running statistics of batch norms, which a forward pass moves before anybody knows whether its step counts."""
+    """Running statistics of batch norms, which a forward pass updates before its step is known to be finite."""
 
     def __init__(self, module: nn.Module) -> None:
         self.buffers = [
@@ -125,7 +121,7 @@ class Statistics:
             self._before = None
 
     def agree(self, group: ProcessGroup) -> None:
-        """The mean over processes, each of which saw other images (all must call it)."""
+        """Average them over processes, each of which saw other images (all must call it)."""
         if group.world > 1 and self.buffers:
             mean = self._now()
             torch.distributed.all_reduce(mean)
@@ -187,10 +183,10 @@ WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, o
 
 
 class TrainStep:
-    """`feed` takes the pieces of each step one after the other; after `accumulate` of them the step is made.
+    """`feed` takes the micro-batches of a step one after the other; after `accumulate` of them the step is complete.
 
-    `graph` captures steps as a CUDA graph once they are warm; pieces of another shape than the captured ones are
-    computed without it. It is left out, and `why_no_graph` says why, where something must be decided on the host.
+    `graph` captures steps as a CUDA graph after a warm-up; micro-batches of another shape run without it. Where
+    something must be decided on the host there is none, and `why_no_graph` says why.
     """
 
     def __init__(
@@ -209,13 +205,13 @@ class TrainStep:
     ) -> None:
         self.objective = objective.to(device)
         if device.type == "cuda" and is_convolutional(objective.model):
-            self.objective.to(memory_format=torch.channels_last)  # tensor cores want it
+            self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
         self.train()
         self.schedule, self.device, self.autocast = schedule, device, autocast
         self.accumulate, self.group = accumulate, group or ProcessGroup()
         self.optim = optim
         self.optimizer = build_optimizer(objective, optim)
-        self.updater = Updater(self.optimizer, optim.clip, objective.listening)
+        self.updater = Updater(self.optimizer, optim.clip, objective.probe_parameters)
         self.statistics = Statistics(self.objective)
         self.ema = Ema(objective.model, ema) if ema else None
         self.meter = Meter()
@@ -223,7 +219,7 @@ class TrainStep:
         self.lr = 0.0  # of the last one
         self.why_no_graph = _why_no_graph(objective, optim, device, accumulate, self.group)
         self._graph: _Graph | None = None
-        self._phase = 0  # of the objective, that the graph was made for
+        self._phase = 0  # of the objective, for which the graph was captured
         self._wants_graph = graph and not self.why_no_graph
         self._compile = compile
         self._wrapped: nn.Module | None = None
@@ -231,7 +227,7 @@ class TrainStep:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed by now."""
+        """Whether steps are replayed."""
         return self._graph is not None and self._graph.graph is not None
 
     @property
@@ -243,12 +239,12 @@ class TrainStep:
         """Training mode, but for batch norms of the model that are frozen: their statistics are, too."""
         self.objective.train()
         for norm in batch_norms(self.objective.model):
-            own = list(norm.parameters())
-            if own and not any(p.requires_grad for p in own):
+            weights = list(norm.parameters())
+            if weights and not any(p.requires_grad for p in weights):
                 norm.eval()
 
     def feed(self, piece: Batch) -> bool:
-        """Compute a piece; True where it completed a step."""
+        """Compute a micro-batch; True where it completed a step."""
         if not self._pieces:
             self.objective.before_step(self.step)
         if len(self._pieces) == self.accumulate - 1:
@@ -259,7 +255,7 @@ class TrainStep:
         if not self._wants_graph:
             done = self._compute(piece)
         else:
-            # Again where the first pieces were odd ones, and where steps become other work.
+            # Captured again where the first batches had an unusual shape, and where the phase of the objective changes.
             if (
                 self._graph is None
                 or self._phase != self.objective.phase
@@ -275,7 +271,7 @@ class TrainStep:
     def follow_checkpoint(self, saved: Mapping[str, Tensor]) -> None:
         """Give Muon and AdamW the weights that they had when `saved`, state by "name/key", was written.
 
-        Earlier versions gave Muon fewer matrices; a run of theirs goes on as it began.
+        Earlier versions gave Muon fewer matrices; their runs are resumed as they began.
         """
         matrices = {name.rpartition("/")[0] for name in saved if name.endswith("/momentum_buffer")}
         now = {name for group in self.optimizer.param_groups if group["matrices"] for name in group["names"]}
@@ -284,7 +280,7 @@ class TrainStep:
             self.updater.optimizer = self.optimizer
 
     def agree(self) -> None:
-        """Make the model one for all processes before it is judged or stored: weights are, running statistics not."""
+        """Make running statistics equal on all processes, as weights are, before the model is evaluated or saved."""
         self.statistics.agree(self.group)
         if self.ema is not None:
             Statistics(self.ema.model).agree(self.group)
@@ -329,7 +325,7 @@ def _why_no_graph(
 
 
 def decides_on_the_host(objective: Objective) -> str:
-    """Why a step of this objective cannot be replayed, in words; empty where it can."""
+    """Why a step of this objective cannot be replayed; empty where it can."""
     reasons = ((type(part).__name__, getattr(part, "host_decision", "")) for part in objective.modules())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
 
@@ -340,28 +336,28 @@ def is_convolutional(model: nn.Module) -> bool:
     return convolutions > sum(isinstance(m, nn.Linear) for m in model.modules())
 
 
-class Still:
-    """A batch whose tensors keep their places: others of its shapes are copied into it.
+class StaticBatch:
+    """A batch at fixed addresses: others of its shapes are copied into it.
 
-    Warming up and capture must see one and the same batch. Compiled code asks of its tensors more than their shapes,
-    for one whether two of them are the same, and where an answer is new it compiles, which no capture survives.
+    Warm-up and capture must see one and the same batch. Compiled code guards on more than shapes, such as whether
+    two tensors are the same one, and a failed guard compiles again, which no capture survives.
     """
 
     def __init__(self, piece: Batch) -> None:
         self.piece = piece.changed(torch.clone)
 
     def fits(self, piece: Batch) -> bool:
-        own, other = self.piece.tensors(), piece.tensors()
-        return len(own) == len(other) and all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, other, strict=True)
+        mine, other = self.piece.tensors(), piece.tensors()
+        return len(mine) == len(other) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(mine, other, strict=True)
         )
 
     def take(self, piece: Batch) -> None:
         torch._foreach_copy_(self.piece.tensors(), piece.tensors())
 
 
-class _Graph(Still):
-    """A step on a batch that keeps its place: as it is until all is warm, then captured and replayed."""
+class _Graph(StaticBatch):
+    """A step on a static batch: run as it is during warm-up, then captured and replayed."""
 
     def __init__(self, work: Callable[[Batch], bool], piece: Batch, device: torch.device) -> None:
         super().__init__(piece)
@@ -371,7 +367,7 @@ class _Graph(Still):
         self._aside = torch.cuda.Stream(device)
 
     def run(self, piece: Batch) -> bool:
-        """Compute a piece; True where it completed a step."""
+        """Compute a micro-batch; True where it completed a step."""
         if not self.fits(piece):
             return self._plain(piece)
         self.take(piece)
@@ -384,15 +380,15 @@ class _Graph(Still):
         return True
 
     def _plain(self, piece: Batch) -> bool:
-        """On another stream than the usual one, as capture wants it of all that comes before."""
+        """On a side stream, as capture requires of the warm-up."""
         with on(self._aside):
             return self.work(piece)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # a graph has memory of its own: what warming up took must not stay beside it
+        torch.cuda.empty_cache()  # the graph has its own memory pool: release that of the warm-up
         try:
             return captured(lambda: self.work(self.piece), warm_up=0, device=self.device)[0]
         except RuntimeError as error:
-            advice = "this step cannot be a CUDA graph, for what is said above; use --engine.graph false"
+            advice = "this step cannot be captured as a CUDA graph (reason above); use --engine.graph false"
             raise RuntimeError(advice) from error

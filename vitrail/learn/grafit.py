@@ -118,7 +118,7 @@ class Grafit(Supervised):
         return cast("ProjectedHead", self.model.head)
 
     @property
-    def listening(self) -> list[nn.Parameter]:
+    def probe_parameters(self) -> list[nn.Parameter]:
         return [] if self.options.classification else list(self.head.fc.parameters())
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -148,9 +148,9 @@ class Grafit(Supervised):
         total = total.float()
         if not config.classification:
             pooled = self.head.pooled(out.tokens)[:count].detach()
-            listening = self.criterion(self.head.fc(pooled), batch.target)
-            total = total + listening - listening.detach()  # to its gradient and not to its value
-            losses["probe"] = listening
+            probe = self.criterion(self.head.fc(pooled), batch.target)
+            total = total + probe - probe.detach()  # adds its gradient, not its value
+            losses["probe"] = probe
         return {"loss": total, **{name: value.detach() for name, value in losses.items()}}
 
     def after_step(self, step: int) -> None:

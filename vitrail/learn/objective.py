@@ -77,8 +77,8 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     @property
-    def listening(self) -> list[nn.Parameter]:
-        """Parameters that learn from the others and must not touch them, not even by the norm that clips gradients."""
+    def probe_parameters(self) -> list[nn.Parameter]:
+        """Parameters of a detached online linear probe, which must not affect the others, not even by clipping."""
         return []
 
     @cached_property

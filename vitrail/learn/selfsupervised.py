@@ -190,7 +190,7 @@ class SelfSupervised(Objective):
         return cast("ProjectedHead", self.model.head)
 
     @property
-    def listening(self) -> list[nn.Parameter]:
+    def probe_parameters(self) -> list[nn.Parameter]:
         return list(self.head.fc.parameters())
 
     def encode(self, images: Tensor) -> Encoded:
@@ -211,10 +211,10 @@ class SelfSupervised(Objective):
             each = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
         else:
             each = F.cross_entropy(logits, dense, reduction="none")
-        listening = each.mean() if known is None else (each * known).sum() / known.sum().clamp(min=1)
+        probe = each.mean() if known is None else (each * known).sum() / known.sum().clamp(min=1)
         values = {name: value.detach() for name, value in others.items()}
         values["spread"], values["rank"] = spread_and_rank(seen.embedding.detach())
-        return {"loss": loss + listening - listening.detach(), "probe": listening.detach(), **values}
+        return {"loss": loss + probe - probe.detach(), "probe": probe.detach(), **values}
 
     def purity(self, found: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
         """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label."""
