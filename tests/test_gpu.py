@@ -184,7 +184,7 @@ def test_a_step_that_cannot_be_captured_says_what_to_do() -> None:
     batch = Batch((torch.zeros(8, 3, 32, 32, dtype=torch.uint8, device="cuda"),), labels, labels, labels)
     for _ in range(3):
         step.feed(batch)
-    with pytest.raises(RuntimeError, match=r"cannot be a CUDA graph.*--engine\.graph false"):
+    with pytest.raises(RuntimeError, match=r"cannot be captured as a CUDA graph.*--engine\.graph false"):
         step.feed(batch)
     assert step.step == 3
     torch.cuda.synchronize()

@@ -274,7 +274,7 @@ class Loop:
         return frozen or (module == "model" and rest in base)
 
     def _kept_facts(self) -> dict[str, Any]:
-        """What must be equal when the run is resumed: its facts (an adapter's base is one) and hashes of its teachers."""
+        """What must be equal when the run is resumed: its facts, and the hashes of its teachers."""
         return {**self.facts, **self.objective.identities}
 
     def save(self) -> None:
