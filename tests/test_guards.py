@@ -195,7 +195,7 @@ def test_what_other_evaluators_found_is_printed_and_their_place_explained(photos
     told = json.loads(out)
     final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert told["knn"] == final["knn"]
-    assert "linear classifier that listens" in err
+    assert "online linear probe" in err
 
 
 @pytest.mark.parametrize(("guesses", "told"), [([1, 1, 1], True), ([1, 1, 2], False), ([1], False)])

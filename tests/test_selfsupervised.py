@@ -888,5 +888,5 @@ def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"objective\.clusters: 99 clusters of 18 training images"):
         build_objective(ClustersConfig(teacher=other, clusters=99), small(), FACTS)
     several = TrainingFacts(np.eye(3, dtype=np.int64), np.arange(3), 1)
-    with pytest.raises(ValueError, match="needs one label an image"):
+    with pytest.raises(ValueError, match="needs one label per image"):
         build_objective(CmsfConfig(constraint="supervised"), small(), several)

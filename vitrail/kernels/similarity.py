@@ -1,12 +1,9 @@
-"""A memory of unit vectors under a softmax, and the nearest in it, a part of it at a time.
+"""Unit vectors compared with every row of a memory, block by block: softmax over it, and its nearest rows.
 
-Nothing as large as queries x memory is kept, for the backward pass neither, and nothing is normalised or copied: the
-memory is read where it lies, in its own precision, and multiplied in float32 (a search in bfloat16 on CUDA: in its own,
-summed in float32). Queries [queries, width], memory [rows, width], both of unit length.
-
-Comparisons with every row of a memory, a part of it at a time: nothing as large as queries x memory is ever kept.
-
-Rows are compared by cosine. Queries [queries, width], memory [rows, width]; both are normalised here.
+Nothing as large as queries x memory is kept, not for the backward pass either, and nothing is normalised or copied
+there: the memory is read in place, in its own precision, and multiplied in float32 (a search in bfloat16 on CUDA: in
+its own, summed in float32). Queries [queries, width], memory [rows, width]; `nearest` and what follows it normalise
+both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Universal changes of images: a patch at a fixed place, or a bounded perturbation of every pixel (SlowFormer, Navaneet
-et al., 2023, arXiv 2310.02544).
+"""Attacks on the compute of adaptive models: a universal patch, or a bounded perturbation of every pixel, learned on a
+frozen victim (SlowFormer, Navaneet et al., 2023, arXiv 2310.02544).
 
 images [batch, 3, height, width] are a model's input, normalised; levels [3, height, width] are whole numbers on the
-scale of bytes, 0 to 255.
-
-Attacks on the compute of adaptive models: one universal patch, learned on a frozen victim (SlowFormer, Navaneet et
-al., 2023, arXiv 2310.02544).
-
-The objective's model is the victim, the patch its only trainable parameter.
+scale of bytes, 0 to 255. The objective's model is the victim, the patch its only trainable parameter.
 """
 
 from __future__ import annotations

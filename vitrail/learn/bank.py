@@ -1,14 +1,8 @@
-"""Sums and gathers over the processes that train together; with one process, the tensor itself.
+"""Memory banks: a queue of embeddings, one divided among processes, and one embedding per training image.
 
-A memory bank: the last embeddings, first in, first out.
-
-One memory bank whose rows lie in several processes, searched as one process would search it.
-
-Queries of all processes go to every shard, and the results of each shard come back: of the nearest rows the k best of
-each, of a softmax its mean, log-sum and mean score, which together give those of the whole. All processes must call
-these functions, with equally many queries each.
-
-One remembered embedding for every training image, found by the image's stable index.
+A divided bank is searched as one process would search it. Queries of all processes go to every shard, and the results
+of each shard come back: of the nearest rows the k best of each, of a softmax its mean, log-sum and mean score, which
+together give those of the whole. All processes must call these functions, with equally many queries each.
 """
 
 from __future__ import annotations

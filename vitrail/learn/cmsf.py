@@ -68,7 +68,7 @@ class Cmsf(MomentumPair):
     ) -> None:
         super().__init__(model, config, steps, config.predictor_hidden)
         if config.constraint != "self" and labels.ndim == 2:
-            raise ValueError(f"objective.constraint: {config.constraint} needs one label an image, these have several")
+            raise ValueError(f"objective.constraint: {config.constraint} needs one label per image, these have several")
         if config.constraint == "self" and (config.k is None or config.pool < config.k):
             raise ValueError(f"objective.k: {config.k} neighbours of {config.pool} allowed; raise objective.pool")
         if max(config.k or 1, config.pool) > config.bank:

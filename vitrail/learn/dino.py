@@ -55,8 +55,8 @@ def view_loss(student: Tensor, teacher: Tensor) -> Tensor:
         products = torch.einsum("tbk,vbk->tvb", teacher, student)
         cross = student.logsumexp(-1)[None] - products
     large, views = cross.shape[:2]
-    oneself = torch.eye(large, views, dtype=torch.bool, device=cross.device)
-    return cross.mean(-1).masked_fill(oneself, 0.0).sum() / (large * views - large)
+    same_view = torch.eye(large, views, dtype=torch.bool, device=cross.device)
+    return cross.mean(-1).masked_fill(same_view, 0.0).sum() / (large * views - large)
 
 
 class Dino(SelfSupervised):

@@ -85,7 +85,7 @@ class Grafit(Supervised):
                 "use --model.head.kind projected"
             )
         if labels.ndim == 2:
-            raise ValueError("objective grafit needs one label an image; these data have several")
+            raise ValueError("objective grafit needs one label per image; these data have several")
         if config.instance and config.views < 2:
             raise ValueError(
                 f"objective.views: the instance loss compares views, {config.views} is too few; use 2 or more"

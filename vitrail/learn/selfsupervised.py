@@ -1,11 +1,8 @@
-"""Collapse metrics, spread and rank of the embeddings, logged for every objective that compares them.
+"""Base classes of self-supervised objectives: embeddings, momentum encoder, predictor, online linear probe, collapse.
 
 A representation collapses where all images get one embedding, or embeddings that differ along a line only; the loss is
-then often excellent. Both metrics cost one small matrix product per step, on the device.
-
-The momentum encoder: an exponential moving average of a model, used as its teacher.
-
-Base classes of self-supervised objectives: embeddings, momentum teacher, predictor, and online linear probe.
+then often excellent. Spread and rank of the embeddings are logged for every objective that compares them: one small
+matrix product per step, on the device.
 """
 
 from __future__ import annotations
@@ -98,8 +95,8 @@ class MomentumCopy(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """The copy's embeddings of images, of unit length, in float32 and without gradient: [batch, features]."""
         with torch.no_grad():
-            found = self.classifier.head.embed(self.classifier.tokens(images))
-            return F.normalize(found.float(), dim=-1)
+            embedding = self.classifier.head.embed(self.classifier.tokens(images))
+            return F.normalize(embedding.float(), dim=-1)
 
     def decay_at(self, step: int) -> float:
         """Decay of a step (0 is the first)."""
@@ -149,7 +146,7 @@ def purity(found: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
 def refuse_several(model: Classifier, name: str) -> None:
     """Raises `ValueError` where an image may have several labels."""
     if model.multilabel:
-        raise ValueError(f"objective {name} needs one label an image; these data have several")
+        raise ValueError(f"objective {name} needs one label per image; these data have several")
 
 
 class Encoded(NamedTuple):
@@ -167,13 +164,13 @@ class SelfSupervised(Objective):
 
     The head's classifier learns the labels from detached pooled features: the representation is what it would be
     without it, the logged loss is the representation's alone, and the metrics of a run are those of the probe. `spread`
-    and `rank` of the embeddings are logged, and a collapse is reported (`vitrail.learn.selfsupervised`). Raises
+    and `rank` of the embeddings are logged, and a collapse is reported. Raises
     `ValueError` where the model's head is not `projected`.
     """
 
     reading = (
-        "top-1 is that of a linear classifier that listens to the embeddings and does not shape them; it learns "
-        "slowly, so early on look at knn (--evaluators classification knn)"
+        "top-1 is that of an online linear probe on detached features; it learns slowly, so early on look at knn "
+        "(--evaluators classification knn)"
     )
 
     def __init__(self, model: Classifier) -> None:

@@ -1,7 +1,4 @@
-"""Frozen teachers: where they come from, what they see, and what they said before.
-
-Embeddings of a frozen teacher: its classes do not matter.
-"""
+"""Frozen teachers: classifiers with their cached outputs, and embedders, whose classes do not matter."""
 
 from __future__ import annotations
 

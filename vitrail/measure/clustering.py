@@ -1,6 +1,5 @@
-"""The best one-to-one matching of rows and columns.
-
-Agreement of clusters of embeddings with classes: cluster alignment (CompRess, arXiv 2010.14713) and purity.
+"""Agreement of clusters of embeddings with classes: cluster alignment (CompRess, arXiv 2010.14713) by the best
+one-to-one matching, and purity.
 """
 
 from __future__ import annotations

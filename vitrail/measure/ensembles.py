@@ -1,14 +1,9 @@
-"""Ensembles of the classifiers of one head: accuracy of each and of any subset, agreement, diversity.
+"""Ensembles: of the classifiers of one head (Gramian heads, arXiv 2310.16483; ONE, arXiv 1806.04606), and of models.
 
-Pure functions of stack [images, classifiers, classes] (logits) and target [images] of class numbers, in float64 on the
-CPU. Of equal scores the lower class number comes first.
-
-Evaluator of the classifiers of one head (Gramian heads, arXiv 2310.16483; ONE, arXiv 1806.04606).
-
-Ensembles: probabilities of several models averaged, and the gain over each (Li et al. 2024, arXiv 2411.09702).
-
-Probabilities are averaged, not logits, with equal weights. Two models of one recipe that differ in their seed gain
-too, so the gain of two different models means little without that control.
+Functions of stack [images, classifiers, classes] (logits) and target [images] are pure, in float64 on the CPU; of equal
+scores the lower class number comes first. Of several models (Li et al. 2024, arXiv 2411.09702) probabilities are
+averaged, not logits, with equal weights. Two models of one recipe that differ in their seed gain too, so the gain of
+two different models means little without that control.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
-"""Rows that the processes of a group hold, together.
-
-Predictions of a model for everything a loader gives, and the figures that follow from them.
+"""The contract of evaluators, and what they share: predictions over a loader, subsets of classes, stored predictions.
 
 Nothing waits for the device inside the loop: results stay there and are fetched in large pieces. In a process group
 every rank predicts its own rows and all ranks get all rows, each exactly once.
-
-Metrics that need no labels: whether embeddings distinguish images.
-
-Which rows of a labelled set are drawn: so many of every class, at random.
-
-Evaluation on a subset of a model's classes: the others cannot be predicted (as under shift, ImageNet-A or -R).
-
-Predictions of a finished run for each test image, stored so that runs can be compared image by image.
 """
 
 from __future__ import annotations

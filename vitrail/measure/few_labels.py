@@ -1,13 +1,11 @@
-"""Effect of the seed: spread of a metric over seeds, and correlation between metrics.
+"""Evaluation of embeddings with few labels (CompRess, Koohpayegani et al. 2020, arXiv 2010.14713), and spreads over
+seeds.
 
-As in RSB (Wightman et al. 2021, arXiv 2110.00476): n runs that differ in nothing else, their standard deviation and
-range, whether the best seed on one test set is the best on another, and whether early metrics predict the
-final ones.
-
-Evaluation of embeddings with few labels (CompRess, Koohpayegani et al. 2020, arXiv 2010.14713).
-
-Everything is embedded once; then a few training images are drawn, several times, and the test images are classified
-by their nearest neighbours among the drawn and by a linear classifier fitted to them. Mean and spread are over draws.
+Everything is embedded once; then a few training images are drawn, several times, and the test images are classified by
+their nearest neighbours among them and by a linear classifier fitted to them. Mean and spread are over draws.
+Statistics over seeds are those of RSB (Wightman et al. 2021, arXiv 2110.00476): runs that differ in nothing else, their
+standard deviation and range, whether the best seed on one test set is the best on another, and whether early metrics
+predict the final ones.
 """
 
 from __future__ import annotations

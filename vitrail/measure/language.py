@@ -1,10 +1,8 @@
-"""Corpus BLEU (Papineni and others 2002) of texts as people write them, each with one or more references.
+"""Perplexity, BLEU and sequence accuracy of a language model's completions.
 
-Figures are those of sacrebleu's defaults over 100: words are cut as NIST's mteval-v13a does, up to four in a row are
-counted, the reference nearest in length counts for brevity, and where no n-gram of a length is right, half of one is
-counted, a quarter for the next length, and so on (its smoothing `exp`).
-
-Perplexity of completions under a language model; BLEU and sequence accuracy of what it writes after prompts.
+BLEU (Papineni and others 2002) is that of sacrebleu's defaults over 100: words are cut as NIST's mteval-v13a does, up
+to four in a row are counted, the reference nearest in length counts for brevity, and where no n-gram of a length is
+right, half of one is counted, a quarter for the next length, and so on (its smoothing `exp`).
 """
 
 from __future__ import annotations

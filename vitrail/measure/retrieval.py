@@ -1,6 +1,5 @@
-"""Retrieval and kNN classification by embeddings, at every granularity (Grafit, arXiv 2011.12982).
-
-Purity of neighbourhoods (MSF, arXiv 2105.07269), and ranks of the nearest images of the same class.
+"""Retrieval and kNN classification by embeddings, at every granularity (Grafit, arXiv 2011.12982), and the purity of
+neighbourhoods (MSF, arXiv 2105.07269).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Targets of a sequence model, written token by token: greedy, or by beam search.
-
-Logits of completions under a language model, and completions that it writes.
-"""
+"""Completions of a language model: their logits, and greedy or beam-search decoding."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A call of the device, captured once and launched as a whole: for work of one shape whose kernels are short.
-
-Folding gains and affine maps into adjacent linear layers: the same function at no cost (inference).
-
-A classifier made ready for fast inference: folded, cast, compiled, and launched as one CUDA graph per batch size.
-"""
+"""A classifier made ready for fast inference: gains folded into linear layers, cast, compiled, captured as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Names and layouts that models had in files of earlier versions.
+"""Models on disk: safetensors for weights, one JSON for the rest. Nothing is ever unpickled.
 
-Every file of ours is read through `current_names`: a model's weights, and checkpoints, whose names begin with a section
-(`objective/model.head.q.weight`, `optimizer/model.head.q.weight/exp_avg`).
-
-Models on disk: safetensors for weights, one JSON for the rest. Nothing is ever unpickled.
+Every file of ours is read through `current_names`, which knows the names of earlier versions: a model's weights, and
+checkpoints, whose names begin with a section (`objective/model.head.q.weight`,
+`optimizer/model.head.q.weight/exp_avg`).
 """
 
 from __future__ import annotations

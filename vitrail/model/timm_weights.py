@@ -1,6 +1,6 @@
-"""Weights of PatchConvNet under their authors' names (Touvron et al. 2021, arXiv 2112.13692; facebookresearch/deit).
+"""Weights to and from timm, and from the authors of PatchConvNet (facebookresearch/deit).
 
-timm: weights in and out. Rename tables are short because attributes inside our trunks follow timm's names.
+Rename tables are short because attributes inside our trunks follow timm's names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Attacks on the compute of a trained adaptive model: a patch, learned by the usual engine and evaluated on test.
-
-Metrics of a model under attack, as a table for the terminal.
-"""
+"""Attacks on the compute of a trained adaptive model: a patch, learned by the usual engine and evaluated on test."""
 
 from __future__ import annotations
 

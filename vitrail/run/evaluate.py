@@ -1,7 +1,4 @@
-"""Metrics of a model at the end of a run, or by `vitrail evaluate`, according to its task.
-
-A saved model, and its metrics on any data.
-"""
+"""A saved model, and its metrics on any data, according to its task."""
 
 from __future__ import annotations
 

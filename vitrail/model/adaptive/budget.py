@@ -1,7 +1,4 @@
-"""Multiply-accumulates of an adaptive forward pass, computed from its trace.
-
-The compute budget of an adaptive model, measured on images where it cannot be computed.
-"""
+"""Multiply-accumulates of an adaptive forward pass from its trace, and setting a model to a compute budget."""
 
 from __future__ import annotations
 

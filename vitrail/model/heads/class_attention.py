@@ -1,6 +1,5 @@
-"""Heads that decode the patches into one class token: class attention of CaiT and XCiT, ResMLP's class-MLP.
-
-PatchConvNet's attention-based pooling: one map, several, or one for each class.
+"""Heads that decode the patches into class tokens: class attention (CaiT, XCiT), ResMLP's class-MLP, and attention
+pooling (PatchConvNet).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Softmax attention: the fused kernel, and the attention map itself where it is requested.
-
-Talking-heads attention.
-"""
+"""Softmax attention, fused or with its map where that is requested, and talking-heads attention."""
 
 from __future__ import annotations
 

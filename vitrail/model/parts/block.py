@@ -1,8 +1,6 @@
-"""Local patch interaction: neighbours on the patch grid exchange information.
+"""The block that stacks residual branches, one after the other or in parallel, with local patch interaction (XCiT).
 
-The block that stacks residual branches, one after the other or side by side.
-
-Initial weights other than the customary normal of 0.02, as compared in CaiT (arXiv 2103.17239).
+Initial weights other than the usual normal of 0.02 are those compared in CaiT (arXiv 2103.17239).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Normalisation layers: LayerNorm, BatchNorm, Affine, or none.
-
-Gains and stochastic depth on residual branches, and their values by depth.
-"""
+"""Residual branches: normalisation layers, gains and stochastic depth, and their values by depth."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""SoT's token embeddings: a 3x3 convolution and max pooling, three blocks, a 1x1 convolution.
+"""Stems: images to patch tokens.
 
-Xie et al. 2021, arXiv 2104.10935, supplement A.
-
-Layouts are those that reproduce the published counts. A patch of 16 pixels means that all three blocks halve; with 8
-the last does not (the 112-pixel models), with 4 only the first does (32-pixel images).
-
-Images to patch tokens.
+SoT's stem (Xie et al. 2021, arXiv 2104.10935, supplement A): a 3x3 convolution and max pooling, three blocks, a 1x1
+convolution, in the layouts that reproduce the published counts. A patch of 16 pixels means that all three blocks halve;
+with 8 the last does not (the 112-pixel models), with 4 only the first does (32-pixel images).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Trace of an adaptive forward pass: tokens, heads and branches used by every block for every image.
-
-Tokens of a trunk, and how intermediates are captured or replaced.
-"""
+"""Tokens of a trunk, how intermediates are captured or replaced, and the trace of an adaptive forward pass."""
 
 from __future__ import annotations
 

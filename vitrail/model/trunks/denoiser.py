@@ -1,16 +1,13 @@
-"""How much of an image is left at a time between 0 (all of it) and 1 (next to none).
-
-At time t an image x and noise n are seen as  z = signal(t) x + noise(t) n,  with signal² + noise² = 1. A network may
-guess the noise itself (`eps`) or the velocity  v = signal n - noise x  (Salimans and Ho 2022); either gives x back.
-
-A small class-conditional U-Net that predicts the noise in an image, and classifies by the smallest error.
+"""A small class-conditional U-Net that predicts the noise in an image, and classifies by the smallest error.
 
 images [batch, 3, height, width] in -1..1; time [batch] in 0..1; label [batch], `classes` standing for no class at all
 
     stem -> levels of residual blocks, each at half the side of the one before -> middle -> the same levels back,
-    each block of which also reads what a block on the way down left
+    each block of which also reads the output of a block on the way down
 
-Time and class reach every residual block as a scale and a shift of its second norm (Dhariwal and Nichol 2021).
+Time and class reach every residual block as a scale and a shift of its second norm (Dhariwal and Nichol 2021). At time
+t, between 0 (the image) and 1 (next to pure noise), the input is z = signal(t) x + noise(t) n, with signal² + noise² =
+1. The network predicts the noise (`eps`) or the velocity v = signal n - noise x (Salimans and Ho 2022).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A plain timm ViT block by block, so that its maps and tokens can be asked for like those of our trunks.
+"""Any timm model as a trunk, with its own classifier or a head of ours.
 
-Features of several stages of a network as one map (GA, Ryu et al. 2023, arXiv 2310.16483).
-
-Any timm model as a trunk, with its own classifier or a head of ours.
+A plain ViT is run block by block, so that its maps and tokens can be captured like those of our trunks; features of
+several stages can be gathered into one map (GA, Ryu et al. 2023, arXiv 2310.16483).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The policy that a configuration names.
-
-Images to tokens: stem, positions, blocks, final norm.
-"""
+"""The trunk of our own architectures: stem, positions, blocks with an optional adaptive policy, final norm."""
 
 from __future__ import annotations
 
