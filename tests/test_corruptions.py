@@ -229,5 +229,5 @@ def test_several_labels_and_no_images_are_refused() -> None:
     with pytest.raises(ValueError, match="no images"):
         corruption_accuracy(model, Loaders(("a",), {"val": []}))
     model.multilabel = True
-    with pytest.raises(ValueError, match="one class an image"):
+    with pytest.raises(ValueError, match="one class per image"):
         corruption_accuracy(model, loaded(model, torch.zeros(9, dtype=torch.int64)))

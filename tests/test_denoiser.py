@@ -143,7 +143,7 @@ def test_other_heads_are_refused() -> None:
 
 
 def test_several_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="one class an image"):
+    with pytest.raises(ValueError, match="one class per image"):
         create_model("denoiser_32", classes=3, multilabel=True, **SMALL)
 
 

@@ -180,7 +180,7 @@ def test_where_several_labels_hold_each_decision_of_the_teacher_is_a_label() -> 
         torch.testing.assert_close(objective(seen)["loss"], (expected[0] + expected[1]) / 2)
     with pytest.raises(ValueError, match="several labels use hard"):
         Distillation(own, DistillationConfig(mode="soft"), teaching)
-    with pytest.raises(ValueError, match="one label an image"):
+    with pytest.raises(ValueError, match="one label per image"):
         Distillation(student(), DistillationConfig(), teaching)
 
 

@@ -299,7 +299,7 @@ def test_bleu_is_of_each_prompt_once_with_all_its_references() -> None:
 def test_only_a_language_model_has_a_perplexity() -> None:
     texts = texts_of(open_data("synthetic:grammar?n=40")["train"])
     model = vitrail.create_model("text:gpt", classes=2, tokenizer=word_tokenizer(texts, "last"), width=32, depth=1)
-    with pytest.raises(ValueError, match="judge language models"):
+    with pytest.raises(ValueError, match="evaluate language models"):
         token_loss(model, [])
     with pytest.raises(ValueError, match="this model classifies"):
         complete(model, ["a"])
@@ -603,13 +603,13 @@ def test_the_command_line_judges_and_completes(run: vitrail.Run, capsys: pytest.
     [
         ({"model": {"head": "class_token"}}, "belong together"),
         ({"objective": "supervised"}, "belong together"),
-        ({"evaluators": ["classification"]}, "does not judge a model that writes"),
+        ({"evaluators": ["classification"]}, "does not evaluate a model that writes"),
     ],
 )
 def test_what_cannot_be_together_is_said_before_data_are_read(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         from_mapping(changes, recipe("small-gpt2"))
-    assert any("does not judge a model that classifies" in p for p in validate(_evaluated("bleu")))
+    assert any("does not evaluate a model that classifies" in p for p in validate(_evaluated("bleu")))
 
 
 def _evaluated(name: str) -> RunConfig:

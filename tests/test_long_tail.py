@@ -82,7 +82,7 @@ def test_counts_of_other_classes_and_several_labels_are_refused() -> None:
     logits, target = said()
     with pytest.raises(ValueError, match="6 classes, but training counts of 4"):
         long_tail(classification(logits, target), [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="one label an image"):
+    with pytest.raises(ValueError, match="one label per image"):
         long_tail(classification(logits, F.one_hot(target, 6)), [1] * 6)
 
 
@@ -206,7 +206,7 @@ def test_the_model_itself_predicts_without_the_shift() -> None:
 
 def test_several_labels_and_missing_labels_are_refused() -> None:
     config = SupervisedConfig(logit_adjustment=1.0)
-    with pytest.raises(ValueError, match="one label an image"):
+    with pytest.raises(ValueError, match="one label per image"):
         Supervised(small(multilabel=True), config, np.eye(3, dtype=np.int64))
     with pytest.raises(ValueError, match="training labels"):
         Supervised(small(), config)

@@ -23,7 +23,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Projected
 from vitrail.registry import kinds, part
-from vitrail.run.protocols import counted_as, judge
+from vitrail.run.protocols import counted_as, evaluate_protocols
 
 CLASSES = ("blue", "green", "red")
 
@@ -310,7 +310,7 @@ def test_protocols_from_the_command_line(models: list[Path], photos: Path, capsy
     assert code == 0
     found = json.loads(out)
     assert list(found["protocols"]) == ["knn", "linear", "corruptions"]
-    again, split = judge(models[0], photos, ["knn"], workers=0, device="cpu")
+    again, split = evaluate_protocols(models[0], photos, ["knn"], workers=0, device="cpu")
     assert found["split"] == split == "test"
     assert found["protocols"]["knn"]["numbers"] == again["knn"]["numbers"]
     code, out, _ = ask(capsys, *words, "clusters", "few", "purity", "corruptions", "linear")
@@ -321,10 +321,10 @@ def test_protocols_from_the_command_line(models: list[Path], photos: Path, capsy
 
 def test_embeddings_are_judged_on_data_with_other_classes(photos: Path) -> None:
     stranger = small(classes=("x", "y"))
-    found, _ = judge(stranger, photos, ["knn", "clusters"], workers=0, device="cpu")
+    found, _ = evaluate_protocols(stranger, photos, ["knn", "clusters"], workers=0, device="cpu")
     assert set(found["clusters"]["tables"]["clusters"]["per_class"]) == set(CLASSES)
     with pytest.raises(ValueError, match="classes that the model does not know"):
-        judge(stranger, photos, ["knn", "corruptions"], workers=0, device="cpu")
+        evaluate_protocols(stranger, photos, ["knn", "corruptions"], workers=0, device="cpu")
 
 
 def test_ensembles_from_the_command_line(models: list[Path], photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_an_image_of_the_memory_is_not_its_own_find() -> None:
 
 def test_images_that_are_labelled_are_not_judged() -> None:
     assert "few" in kinds("evaluator")
-    with pytest.raises(ValueError, match="judge another split"):
+    with pytest.raises(ValueError, match="evaluate another split"):
         evaluate_few(model(), kept("train"))  # type: ignore[arg-type]
 
 

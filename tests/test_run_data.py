@@ -14,7 +14,7 @@ from vitrail.data.open import open_data
 from vitrail.measure.evaluator import read_predictions
 from vitrail.registry import PARTS
 from vitrail.run.evaluate import evaluate, load
-from vitrail.run.protocols import ensemble, judge
+from vitrail.run.protocols import ensemble, evaluate_protocols
 from vitrail.run.run_data import division, open_for, own_uri
 
 SMALL = (
@@ -64,7 +64,7 @@ def test_protocols_look_at_the_same_images(made: Path, photos: Path, monkeypatch
         return {"numbers": {}, "tables": {}, "pictures": {}}
 
     monkeypatch.setitem(PARTS["evaluator"], "members", ("members", counted))
-    judge(made, photos, ["members"])
+    evaluate_protocols(made, photos, ["members"])
     assert seen == read_predictions(made).index.tolist()
 
 

@@ -94,7 +94,7 @@ def test_recipes_of_views_and_masks_alone_learn_without_labels(name: str) -> Non
     ("words", "said"),
     [
         (["predict", "RUN", "PHOTO"], "knows no classes"),
-        (["evaluate", "RUN", "--data", "PHOTOS", "--protocol", "knn"], "no labels to judge by"),
+        (["evaluate", "RUN", "--data", "PHOTOS", "--protocol", "knn"], "no labels to evaluate with"),
         (["compare", "RUN", "RUN2"], "without labels"),
     ],
 )

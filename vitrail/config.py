@@ -216,7 +216,7 @@ def _writing(config: RunConfig) -> list[str]:
     odd = set(config.evaluators) & ({"classification"} if writes else {"perplexity", "bleu"})
     if odd:
         does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
-        return [f"evaluators: {', '.join(sorted(odd))} does not judge a model that {does}; use {better}"]
+        return [f"evaluators: {', '.join(sorted(odd))} does not evaluate a model that {does}; use {better}"]
     return []
 
 

@@ -101,7 +101,7 @@ class EvaluateCommand:
         from vitrail.measure.long_tail import long_tail, long_tail_table, training_counts
         from vitrail.report import tables
         from vitrail.report.tables import sweep_table
-        from vitrail.run.attack_run import attack_table, fitting_patch, judge_patch
+        from vitrail.run.attack_run import attack_table, evaluate_patch, fitting_patch
         from vitrail.run.evaluate import sweep
 
         model = _load(self.runs[0], self.head, base=self.base, bits=self.bits)
@@ -125,7 +125,7 @@ class EvaluateCommand:
         if isinstance(metrics, SingleLabelFigures):
             parts.append(tables.confused(metrics))
         if self.attack is not None:
-            attacked = judge_patch(model, self.attack, data[0], **{**self._options, "split": split})
+            attacked = evaluate_patch(model, self.attack, data[0], **{**self._options, "split": split})
             values = {"attack": attacked.to_json(), **values}
             title = f"under attack{'' if attacked.same_victim else ', by a patch learned for another model'}"
             parts.append(attack_table(attacked.rows, attacked.most, title))
@@ -134,10 +134,10 @@ class EvaluateCommand:
     def _protocols(self, model: Any, names: Sequence[str], data: str) -> int:
         """The named evaluators."""
         from vitrail.report.tables import protocol_tables
-        from vitrail.run.protocols import judge
+        from vitrail.run.protocols import evaluate_protocols
 
         settings: dict[str, Any] = {"episodes": self.few_shot, "tail": self.tail, "classes": self.classes}
-        findings, split = judge(model, data, names, **settings, **self._options)
+        findings, split = evaluate_protocols(model, data, names, **settings, **self._options)
         reported = {name: {key: of[key] for key in ("numbers", "tables")} for name, of in findings.items()}
         values = {"run": str(self.runs[0]), "data": data, "split": split, "protocols": reported}
         return output(self.json, values, *protocol_tables(findings, f"{split} of {data}"))

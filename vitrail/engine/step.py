@@ -318,7 +318,7 @@ def _why_no_graph(
     if group.world > 1:
         return "several processes"
     if accumulate > 1:
-        return "several pieces a step"
+        return "several micro-batches per step"
     if optim.weight_decay_end is not None and optim.name not in DECOUPLED:
         return f"weight decay changes, and {optim.name} takes it from the host"
     return decides_on_the_host(objective)

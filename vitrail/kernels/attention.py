@@ -20,7 +20,7 @@ from torch import Tensor
 MOST_TOKENS = 256
 """Queries and keys that one program can hold in the backward pass."""
 WHOLE_TOKENS = 128
-"""Up to here the forward pass is one program a head, too."""
+"""Up to here the forward pass is one program per head, too."""
 _TRITON = find_spec("triton") is not None
 
 

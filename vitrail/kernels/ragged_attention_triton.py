@@ -1,7 +1,7 @@
 """Triton kernels of `vitrail.kernels.ragged_attention`.
 
 A program is a tile of an image's queries (or, for the gradients of k and v, keys) in one head, and goes over the tiles
-of the other side. The grid has as many tiles an image as the longest can have; those past an image's end do nothing
+of the other side. The grid has as many tiles per image as the longest can have; those past an image's end do nothing
 but their share of the rows that belong to nobody, which they fill with zeros: no pass over the whole output for that.
 """
 

@@ -64,7 +64,7 @@ class Distillation(Supervised):
         super().__init__(model, config.labels, labels)
         if teacher.multilabel != model.multilabel:
             raise ValueError(
-                f"objective.teacher: {config.teacher or 'the teacher'} was trained with one label an image, here are "
+                f"objective.teacher: {config.teacher or 'the teacher'} was trained with one label per image, here are "
                 "several, or the other way round; fine-tune it on this data first"
             )
         if model.multilabel and config.mode == "soft":

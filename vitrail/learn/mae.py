@@ -111,7 +111,7 @@ class Mae(Objective):
     is. Raises `ValueError` for a trunk that cannot work on some patches only.
     """
 
-    reading = "mae trains no classifier, so top-1 says nothing; judge by knn, or fine-tune: --model.weights RUN"
+    reading = "mae trains no classifier, so top-1 means nothing; look at knn, or fine-tune: --model.weights RUN"
 
     def __init__(self, model: Classifier, config: MaeConfig, augment: AugmentConfig | None = None) -> None:
         super().__init__()

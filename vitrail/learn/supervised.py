@@ -81,7 +81,7 @@ def prior_shift(counts: NDArray[np.int64], binary: bool = False) -> Tensor:
 def prior_logits(labels: NDArray[np.int64] | None, classes: int) -> Tensor:
     """[classes] log odds of each class's frequency, by which a sigmoid says how frequent it is; none: all alike.
 
-    With one label an image and equally frequent classes that is -log(classes - 1). A frequency is at least half an
+    With one label per image and equally frequent classes that is -log(classes - 1). A frequency is at least half an
     image away from 0 and from 1; unlabelled images (-1) do not count.
 
     >>> prior_logits(None, 3).exp()
@@ -148,7 +148,7 @@ class Supervised(Objective):
             if labels is None:
                 raise ValueError("objective.logit_adjustment needs the training labels")
             if model.multilabel:
-                raise ValueError("objective.logit_adjustment is for one label an image; with several set it to 0")
+                raise ValueError("objective.logit_adjustment is for one label per image; with several set it to 0")
             counts = class_counts(labels, len(model.classes))
             shift = config.logit_adjustment * prior_shift(counts, self.binary)
         self.register_buffer("shift", shift, persistent=False)

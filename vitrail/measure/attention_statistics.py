@@ -78,14 +78,14 @@ class RunningMean:
         self.count += int(counts.sum())
 
     def values(self) -> tuple[float, ...]:
-        """One a head; NaN where no image counted."""
+        """One per head; NaN where no image counted."""
         assert self.total is not None
         return tuple((self.total / self.count if self.count else self.total * math.nan).flatten().tolist())
 
 
 @dataclass(frozen=True)
 class LayerLook:
-    """How one layer looks: means over images, one number a head."""
+    """How one layer looks: means over images, one number per head."""
 
     layer: int
     entropy: tuple[float, ...]  # nats, mean over all rows

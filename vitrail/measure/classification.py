@@ -164,7 +164,7 @@ def classification(
     scores, target = torch.as_tensor(scores).detach().cpu(), torch.as_tensor(target).detach().cpu()
     if scores.ndim != 2 or not len(scores) or not scores.shape[1]:
         raise ValueError(
-            f"scores have shape {list(scores.shape)}: one row an image and one column a class are needed, "
+            f"scores have shape {list(scores.shape)}: one row per image and one column per class are needed, "
             "with at least one of each; check that the split is not empty"
         )
     names = tuple(str(c) for c in range(scores.shape[1])) if classes is None else tuple(classes)

@@ -26,7 +26,7 @@ class Spent:
 
     images: int
     top1: float  # share of images whose class (or every label) was right
-    macs: float  # multiply-accumulates an image, mean
+    macs: float  # multiply-accumulates per image, mean
     macs_of_mean: float  # of an image with the mean counts, as published tables have
     costliest: float  # of the image that took the most
     tokens: tuple[float, ...]  # that enter each block, mean over images

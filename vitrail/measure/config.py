@@ -1,4 +1,4 @@
-"""How some protocols judge, as data. No torch here: `vitrail --help` must be quick."""
+"""Settings of evaluators that have any. No torch here: `vitrail --help` must be quick."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class EpisodeConfig:
     shot: Count = 1
     """labelled images of each class"""
     queries: Count = 16
-    """images of each class that are judged"""
+    """images of each class that are classified"""
     episodes: Annotated[int, Range(2)] = 600
     """how many"""
     support: Literal["judged", "train"] = "judged"
-    """labelled images are from the judged split, as queries are, or from train"""
+    """labelled images are from the evaluated split (judged), as queries are, or from train"""
     episode_seed: Whole = 0
     """the same seed draws the same ones"""
 

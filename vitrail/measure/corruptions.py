@@ -205,10 +205,10 @@ def corruption_accuracy(
     """Top-1 on the clean images, and for each kind at every severity; every image is read once only.
 
     Results stay on the device until the end; in a process group all ranks get the figures of all. Raises `ValueError`
-    where there is nothing to judge, or images have several labels.
+    where there is nothing to evaluate, or images have several labels.
     """
     if model.multilabel:
-        raise ValueError("corruptions: accuracy is of models that name one class an image")
+        raise ValueError("corruptions: accuracy is of models that name one class per image")
     variants = [None, *((kind, severity) for kind in kinds for severity in severities)]
     preprocess = model.preprocess
     right, count = None, 0

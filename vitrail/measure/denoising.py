@@ -13,7 +13,7 @@ from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, 
 from vitrail.model.classifier import Classifier
 from vitrail.model.trunks.denoiser import Denoiser
 
-DRAWS = 4  # times and noises an image
+DRAWS = 4  # times and noises per image
 BANDS = ("early", "middle", "late")  # thirds of the time: little, some and much noise
 _GOLDEN = 0.6180339887498949
 

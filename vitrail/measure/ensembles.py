@@ -157,7 +157,7 @@ def evaluate_members(model: Model, data: Loaders, **where: Unpack[Where]) -> Fin
     reports that one alone, all heads removed. Raises `ValueError` where several labels may hold.
     """
     if not isinstance(model, Classifier) or model.multilabel:
-        raise ValueError("members: strength and correlation are of classifiers that name one class an image")
+        raise ValueError("members: strength and correlation are of classifiers that name one class per image")
     stacks, targets = [], []
     for batch, images in batches(model, data.loaders[data.split], **where):
         stacks.append(model.stack(images).float().cpu())
@@ -193,7 +193,7 @@ def averaged(members: Sequence[Predictions]) -> Predictions:
     for made, order in zip(members, orders, strict=True):
         same = len(made) == len(first) and made.logits.shape == first.logits.shape
         if not same or not made.index[order].equal(first.index[orders[0]]):
-            raise ValueError("the models of an ensemble must have judged the same images with the same classes")
+            raise ValueError("the models of an ensemble must be evaluated on the same images with the same classes")
         if not made.target[order].equal(first.target[orders[0]]):
             raise ValueError("the models of an ensemble count their classes differently: labels of an image differ")
         logits = made.logits[order].double()

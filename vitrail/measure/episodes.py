@@ -52,7 +52,7 @@ class Episodes:
 
     classes: Tensor  # [episodes, way]
     support: Tensor  # [episodes, way, shot] rows of the set that labelled images come from
-    queries: Tensor  # [episodes, way, queries] rows of the judged set
+    queries: Tensor  # [episodes, way, queries] rows of the evaluated set
     left_out: tuple[int, ...] = ()  # classes with too few images
 
     def __len__(self) -> int:
@@ -117,11 +117,11 @@ def draw_episodes(
     able: list[int] = []
     left_out: list[int] = []
     for c in wanted:
-        judged, labelled = len(here.get(c, ())), len(there.get(c, ()))
+        available, labelled = len(here.get(c, ())), len(there.get(c, ()))
         if support is None:
-            enough = judged >= config.shot + config.queries
+            enough = available >= config.shot + config.queries
         else:
-            enough = judged >= config.queries and labelled >= config.shot
+            enough = available >= config.queries and labelled >= config.shot
         (able if enough else left_out).append(c)
     if len(able) < config.way:
         _refuse(config, able, left_out, here, names, apart=support is not None)
@@ -150,7 +150,7 @@ def few_shot(
     extra: Extra | None = None,
     normalise: bool = True,
 ) -> dict[str, FewShot]:
-    """Accuracy of each classifier on `episodes` of the judged set's `features` [images, width].
+    """Accuracy of each classifier on `episodes` of the evaluated set's `features` [images, width].
 
     `support` are the features of the set that labelled images come from (none: the same). With `normalise` all
     features have unit length.
@@ -179,7 +179,7 @@ def compare_few_shot(
         if name not in CLASSIFIERS:
             raise ValueError(f"no classifier {name!r}{near(name, CLASSIFIERS)}; there are {', '.join(CLASSIFIERS)}")
     if not len(episodes):
-        raise ValueError("there are no episodes to judge by")
+        raise ValueError("there are no episodes to evaluate on")
     pool = features if support is None else support
     way = episodes.classes.shape[1]
     right: dict[str, dict[str, list[Tensor]]] = {m: {c: [] for c in classifiers} for m in methods}
@@ -272,21 +272,21 @@ def evaluate_episodes(
     `classes` are those to draw from (none: all of the data's).
     """
     config = config or EpisodeConfig()
-    judged = embedded_split(model, data, data.split, **where)
+    queries = embedded_split(model, data, data.split, **where)
     apart = config.support == "train" and data.split != "train"
-    labelled = embedded_split(model, data, "train", **where) if apart else judged
+    labelled = embedded_split(model, data, "train", **where) if apart else queries
     names = list(data.classes)
     unknown = [name for name in classes if name not in names]
     if unknown:
         raise ValueError(f"the data have no class {unknown[0]!r}{near(unknown[0], names)}")
     episodes = draw_episodes(
-        judged.label,
+        queries.label,
         config,
         support=labelled.label if apart else None,
         among=[names.index(name) for name in classes] or None,
         names=names,
     )
-    found = few_shot(judged.embedding, episodes, support=labelled.embedding)
+    found = few_shot(queries.embedding, episodes, support=labelled.embedding)
     table = {
         "way": config.way,
         "shot": config.shot,
@@ -303,7 +303,7 @@ def evaluate_episodes(
 
 def _rows_of(labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
     if labels.ndim != 1:
-        raise ValueError("episodes need one label an image; these data have several")
+        raise ValueError("episodes need one label per image; these data have several")
     order = np.argsort(labels, kind="stable")
     found, first = np.unique(labels[order], return_index=True)
     return dict(zip(found.tolist(), np.split(order, first[1:]), strict=True))
@@ -322,12 +322,12 @@ def _refuse(
     names: Sequence[str],
     apart: bool,
 ) -> None:
-    need = f"{config.shot} labelled and {config.queries} judged images" + ("" if apart else " in the same split")
+    need = f"{config.shot} labelled and {config.queries} query images" + ("" if apart else " in the same split")
     said = f"{config.way}-way episodes need {config.way} classes with {need}, and {len(able)} have so many"
     if left_out:
         poorest = min(left_out, key=lambda c: len(rows.get(c, ())))
         name = names[poorest] if names else str(poorest)
-        said += f" ({name!r} has {len(rows.get(poorest, ()))} to judge)"
+        said += f" ({name!r} has {len(rows.get(poorest, ()))} to evaluate)"
     raise ValueError(f"{said}; ask for fewer --way, --shot or --queries")
 
 

@@ -78,7 +78,7 @@ class Correlation:
 def early_and_final(curves: Sequence[Mapping[float, float]], final: Sequence[float]) -> dict[float, Correlation]:
     """For every epoch that all seeds recorded: how the figure at that epoch goes together with the final one.
 
-    `curves` has one mapping a seed from epoch to figure, `final` one figure a seed.
+    `curves` has one mapping per seed from epoch to metric, `final` one metric per seed.
     """
     if len(curves) != len(final):
         raise ValueError(f"{len(curves)} curves and {len(final)} final figures cannot be paired")
@@ -121,7 +121,7 @@ class Labelled:
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"a share of {self.share:g} labels is impossible; use one above 0 and up to 1")
         if self.shots is not None and self.shots < 1:
-            raise ValueError(f"{self.shots} images a class teach nothing; use at least 1")
+            raise ValueError(f"{self.shots} images per class teach nothing; use at least 1")
 
     @property
     def name(self) -> str:
@@ -197,9 +197,9 @@ def few_labels_table(results: Mapping[str, Any]) -> ResultTable:
 
 @evaluator("train", "embedding", table=few_labels_table)
 def evaluate_few(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """KNN and linear accuracy with 1 %, 10 %, and 1 and 5 images a class labelled."""
+    """KNN and linear accuracy with 1 %, 10 %, and 1 and 5 images per class labelled."""
     if data.split == "train":
-        raise ValueError("few: the images that are labelled are drawn from train; judge another split")
+        raise ValueError("few: the images that are labelled are drawn from train; evaluate another split")
     train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     made = few_labels((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
     numbers = {

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Consistency:
-    """Share of images that a judge gives the class they were made for."""
+    """Share of generated images that an oracle classifier assigns to their intended class."""
 
     share: float
     interval: tuple[float, float]  # Wilson's, 95 %
@@ -32,13 +32,13 @@ class Consistency:
 
 
 def label_consistency(logits: Tensor, target: Tensor, among: Tensor | None = None) -> Consistency:
-    """Whether a judge's `logits` [images, classes] are highest for the `target` [images]; of equals the first.
+    """Whether an oracle's `logits` [images, classes] are highest for the `target` [images]; of equals the first.
 
     `among` [images, some] are the classes that can be chosen for each image, the target among them, as the classes of
     an episode (none: all). Only made images belong here: real ones are right of themselves and hide the others.
     """
     if not len(logits):
-        raise ValueError("there are no images whose labels could be judged")
+        raise ValueError("there are no images whose labels could be checked")
     if among is None:
         right = logits.argmax(1) == target
     else:

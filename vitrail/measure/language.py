@@ -234,11 +234,13 @@ def evaluate_bleu(model: Model, data: Loaders, **where: Unpack[Where]) -> Findin
 
 def _writer(model: Model) -> Classifier:
     if not isinstance(model, Classifier):
-        raise ValueError("perplexity and bleu judge language models, and this is none")
+        raise ValueError("perplexity and bleu evaluate language models, and this is none")
     return model
 
 
 def _head(model: Classifier) -> NextTokenHead:
     if not isinstance(model.head, NextTokenHead):
-        raise ValueError("perplexity and bleu judge language models (--model.head next_token), and this model is none")
+        raise ValueError(
+            "perplexity and bleu evaluate language models (--model.head next_token), and this model is none"
+        )
     return model.head

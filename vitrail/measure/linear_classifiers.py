@@ -62,7 +62,7 @@ def logistic_regression(features: Tensor, labels: Tensor, classes: int, strength
 
 
 def linear_svm(features: Tensor, labels: Tensor, classes: int, strength: float = 1.0) -> Linear:
-    """One linear SVM a class against the rest: least (||weight||² + bias²) / 2 + strength * Σ max(0, 1 - margin)².
+    """One linear SVM per class against the rest: least (||weight||² + bias²) / 2 + strength * Σ max(0, 1 - margin)².
 
     As scikit-learn's `LinearSVC(C=strength)`, which penalises the bias, too.
     """

@@ -26,7 +26,7 @@ class FrequencyGroup:
     classes: int
     fewest: int  # training images of its rarest class
     most: int
-    images: int  # that are judged
+    images: int  # that are evaluated
     accuracy: float | None  # share of these that are right; none without images
     balanced: float | None  # mean over its classes of their own shares
 
@@ -95,7 +95,7 @@ def long_tail(figures: Figures, counts: ArrayLike, config: LongTailConfig | None
     """Accuracy of each group, from figures on any images of the same classes. Raises `ValueError` where that fails."""
     known = np.asarray(counts, np.int64)
     if not isinstance(figures, SingleLabelFigures):
-        raise ValueError("Many, Med and Few are of data with one label an image; these have several")
+        raise ValueError("Many, Med and Few are of data with one label per image; these have several")
     if len(known) != len(figures.classes):
         raise ValueError(f"there are {len(figures.classes)} classes, but training counts of {len(known)}")
     place = class_groups(known, config)
@@ -131,7 +131,7 @@ def evaluate_long_tail(
     if counts is None:
         raise ValueError(
             "Many, Med and Few need to know how many images of each class the model was trained on, and this model "
-            "does not say; train it with vitrail train on data with one label an image"
+            "does not say; train it with vitrail train on data with one label per image"
         )
     figures = evaluate(model, data.loaders[data.split], data.classes, **where)
     found = long_tail(figures, counts, config)

@@ -76,7 +76,7 @@ class Probes:
         flat = F.linear(features, self.weight.flatten(0, 1), self.bias.flatten())
         return flat.unflatten(1, self.bias.shape)
 
-    def judged(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Share of right answers and mean loss of every point, [grid] float64; one that diverged is never right."""
         right, loss = torch.zeros(2, len(self.bias), dtype=torch.float64, device=features.device)
         for rows, label in zip(features.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
@@ -92,11 +92,11 @@ class Probes:
 class ProbeResult:
     """A linear probe and how it was chosen."""
 
-    accuracy: float  # of the chosen point on the images that are judged
+    accuracy: float  # of the chosen point on the evaluated images
     learning_rate: float
     weight_decay: float
     tried: tuple[tuple[float, float, float], ...]  # learning rate, weight decay, validation accuracy; empty: no choice
-    images: int  # that the judged probe was trained on
+    images: int  # that the evaluated probe was trained on
 
     def to_json(self) -> dict[str, Any]:
         names = ("learning_rate", "weight_decay", "val")
@@ -179,7 +179,7 @@ def linear_probe(
     if len(settings.grid) > 1:
         learned, held = (train, val) if val is not None else _divided(*train, settings)
         ready = prepared(learned[0], held[0], **options)
-        accuracy, loss = train_probes(ready[0], learned[1], classes, settings).judged(ready[1], held[1])
+        accuracy, loss = train_probes(ready[0], learned[1], classes, settings).evaluate(ready[1], held[1])
         tried = [(*point, value) for point, value in zip(settings.grid, accuracy.tolist(), strict=True)]
         # Few images make many points equally accurate, among them those that have hardly learned: the loss tells.
         chosen = settings.grid[min(range(len(tried)), key=lambda i: (-tried[i][2], float(loss[i])))]
@@ -188,9 +188,9 @@ def linear_probe(
         elif not settings.refit:
             train = learned
     alone = ProbeSettings(**{**vars(settings), "learning_rates": (chosen[0],), "weight_decays": (chosen[1],)})
-    features, judged = prepared(train[0], test[0], **options)
+    features, tested = prepared(train[0], test[0], **options)
     probe = train_probes(features, train[1], classes, alone)
-    return ProbeResult(float(probe.judged(judged, test[1])[0]), *chosen, tuple(tried), len(features))
+    return ProbeResult(float(probe.evaluate(tested, test[1])[0]), *chosen, tuple(tried), len(features))
 
 
 def probe_table(results: Mapping[str, Any], most: int = 5) -> ResultTable | None:
@@ -205,7 +205,7 @@ def probe_table(results: Mapping[str, Any], most: int = 5) -> ResultTable | None
 def evaluate_linear(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """A linear probe on the frozen embedding, its learning rate and decay chosen on val.
 
-    Where val itself is judged, or there is none, a share of training images is held out to choose by.
+    Where val itself is evaluated, or there is none, a share of training images is held out to choose by.
     """
     train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
     val = None

@@ -74,7 +74,7 @@ def embedded_split(
     assert isinstance(model, nn.Module)
     found = embed_all(model, data.loaders[split], **where)
     if found.label.ndim == 2:
-        raise ValueError("neighbours, probes and clusters need one label an image; these data have several")
+        raise ValueError("neighbours, probes and clusters need one label per image; these data have several")
     if kept is not None:
         kept[split] = found
     return found

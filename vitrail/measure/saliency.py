@@ -48,7 +48,7 @@ def kinds_of(model: Classifier) -> dict[str, str]:
 
 
 def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None = None) -> Tensor:
-    """One map an image for `classes` [batch] (none: what the model says), [batch, rows, columns], float32.
+    """One map per image for `classes` [batch] (none: what the model says), [batch, rows, columns], float32.
 
     `images` are as the model takes them, [batch, 3, height, width]. Raises `ValueError` for a kind that it has not.
     """

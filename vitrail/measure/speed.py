@@ -53,7 +53,7 @@ class Timing:
 
     @property
     def speeds(self) -> list[float]:
-        """Images a second in each round."""
+        """Images/s in each round."""
         images = self.batch * len(self.calls) / len(self.rounds)
         return [images / seconds for seconds in self.rounds]
 
@@ -63,7 +63,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Lower and upper quartile of the rounds' images a second."""
+        """Lower and upper quartile of the rounds' images/s."""
         low, _, high = quartiles(self.speeds)
         return low, high
 

@@ -151,7 +151,7 @@ def _assemble(
     pretrained: bool = False,
 ) -> Classifier:
     if multilabel and isinstance(parts.trunk, DenoiserConfig):
-        raise ValueError("a denoiser is given one class an image, but several labels may hold here")
+        raise ValueError("a denoiser is given one class per image, but several labels may hold here")
     if multilabel and _sums_probabilities(parts.head):
         raise ValueError(
             f"the head {parts.head.kind} adds softmax probabilities, but several labels may hold here; "

@@ -1,4 +1,4 @@
-"""A classifier made ready for fast inference: gains folded into linear layers, cast, compiled, captured as CUDA graphs."""
+"""A classifier ready for fast inference: gains folded into linear layers, cast, compiled, captured as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def attack(
     out: str | Path | None = None,
     quiet: bool = False,
 ) -> Judgement:
-    """Learn a patch (or perturbation) against the model of a run or model folder, and judge it on test images.
+    """Learn a patch (or perturbation) against the model of a run or model folder, and evaluate it on test images.
 
     `values` are settings over those of the recipe `attack`, nested as in a run's configuration: {"objective": {"size":
     8}, "optim": {"steps": 300}}. Data are the run's own unless `data` names others with its classes. The folder is
@@ -93,7 +93,7 @@ def attack(
 
 
 def resume_attack(folder: str | Path, *, quiet: bool = False) -> Judgement:
-    """Continue an interrupted attack; a finished one, or a run of an attack recipe, is judged (again)."""
+    """Continue an interrupted attack; a finished one, or a run of an attack recipe, is evaluated (again)."""
     folder = Path(folder)
     if not is_attack(folder):
         raise ValueError(f"{folder} is no attack; continue it with: vitrail train --resume {folder}")
@@ -107,7 +107,7 @@ def is_attack(folder: str | Path) -> bool:
     return isinstance(_config(Path(folder)).objective, AttackConfig)
 
 
-def judge_patch(
+def evaluate_patch(
     run: str | Path | Classifier,
     folder: str | Path,
     data: str | Path | DataSet,
@@ -192,7 +192,7 @@ def _judged(
     found: dict[str, Spent] = {}
     with (
         EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=place, workers=count) as loader,
-        Progress("judge", len(every) * len(rows), quiet=quiet) as bar,
+        Progress("evaluate", len(every) * len(rows), quiet=quiet) as bar,
         torch.no_grad(),
     ):
         for name, laid in every.items():

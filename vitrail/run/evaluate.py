@@ -111,7 +111,7 @@ def evaluate(
 
     Returns the figures, every prediction, and the split. Data that come undivided are divided as the model's run
     divided its own. Classes are matched by name; an unknown class is an error.
-    `crop_ratio` and `image_size` take the place of the model's own (none). A run is judged by its last weights.
+    `crop_ratio` and `image_size` take the place of the model's own (none). A run is evaluated with its last weights.
     """
     place = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
@@ -207,7 +207,7 @@ def _known(model: Classifier) -> str:
 def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     """`data` with its labels counted as the model counts them."""
     if data.multilabel != model.multilabel:
-        kinds = ("several labels an image", "one label an image")
+        kinds = ("several labels per image", "one label per image")
         raise ValueError(
             f"{data.uri} has {kinds[not data.multilabel]}, the model was trained with {kinds[not model.multilabel]}"
         )
@@ -220,11 +220,9 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     if unknown:
         raise ValueError(
             f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
-            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; its embeddings can be judged on any classes: "
+            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; evaluate its embeddings on any classes: "
             "vitrail evaluate RUN --data DATA --protocol knn,linear"
         )
-    import numpy as np
-
     place = np.array([model.classes.index(name) for name in data.classes])
     splits = {}
     for name, split in data.splits.items():

@@ -300,7 +300,7 @@ MISTAKES, STRIPS = 12, 6
 
 
 def report_texts(told: RunSummary, texts: EncodedTexts) -> None:
-    """Write `report.html` of a run; `texts` are those of the split that is judged."""
+    """Write `report.html` of a run; `texts` are those of the evaluated split."""
     tiles = []
     if isinstance(told.figures, SingleLabelFigures):
         tiles = [("Matthews correlation", number(matthews(told.figures.confusion)), "0: no better than chance")]
@@ -383,7 +383,7 @@ UNFIT_FOR_TEXT = (
 
 
 def report_language(told: RunSummary, texts: EncodedTexts) -> None:
-    """Write `report.html` of a run; `texts` are those of the split that is judged."""
+    """Write `report.html` of a run; `texts` are those of the evaluated split."""
     figures, trunk = cast("LanguageFigures", told.figures), cast("TextTrunk", told.model.trunk)
     said = (
         f"A token of {figures.count:,} {told.split} completions is as uncertain as a choice of "
@@ -396,7 +396,7 @@ def report_language(told: RunSummary, texts: EncodedTexts) -> None:
     if figures.sequence_accuracy is not None:
         said += f", and {percent(figures.sequence_accuracy)} of it is right word for word"
         tiles.append((f"{told.split} sequence accuracy", percent(figures.sequence_accuracy), "right word for word"))
-    tiles.append(("loss", number(figures.loss), "nats a token"))
+    tiles.append(("loss", number(figures.loss), "nats per token"))
     described = f"{trunk.config.name}, {trunk.depth} blocks of width {trunk.width}"
     rows = [*adapter_rows(told.adapter), ("Decoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]
     write_report(

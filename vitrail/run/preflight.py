@@ -192,7 +192,7 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
 
 
 def one_answer(predictions: Predictions, data: DataSet) -> list[str]:
-    """A sentence where a model says the same of every image; several labels are not judged."""
+    """A warning where a model predicts one class for every image; several labels per image are not checked."""
     said = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
     if len(said) != 1 or len(predictions) < 2:
         return []

@@ -26,7 +26,7 @@ from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, near
 
 
-def judge(
+def evaluate_protocols(
     run: str | Path | Classifier,
     data: str | Path | DataSet,
     protocols: Sequence[str],
@@ -43,8 +43,8 @@ def judge(
 ) -> tuple[dict[str, Findings], str]:
     """What the named evaluators find on a split (none: test, or val where there is no test), and which split it was.
 
-    Those that only read the model's embedding judge on data with other classes, too; the others need the model's
-    classes. `episodes` and `tail` say how the protocols episodes and long_tail judge, and `classes` are those that
+    Those that only read the model's embedding take data with other classes, too; the others need the model's
+    classes. `episodes` and `tail` are settings of the protocols episodes and long_tail, and `classes` are those that
     episodes draw from (none: all). Raises `ConfigError` for unknown names, `ValueError` for data that will not do.
     """
     known = kinds("evaluator")
@@ -56,7 +56,7 @@ def judge(
     model.to(place)
     opened = open_for(model, data)
     if opened.unlabelled:
-        raise ValueError(f"{opened.uri} has no labels to judge by; name images that have: --data LABELLED")
+        raise ValueError(f"{opened.uri} has no labels to evaluate with; name images that have: --data LABELLED")
     if any("embedding" not in needs_of([name]) for name in protocols):
         opened = _with_classes_of(model, opened)
     split = split or ("test" if "test" in opened.splits else "val")
@@ -151,13 +151,13 @@ def ensemble(
 
 
 def _refuse_other_images(own: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
-    """Raises `ValueError` where a run divided the images otherwise, and so may have learned from what is judged."""
+    """Raises `ValueError` where a run divided the images otherwise, and so may have learned from evaluation images."""
     if split in opened.splits and not (
         split in own.splits and np.array_equal(own[split].index, opened[split].index)  # which images, and their order
     ):
         raise ValueError(
             f"{run} and {first} divided {opened.uri} differently (data.split_seed and its fractions), so one learned "
-            "from images that the other is judged by; name data that come with a test split, or train them alike"
+            "from images that the other is evaluated on; name data that come with a test split, or train them alike"
         )
 
 

@@ -38,7 +38,7 @@ def open_run(config: DataConfig) -> DataSet:
 
 
 def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[DataSet, list[Bad]]:
-    """What a run trains on and is judged by, without images that cannot be read, and these. Raises one sentence."""
+    """Data that a run trains on and is evaluated on, without unreadable images, and these. Raises one sentence."""
     chosen = config.data
     data = open_run(chosen)
     if data.unlabelled and config.objective.needs_labels():
@@ -49,7 +49,7 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
         )
     if "val" not in data.splits and "test" not in data.splits:
         raise ValueError(
-            f"{chosen.uri} has neither val nor test {data.things} to judge by; set --data.val_fraction above 0"
+            f"{chosen.uri} has neither val nor test {data.things} to evaluate on; set --data.val_fraction above 0"
         )
     if chosen.judge == "val" and "val" not in data.splits:
         raise ValueError(
@@ -87,10 +87,10 @@ def fingerprint(data: DataSet) -> str:
 
 
 def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
-    """Data to judge a model by, divided as the run that made it divided its own.
+    """Data to evaluate a model on, divided as the run that made it divided its own.
 
     Data that come divided stay so. With others the run's fractions and seed are taken whatever data these are: of its
-    own, another division would mix up what was learned and what is judged, and of others one is as good as another.
+    own, another division would mix training and evaluation images, and of others one is as good as another.
     """
     if isinstance(data, DataSet):
         return data

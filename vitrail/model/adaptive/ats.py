@@ -201,7 +201,7 @@ class _Sampling(Passage):
         real = None if mask is None else mask[:, first:]
         points = self.policy.points(i, tokens.counts() - prefix)
         if config.sampling == "uniform":
-            scores = k[:, 0, first:, 0]  # not read: one number a token
+            scores = k[:, 0, first:, 0]  # not read: one number per token
             keep = uniform_sample(scores, points, real)
         else:
             scores = class_scores(q, k, v, prefix=first, mask=mask, value_norm=config.value_norm, source=config.score)

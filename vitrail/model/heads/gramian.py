@@ -87,7 +87,7 @@ class GramianHead(Head):
         features, mask = _features(tokens)
         if self.training and len(features) == 1:
             raise ValueError(
-                "Gramian heads normalise class tokens over the batch; train with at least 2 images a batch"
+                "Gramian heads normalise class tokens over the batch; train with at least 2 images per batch"
             )
         contracted = self.contract_norm(self.contract(features).flatten(0, 1)).unflatten(0, features.shape[:2])
         if self.gram_layer is not None:

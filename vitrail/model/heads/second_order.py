@@ -98,7 +98,7 @@ class SecondOrderHead(Head):
             return token, None
         if words.shape[1] == 0:
             raise ValueError(
-                f"the second_order head got {tokens.sequence.shape[1]} tokens an image, none of them a word to pool; "
+                f"the second_order head got {tokens.sequence.shape[1]} tokens per image, none of them a patch to pool; "
                 "use fusion class_only or a longer sequence"
             )
         return token, self.pool(words, mask)
