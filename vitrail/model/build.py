@@ -26,6 +26,7 @@ from vitrail.model.config import (
 from vitrail.model.heads.branches import branch_blocks, branch_stages
 from vitrail.model.heads.config import Branches, Distilled, HeadConfig, NextToken, Own, SecondOrder
 from vitrail.model.heads.head import Head, build_head
+from vitrail.model.trunks.base import BaseTrunk
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 from vitrail.model.trunks.guided import GuidedTrunk
 from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk, build_backbone, classifier_names, timm_preprocess
@@ -41,9 +42,6 @@ class Parts:
     trunk: AnyTrunkConfig | TextBackbone
     head: HeadConfig
     name: str = ""
-
-
-Parts.__annotations__.update(trunk=AnyTrunkConfig | TextBackbone, head=HeadConfig)
 
 
 def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
@@ -182,7 +180,7 @@ def _sums_probabilities(head: HeadConfig) -> bool:
     return isinstance(head, Distilled) and head.fusion == "softmax"
 
 
-def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> tuple[nn.Module, Head]:
+def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> tuple[BaseTrunk, Head]:
     config = parts.trunk
     if isinstance(config, TrunkConfig):
         if isinstance(parts.head, Branches):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,27 +20,12 @@ from vitrail.model.adaptive.policy import AdaptivePolicy
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.pooled import DistilledHead
 from vitrail.model.parts.tokens import Tokens, Trace
+from vitrail.model.trunks.base import BaseTrunk
 
 if TYPE_CHECKING:
     from vitrail.model.optimize import Optimized
 
 Picture = str | Path | Image.Image | NDArray[Any] | Tensor
-
-
-class AnyTrunk(Protocol):
-    """What a classifier needs of a trunk; `vitrail.model.trunks.vit.Trunk` and timm backbones both have it."""
-
-    width: int
-
-    def embed(self, images: Tensor) -> Tokens: ...
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]: ...
 
 
 @dataclass
@@ -101,7 +86,7 @@ class Classifier(nn.Module):
 
     def __init__(
         self,
-        trunk: nn.Module,
+        trunk: BaseTrunk,
         head: Head,
         *,
         spec: dict[str, Any],
@@ -118,10 +103,8 @@ class Classifier(nn.Module):
         self.multilabel = multilabel
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
-        self.stated: dict[str, Any] = {}  # what a person should know of these weights; saved with them
-        self.files: dict[
-            str, str
-        ] = {}  # name -> text of what must lie beside the weights: the tokenizer of a text model
+        self.stated: dict[str, Any] = {}  # facts about these weights, saved with them
+        self.files: dict[str, str] = {}  # name -> text that is saved with the weights: the tokenizer of a text model
 
     def _images(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
@@ -140,8 +123,7 @@ class Classifier(nn.Module):
 
     def tokens(self, images: Tensor) -> Tokens:
         """Final tokens of a batch of images, in a form that the head takes."""
-        trunk = cast("AnyTrunk", self.trunk)
-        return self._at_head(trunk.encode(trunk.embed(self._images(images)))[0])
+        return self._at_head(self.trunk.encode(self.trunk.embed(self._images(images)))[0])
 
     def _at_head(self, tokens: Tokens) -> Tokens:
         return tokens if self.head.takes_packed else tokens.padded()
@@ -179,8 +161,7 @@ class Classifier(nn.Module):
 
     def outputs(self, images: Tensor, want: Collection[str] = (), given: Mapping[str, Tensor] | None = None) -> Outputs:
         """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""
-        trunk = cast("AnyTrunk", self.trunk)
-        tokens, captured = trunk.encode(trunk.embed(self._images(images)), want, given)
+        tokens, captured = self.trunk.encode(self.trunk.embed(self._images(images)), want, given)
         tokens = self._at_head(tokens)
         return Outputs(self.head(tokens), tokens, self.head, captured, self.policy)
 
@@ -316,20 +297,18 @@ class Classifier(nn.Module):
         return {name for name, _ in self.named_parameters() if name.startswith("head.") or self._own_head(name)}
 
     def _own_head(self, name: str) -> bool:
-        prefixes: tuple[str, ...] = getattr(self.trunk, "own_head", ())
-        return name.startswith(tuple(f"trunk.{p}." for p in prefixes))
+        return name.startswith(tuple(f"trunk.{prefix}." for prefix in self.trunk.own_head))
 
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay; the head is deepest."""
         if name.startswith("head.") or name in self.head_parameters():
             return self.layers
-        trunk = cast("Any", self.trunk)
-        return int(trunk.layer_of(name.removeprefix("trunk."))) if hasattr(trunk, "layer_of") else 0
+        return self.trunk.layer_of(name.removeprefix("trunk."))
 
     @property
     def layers(self) -> int:
         """The head's depth for layer-wise decay."""
-        return int(getattr(self.trunk, "layers", 0)) + 1
+        return self.trunk.layers + 1
 
 
 def _as_list(images: Picture | Sequence[Picture]) -> list[Picture]:

@@ -62,7 +62,7 @@ def resized(one: Tensor, size: tuple[int, int]) -> Tensor:
 def _native(model: Classifier, images: Tensor, count: int) -> list[Tensor]:
     """The maps of all stages, or of `count` blocks where all have one stride."""
     trunk = cast("Any", model.trunk)
-    names = [name for name in getattr(trunk, "intermediates", ()) if name.startswith("tokens.")]
+    names = [name for name in trunk.intermediates if name.startswith("tokens.")]
     if names:
         chosen = [f"tokens.{i}" for i in taps(len(names), count)]
         tokens, captured = trunk.encode(trunk.embed(images), set(chosen))

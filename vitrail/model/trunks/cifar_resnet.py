@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.base import BaseTrunk
 
 STAGE_WIDTHS = (16, 32, 64)
 EXPANSION = 4  # of a bottleneck
 Shortcut = Literal["pad", "project"]
 
 
-class CifarResNetTrunk(nn.Module):
+class CifarResNetTrunk(BaseTrunk):
     """A trunk: 3x3 stem, three stages of equal depth, the final feature map as tokens without prefix.
 
     Depth is 6n + 2 with two convolutions per block, 9n + 2 with bottlenecks of three (`bottleneck`). Where a block
@@ -48,7 +49,7 @@ class CifarResNetTrunk(nn.Module):
             stages.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3 = stages
         self.width = channels
-        self.blocks_a_stage = count
+        self.blocks_per_stage, self.layers = count, 3 * count
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -89,12 +90,7 @@ class CifarResNetTrunk(nn.Module):
         if not name.startswith("layer"):
             return 0
         stage, block = name.removeprefix("layer").split(".")[:2]
-        return (int(stage) - 1) * self.blocks_a_stage + int(block) + 1
-
-    @property
-    def layers(self) -> int:
-        """The deepest that `layer_of` gives."""
-        return 3 * self.blocks_a_stage
+        return (int(stage) - 1) * self.blocks_per_stage + int(block) + 1
 
 
 class Residual(nn.Module):

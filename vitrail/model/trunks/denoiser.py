@@ -24,6 +24,7 @@ from vitrail.data.augment.pixel_ops import normal_noise
 from vitrail.model.config import DenoiserConfig, NoisePrediction, NoiseScheduleName
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.base import BaseTrunk
 
 SCALED_LINEAR = (0.00085, 0.012, 1000)  # first and last variance, steps: Stable Diffusion's
 LAST_ANGLE = math.pi / 2 * 0.999  # at time 1 a signal of 0.0016 is left: `eps` divides by it
@@ -122,7 +123,7 @@ def equal_noise(r: float, stated: NoiseScheduleName, used: NoiseScheduleName) ->
 ROWS_AT_ONCE = 2560  # images that the network sees in one call when all classes are tried
 
 
-class Denoiser(nn.Module):
+class Denoiser(BaseTrunk):
     """`network(images, time, label)` guesses noise or velocity, [batch, 3, height, width] in float32.
 
     As the trunk of a `Classifier` it classifies, too: noise is added to an image, at fixed times and with fixed noise,

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from vitrail.data.tokenizer import CLASS, PADDING, WORD, Tokeniser, need_text_extra
 from vitrail.model.config import TextBackbone
 from vitrail.model.parts.tokens import Tokens
+from vitrail.model.trunks.base import BaseTrunk
 from vitrail.model.trunks.seq2seq import MODEL_TYPE, SequenceConfig, SequenceResMlp
 
 LAYER = re.compile(r"(?:^|\.)(?:layer|layers|h|block|blocks)\.(\d+)\.")  # how transformers number their blocks
 LATE = ("ln_f.", "norm.", "final_layer_norm.", "pooler.")  # what comes after the blocks
 
 
-class TextTrunk(nn.Module):
+class TextTrunk(BaseTrunk):
     """Final hidden states, the class token in front, with a mask of the words.
 
     BERT's family has the class token first already. In GPT's it is the last token that is not padding; it is moved to

@@ -18,6 +18,7 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.model.config import TimmBackbone
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.model.trunks.base import BaseTrunk
 from vitrail.schema import near
 
 
@@ -161,7 +162,7 @@ def to_grid(features: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.interpolate(features, grid, mode="bilinear", align_corners=False)
 
 
-class TimmTrunk(nn.Module):
+class TimmTrunk(BaseTrunk):
     """A timm model's final tokens or feature map, or the features of all its stages gathered, as `Tokens`."""
 
     def __init__(self, backbone: nn.Module, config: TimmBackbone, own_head: tuple[str, ...] = ()) -> None:

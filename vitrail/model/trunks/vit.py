@@ -21,6 +21,7 @@ from vitrail.model.parts.positions import FourierPositions, resize_positions, si
 from vitrail.model.parts.residual import drop_path_rates, make_norm
 from vitrail.model.parts.stems import build_stem
 from vitrail.model.parts.tokens import Given, Probe, Tokens
+from vitrail.model.trunks.base import BaseTrunk
 
 
 def build_policy(config: AdaptiveConfig, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> AdaptivePolicy:
@@ -36,7 +37,7 @@ def build_policy(config: AdaptiveConfig, trunk: TrunkConfig, blocks: Sequence[Bl
 SMALL_GAIN = 0.01  # bf16 keeps 8 bits: what is added with a smaller gain loses most of its own
 
 
-class Trunk(nn.Module):
+class Trunk(BaseTrunk):
     """A stack of residual blocks on patch tokens.
 
     `prefix` is how many learned tokens the head needs in front of the patches; `final_norm` is false where the head has
@@ -49,6 +50,7 @@ class Trunk(nn.Module):
         self.config = config
         self.prefix = prefix
         self.width = config.width
+        self.layers = config.depth
         self.patch_embed = build_stem(config.stem, config.patch, config.width, config.activation)
         self.grid = self.patch_embed.grid(config.image_size, config.image_size)
         if config.class_token_at > config.depth:
@@ -221,8 +223,3 @@ class Trunk(nn.Module):
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
         return self.layers + 1 if name.startswith(("norm.", "policy.")) else 0
-
-    @property
-    def layers(self) -> int:
-        """The deepest that `layer_of` gives for a block."""
-        return self.config.depth
