@@ -331,6 +331,8 @@ def known_to_timm(name: str) -> bool:
     """Whether timm has a model of this name, the one that we add included."""
     import timm
 
+    from vitrail.model.trunks import small_resnet  # noqa: F401, registers resnet18_32
+
     return bool(timm.is_model(name))
 
 
