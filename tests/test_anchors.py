@@ -17,9 +17,8 @@ import vitrail
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.open import open_data
-from vitrail.inspect import teacher_view as measured
-from vitrail.inspect.run import inspect_models
-from vitrail.inspect.teacher_view import (
+from vitrail.inspect import anchors as measured
+from vitrail.inspect.anchors import (
     Anchors,
     Relation,
     anchor_probabilities,
@@ -27,6 +26,7 @@ from vitrail.inspect.teacher_view import (
     ranked_anchors,
     read_relation,
 )
+from vitrail.inspect.run import inspect_models
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.config import CmsfConfig, CompresConfig, DinoConfig, DistillationConfig, IsdConfig, SupervisedConfig
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
@@ -148,7 +148,7 @@ MOMENTUM = [
 def test_a_slow_copy_and_its_student_are_those_of_the_checkpoint(config: Any) -> None:
     objective: Any = shaken(build_objective(config, small(), FACTS))
     relation, some = read(config, objective), images()
-    found = relation.look(some)
+    found = relation.embed(some)
     with torch.no_grad():
         copy, model = objective.target.module, objective.model
         target = F.normalize(copy.head.embed(copy.tokens(some)), dim=1)
@@ -167,7 +167,7 @@ def test_a_frozen_teacher_has_the_anchors_or_the_students_slow_copy_has(queues: 
     config = CompresConfig(teacher=str(teacher.save(tmp_path / "teacher")), queues=queues, bank=16)
     objective: Any = shaken(build_objective(config, small(), FACTS))
     found, some = read(config, objective), images()
-    views = found.look(some)
+    views = found.embed(some)
     with torch.no_grad():
         expected = F.normalize(teacher.eval().head.pooled(teacher.tokens(some)), dim=1)
         seen = objective.model.head.embed(objective.model.tokens(some))
@@ -213,12 +213,12 @@ def test_the_command_ranks_anchors_of_an_isd_run(tmp_path: Path, capsys: pytest.
     assert run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = told["models"][0]["anchors"]
-    assert (found["by"], found["learned"], found["temperature"]) == ("its own slow copy", True, 0.1)
+    assert (found["by"], found["learned"], found["temperature"]) == ("its momentum encoder", True, 0.1)
     assert np.shape(found["rows"]) == np.shape(found["teacher"]) == np.shape(found["student"]) == (3, 6)
     assert all(image not in row for image, row in enumerate(found["rows"]))
     assert all(row == sorted(row, reverse=True) and sum(row) <= 1 + 1e-5 for row in found["teacher"])
     page = (place / "inspect" / "inspect.html").read_text(encoding="utf-8")
-    assert "What its teacher holds for near" in page
+    assert "Anchors ranked by the teacher" in page
     assert "temperatures 0.01 and 0.1. This is what the run learned." in page
     assert (place / "inspect" / "anchors-0.png").is_file()
 

@@ -58,7 +58,7 @@ def build_page(viewer: Viewer) -> Any:
                         label="As the model sees it", interactive=False, buttons=BUTTONS, elem_id=f"picture-{i}"
                     )
                     kept = gr.Image(
-                        label="What it keeps", interactive=False, buttons=BUTTONS, visible=viewer.adaptive[i]
+                        label="Kept patches", interactive=False, buttons=BUTTONS, visible=viewer.adaptive[i]
                     )
                     spent = gr.Textbox(label="Cost", interactive=False, lines=2, elem_id=f"cost-{i}")
                     shown += [label, over, kept, spent]

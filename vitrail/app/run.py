@@ -18,7 +18,7 @@ from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import choose_device
 from vitrail.inspect.run import load_any, short_names
-from vitrail.measure.attention_maps import Looker, stages
+from vitrail.measure.attention_maps import AttentionCollector
 from vitrail.measure.saliency import KINDS, explain, kinds_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -108,19 +108,18 @@ class Viewer:
             assert spent is not None
             told = f"{amount(spent.macs)} MACs, {amount(spent.parameters)} parameters"
         else:
-            looker = Looker(model, 1, ())
+            collector = AttentionCollector(model, 1, ())
             began = time.perf_counter()
-            looker.add(batch)
-            took, looks = time.perf_counter() - began, looker.result()
-            row = looks.probabilities[0]
-            assert looks.kept is not None
-            kept = kept_strip(seen, looks.kept[0], stages(model), looks.grid)
-            left = f"{int(looks.kept[0, -1].sum())} of {looks.kept.shape[2]} patches left"
-            told = left if looks.macs is None else f"{amount(looks.macs)} MACs of this image, {left}"
-            if looks.macs and looks.macs_whole:
-                told += (
-                    f"; the whole model takes {amount(looks.macs_whole)} ({percent(looks.macs / looks.macs_whole, 0)})"
-                )
+            collector.add(batch)
+            took, maps = time.perf_counter() - began, collector.result()
+            row = maps.probabilities[0]
+            assert maps.kept is not None
+            kept = kept_strip(seen, maps.kept[0], maps.stages, maps.grid)
+            left = f"{int(maps.kept[0, -1].sum())} of {maps.kept.shape[2]} patches left"
+            told = left if maps.macs is None else f"{amount(maps.macs)} MACs of this image, {left}"
+            if maps.macs and maps.macs_whole:
+                share = percent(maps.macs / maps.macs_whole, 0)
+                told += f"; the whole model takes {amount(maps.macs_whole)} ({share})"
         over, note = self._map(model, batch, kind, seen)
         best = row.topk(min(TOP, len(row)))
         top = tuple((model.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
