@@ -89,14 +89,13 @@ class AnchorSection(Section):
             by = (anchors.teacher[image], anchors.student[image])
             shares = [percent(float(p)) for p in (*(b[0] for b in by), *(b.sum() for b in by))]
             rows.append((caption, *shares, fixed(float(anchors.divergences[image]))))
-        temperatures = (
-            f"temperature {anchors.temperature:g}"
-            if anchors.temperature == anchors.teacher_temperature
-            else f"temperatures {anchors.teacher_temperature:g} and {anchors.temperature:g}"
-        )
-        loss = "This is what the run learned." if anchors.learned else "The run learned from it otherwise."
+        relation = anchors.relation
+        words = f"temperature {relation.temperature:g}"
+        if relation.temperature != relation.teacher_temperature:
+            words = f"temperatures {relation.teacher_temperature:g} and {relation.temperature:g}"
+        loss = "This is what the run learned." if relation.learned else "The run learned from it otherwise."
         columns = ("image", "likeliest, T", "S", f"first {first}, T", "S", "divergence")
-        return f"Teacher: {anchors.who}; {temperatures}. {loss}", ResultTable(title, columns, rows)
+        return f"Teacher: {relation.who}; {words}. {loss}", ResultTable(title, columns, rows)
 
     def lines(self) -> Iterator[str]:
         for subject in self.inspection.subjects:
@@ -206,10 +205,7 @@ def _restore(objective: Objective, stored: Mapping[str, Tensor], device: torch.d
 class Anchors:
     """The first images as queries, all others as anchors: the teacher's most likely ones first."""
 
-    who: str  # the teacher, in words
-    temperature: float
-    teacher_temperature: float
-    learned: bool  # whether this comparison was the student's loss
+    relation: Relation
     rows: Tensor  # [queries, k]
     teacher: Tensor  # [queries, k], probabilities
     student: Tensor  # [queries, k]
@@ -219,8 +215,10 @@ class Anchors:
     images: int
 
     def to_json(self) -> dict[str, Any]:
-        names = ("temperature", "teacher_temperature", "learned", "divergence", "same_first")
-        values = {"by": self.who, **{name: getattr(self, name) for name in names}, "rows": self.rows.tolist()}
+        relation = self.relation
+        values = {"by": relation.who, "learned": relation.learned, "temperature": relation.temperature}
+        values |= {"teacher_temperature": relation.teacher_temperature, "rows": self.rows.tolist()}
+        values |= {"divergence": self.divergence, "same_first": self.same_first}
         shares = {"teacher": self.teacher, "student": self.student}
         return values | {name: [[round(v, 6) for v in row] for row in p.tolist()] for name, p in shares.items()}
 
@@ -236,22 +234,12 @@ def anchor_probabilities(queries: Tensor, anchors: Tensor, temperature: float, f
     return scores.log_softmax(1)
 
 
-def ranked_anchors(
-    teacher: Tensor,
-    student: Tensor,
-    anchors: Tensor,
-    *,
-    queries: int,
-    k: int,
-    temperature: float,
-    teacher_temperature: float,
-    who: str = "",
-    learned: bool = True,
-) -> Anchors:
-    """Of images [images, width] each as the teacher, the student and the student's anchors have them.
+def ranked_anchors(views: Views, relation: Relation, *, queries: int, k: int) -> Anchors:
+    """The first `queries` of all images, with their `k` likeliest anchors.
 
     Raises `ValueError` where there is one image alone.
     """
+    teacher, student, anchors = views
     images = len(teacher)
     if images < 2:
         raise ValueError("there are no anchors: one image alone")
@@ -260,8 +248,8 @@ def ranked_anchors(
     total, same = 0.0, 0
     for start in range(0, images, step := max(1, PART // images)):
         part = slice(start, start + step)
-        p = anchor_probabilities(teacher[part], teacher, teacher_temperature, start)
-        q = anchor_probabilities(student[part], anchors, temperature, start)
+        p = anchor_probabilities(teacher[part], teacher, relation.teacher_temperature, start)
+        q = anchor_probabilities(student[part], anchors, relation.temperature, start)
         # An image's own column is 0 log 0 for both.
         divergence = torch.where(p.isfinite(), p.exp() * (p - q), 0.0).sum(1)
         total += float(divergence.sum())
@@ -270,19 +258,7 @@ def ranked_anchors(
         top, rows = p[:here].topk(k, dim=1)
         shown.append((rows, top.exp(), q[:here].gather(1, rows).exp(), divergence[:here]))
     rows, by_teacher, by_student, divergences = (torch.cat(parts).cpu() for parts in zip(*shown, strict=True))
-    return Anchors(
-        who=who,
-        temperature=temperature,
-        teacher_temperature=teacher_temperature,
-        learned=learned,
-        rows=rows,
-        teacher=by_teacher,
-        student=by_student,
-        divergences=divergences,
-        divergence=total / images,
-        same_first=same / images,
-        images=images,
-    )
+    return Anchors(relation, rows, by_teacher, by_student, divergences, total / images, same / images, images)
 
 
 class AnchorCollector:
@@ -322,18 +298,8 @@ class AnchorCollector:
         """The first `pictures` images as queries; none without a teacher, or of one image alone."""
         if self.relation is None:
             return None
-        teacher, student, anchors = (torch.cat(parts) for parts in zip(*self.views, strict=True))
-        if len(teacher) < 2:
+        views = Views(*(torch.cat(parts) for parts in zip(*self.views, strict=True)))
+        if len(views.teacher) < 2:
             self.reason = "no ranked anchors: one image alone has none"
             return None
-        return ranked_anchors(
-            teacher,
-            student,
-            anchors,
-            queries=pictures,
-            k=NEAREST,
-            temperature=self.relation.temperature,
-            teacher_temperature=self.relation.teacher_temperature,
-            who=self.relation.who,
-            learned=self.relation.learned,
-        )
+        return ranked_anchors(views, self.relation, queries=pictures, k=NEAREST)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.inspect.section import Chart, ImageBatch, Inspection, PagePart, Section, chart_cards
-from vitrail.measure.attention_maps import CapturedBatch, map_layers
-from vitrail.measure.attention_statistics import LayerMaps
+from vitrail.measure.attention_maps import CapturedBatch, LayerMaps, map_layers
 from vitrail.measure.clustering import best_matching
 from vitrail.measure.evaluator import ResultTable
 from vitrail.model.classifier import Classifier
@@ -109,20 +108,12 @@ class SimilaritySection(Section):
             yield ResultTable(title, ("layer", *inspection.divergence), rows)
 
 
-def cka(x: Tensor, y: Tensor) -> float:
-    """Linear CKA of features [images, width] and [images, other width], in [0, 1]; NaN where features are constant.
-
-    |Ycᵀ Xc|² / (|Xcᵀ Xc| |Ycᵀ Yc|) with centred columns: orthogonal maps and scales do not change it.
-    """
-    x, y = (features.double() - features.double().mean(0) for features in (x, y))
-    return float((y.mT @ x).square().sum() / ((x.mT @ x).norm() * (y.mT @ y).norm()))
-
-
 def cka_table(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """Linear CKA of every layer of one model with every layer of the other, [layers, other layers], float64.
 
-    Features [images, width] per layer, of the same images. As `cka` for each pair, by products of images rather than of
-    channels: a table of two deep models would otherwise hold a matrix of channels for each of hundreds of pairs.
+    Features [images, width] per layer, of the same images: |Ycᵀ Xc|² / (|Xcᵀ Xc| |Ycᵀ Yc|) with centred columns, in
+    [0, 1]; orthogonal maps and scales do not change it; NaN where features are constant. By products of images rather
+    than of channels: two deep models would otherwise need a matrix of channels for each of hundreds of pairs.
     """
 
     def kernels(features: Sequence[Tensor]) -> Tensor:
@@ -149,21 +140,6 @@ def head_divergences(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack([torch.stack(row) for row in pairs])
 
 
-def attention_divergence(first: Tensor, second: Tensor, matching: Matching = "direct") -> float:
-    """Divergence of two models' maps [images, heads, queries, keys] in one layer, under a matching of heads.
-
-    `direct`: head i with head i; `bipartite`: one to one, the least in total; `minimum`: every head of the first with
-    its nearest of the second; `averaged`: of the mean over heads. Models that compute the same function may be far
-    apart (average pooling by one head or by several, say): this compares maps, not functions.
-    """
-    if matching == "averaged":
-        return float(jensen_shannon(first.double().mean(1), second.double().mean(1)).mean())
-    value = _matched(head_divergences(first, second), matching)
-    if value is None:
-        raise ValueError(f"{first.shape[1]} and {second.shape[1]} heads have no {matching} pairs; use minimum")
-    return value
-
-
 def _matched(table: Tensor, matching: Matching) -> float | None:
     """Mean of [heads, other heads] over pairs of heads; none where heads cannot be matched so."""
     if matching == "minimum":
@@ -177,7 +153,9 @@ def _matched(table: Tensor, matching: Matching) -> float | None:
 class Divergence:
     """Jensen-Shannon divergence of two models' maps in one layer under every matching of heads, over batches.
 
-    A mean over the rows that both models have; `attention_divergence` of all images at once.
+    `direct`: head i with head i; `bipartite`: one to one, the least in total; `minimum`: every head of the first with
+    its nearest of the second; `averaged`: of the mean over heads. A mean over the rows that both models have. Models
+    that compute the same function may be far apart (average pooling by one head or by several, say).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ parallel ones are summed. Known are blocks of ours and of plain timm ViTs: both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vitrail.inspect.section import Card, Chart, ImageBatch, Inspection, PagePart, Section, chart_cards
 from vitrail.kernels.covariance import cross_covariance, matrix_sqrt_newton_schulz
-from vitrail.measure.attention_statistics import RunningMean
+from vitrail.measure.attention_maps import RunningMean
 from vitrail.measure.ensembles import agreement
 from vitrail.measure.evaluator import ResultTable, evaluation_mode
 from vitrail.model.classifier import Classifier, Outputs
@@ -77,50 +77,27 @@ class WeightStatistics:
         return values | {"notes": list(self.notes)}
 
 
-class CurveKind(NamedTuple):
-    """A chart by depth that all models share."""
-
-    heading: str
-    values: Callable[[WeightStatistics], Mapping[str, Sequence[float | None]]]
-    x_label: str
-    tell: Callable[[float], str]
-    hint: str
-
-
-CURVES = (
-    CurveKind(
-        "Gains of branches (LayerScale)",
-        lambda weights: weights.scales,
-        "block",
-        number,
+CURVES: tuple[
+    tuple[str, str, str, Callable[[float], str], str], ...
+] = (  # field, heading, x axis, format, how to read it
+    (
+        *("scales", "Gains of branches (LayerScale)", "block", number),
         "Mean magnitude over channels. A branch with a small gain was hardly used.",
     ),
-    CurveKind(
-        "Norm of a branch relative to the stream",
-        lambda weights: weights.ratios,
-        "block",
-        _whole,
+    (
+        *("ratios", "Norm of a branch relative to the stream", "block", _whole),
         "‖branch‖ / ‖stream‖, mean over images. Flat: every block does its share; near zero: a block could go.",
     ),
-    CurveKind(
-        "Class token and distillation token",
-        lambda weights: {"cosine": weights.cosines[:-1]} if weights.cosines else {},
-        "blocks passed",
-        number,
+    (
+        *("cosines", "Class token and distillation token", "blocks passed", number),
         "Cosine: 0 learned apart, 1 the same vector. The first point is the two learned tokens themselves.",
     ),
-    CurveKind(
-        "Sparsity of the matrices",
-        lambda weights: weights.sparsity,
-        "block",
-        _whole,
+    (
+        *("sparsity", "Sparsity of the matrices", "block", _whole),
         "Share of weights below 5 % of the largest: A mixes patches, B and C are the MLP.",
     ),
-    CurveKind(
-        "Singular values of second-order features",
-        lambda weights: weights.spectra,
-        "number",
-        number,
+    (
+        *("spectra", "Singular values of second-order features", "number", number),
         "Over the largest, mean over images and heads. Normalisation lifts the tail: more directions count.",
     ),
 )
@@ -160,17 +137,18 @@ class WeightSection(Section):
     def _charts(self) -> list[Chart]:
         subjects = [(s, s.weights) for s in self.inspection.subjects if s.weights is not None]
         charts = []
-        for kind in CURVES:
-            several = sum(bool(kind.values(weights)) for _, weights in subjects) > 1
+        for field, heading, x_label, tell, hint in CURVES:
+            several = sum(bool(getattr(weights, field)) for _, weights in subjects) > 1
             lines: dict[str, list[dict[float, float]]] = {}
             for subject, weights in subjects:
-                for name, values in kind.values(weights).items():
+                curves = getattr(weights, field) if field != "cosines" else {"cosine": weights.cosines[:-1]}
+                for name, values in curves.items():
                     if known := {float(i): v for i, v in enumerate(values) if v is not None}:
                         lines[f"{subject.name} {name}" if several else name] = [known]
             if lines:
-                axis = kind.tell if kind.tell is _whole else "{:g}".format
-                svg = curves_chart(lines, title=kind.heading, x_label=kind.x_label, tell=kind.tell, tell_axis=axis)
-                charts.append(Chart(kind.heading, svg, kind.hint))
+                axis = tell if tell is _whole else "{:g}".format
+                svg = curves_chart(lines, title=heading, x_label=x_label, tell=tell, tell_axis=axis)
+                charts.append(Chart(heading, svg, hint))
         for subject, weights in subjects:
             if weights.agreement is not None:
                 heading = "Agreement of its classifiers" + (f", {subject.name}" if self.inspection.several else "")

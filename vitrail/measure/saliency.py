@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -232,3 +233,43 @@ def head_branches(model: Classifier, images: Tensor, classes: Tensor) -> list[He
                 hook.remove()
         branches.append(HeadBranch(name, maps.detach().float(), model.probabilities(logits[name].detach().float())))
     return branches
+
+
+def word_influence(model: Classifier, texts: Tensor, chosen: Tensor | None = None) -> dict[str, Tensor]:
+    """[texts, length] influence of each token on the logit of `chosen` [texts] (none: of the predicted class).
+
+    Gradient times input: the gradient of the logit with respect to the word embeddings, times those embeddings, summed
+    over the width; a stand-in for the relevance methods of SoT (Xie et al. 2021, arXiv 2104.10935, supplement E).
+    `texts` are [texts, 3, length], as a text model takes them. Of a second-order head that adds two classifiers: by the
+    class token's alone, by the words' alone and by both, which is their sum; of any other head `both` alone.
+    """
+    embeddings: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        embeddings.append(out.detach().requires_grad_())
+        return embeddings[-1]
+
+    head = model.head
+    handle = cast("Any", model.trunk).backbone.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with evaluation_mode(model), torch.enable_grad():
+            tokens = model.tokens(texts)
+            logits = {"both": model.fused(head(tokens))}
+            if isinstance(head, SecondOrderHead) and head.config.fusion == "sum":
+                parts = zip(("class token", "words"), head._vectors(tokens), (head.fc, head.fc_words), strict=True)
+                logits = {name: _branch_logits(vector, layer) for name, vector, layer in parts} | logits
+            chosen = logits["both"].argmax(1) if chosen is None else chosen
+            influence = {}
+            for name, values in logits.items():
+                score = values.gather(1, chosen[:, None]).sum()
+                (gradient,) = torch.autograd.grad(score, embeddings[0], retain_graph=True)
+                influence[name] = (gradient * embeddings[0]).sum(-1).detach()
+    finally:
+        handle.remove()
+    return influence
+
+
+def _branch_logits(vector: Tensor | None, layer: nn.Linear | None) -> Tensor:
+    assert vector is not None
+    assert layer is not None
+    return cast("Tensor", layer(vector.to(layer.weight.dtype)))

@@ -1,4 +1,4 @@
-"""One self-contained HTML page that says how good a model is, where it fails and what it costs."""
+"""The report of a run as one self-contained HTML page: metrics, errors, attention maps, cost, data, configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ErrorPicture:
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """An image and, beside it, where the model looked."""
+    """An image and its attention map laid over it."""
 
     image: Picture
     overlay: Picture
@@ -62,34 +62,26 @@ class AttentionPicture:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What an adaptive model keeps of some images."""
+    """Kept patches and compute of an adaptive model."""
 
-    sheet: Sheet
-    """A few images, and what is left of them stage by stage."""
-    tokens: Sequence[float]
-    """Mean number of tokens that enter each block."""
-    images: int
-    """That the mean is over."""
+    sheet: Sheet  # a few images, and what is left of them stage by stage
+    tokens: Sequence[float]  # mean number of tokens that enter each block
+    images: int  # that the mean is over
     macs: float | None = None
-    macs_whole: float | None = None
-    """Of an image that is given everything."""
+    macs_whole: float | None = None  # of an image that is given everything
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs; whatever is unknown is left out."""
+    """Cost of a model; whatever is unknown is left out."""
 
     parameters: float | None = None
-    macs: float | None = None
-    """Multiply-accumulates of one image."""
+    macs: float | None = None  # multiply-accumulates of one image
     images_per_second: float | None = None
-    peak_memory: float | None = None
-    """Bytes."""
+    peak_memory: float | None = None  # bytes
     training_seconds: float | None = None
-    conditions: str = ""
-    """Under which speed and memory were measured: "batch 128, 224 px, bfloat16, NVIDIA A100"."""
-    rows: Sequence[tuple[str, str]] = ()
-    """Anything else worth a line of the cost table."""
+    conditions: str = ""  # of speed and memory: "batch 128, 224 px, bfloat16, NVIDIA A100"
+    rows: Sequence[tuple[str, str]] = ()  # anything else worth a line of the cost table
 
 
 @dataclass(frozen=True)
@@ -98,13 +90,10 @@ class DataSummary:
 
     uri: str
     classes: Sequence[str]
-    counts: Mapping[str, Sequence[int]]
-    """Images (multi-label: positive labels) of each class in each split."""
-    images: Mapping[str, int] = field(default_factory=dict)
-    """Images of each split, where that is not the sum of `counts` (multi-label)."""
+    counts: Mapping[str, Sequence[int]]  # images (multi-label: positive labels) of each class in each split
+    images: Mapping[str, int] = field(default_factory=dict)  # of each split, where not the sum of `counts`
     notes: Sequence[str] = ()
-    skipped: Sequence[tuple[str, str]] = ()
-    """(image, reason) of every image that could not be used."""
+    skipped: Sequence[tuple[str, str]] = ()  # (image, reason) of every image that could not be used
 
 
 @dataclass(frozen=True)
@@ -122,32 +111,23 @@ class Report:
 
     title: str
     figures: Figures | None = None
-    split: str = "test"
-    """Which images `figures` speak of."""
-    verdict: str = ""
-    """One or two sentences (empty: written from the figures)."""
-    history: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics.jsonl."""
+    split: str = "test"  # which images `figures` speak of
+    verdict: str = ""  # one or two sentences (empty: written from the figures)
+    history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     cost: ModelCost | None = None
     errors: Sequence[ErrorPicture] = ()
     attention: Sequence[AttentionPicture] = ()
-    kept: KeptTokens | None = None
-    """Of an adaptive model."""
-    things: str = "images"
-    """What is classified."""
-    tiles: Sequence[tuple[str, str, str]] = ()
-    """(name, value, remark) of figures that stand beside the usual ones at the top."""
+    kept: KeptTokens | None = None  # of an adaptive model
+    things: str = "images"  # what is classified
+    tiles: Sequence[tuple[str, str, str]] = ()  # (name, value, remark) of further headline metrics
     fragments: Sequence[Fragment] = ()
-    unfit: Sequence[str] = ()
-    """Sections that a report of these things cannot have."""
+    unfit: Sequence[str] = ()  # sections that a report of these things cannot have
     data: DataSummary | None = None
-    config: str = ""
-    """YAML."""
+    config: str = ""  # YAML
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     created: str = ""
-    inside: str = ""
-    """The command that makes the page of pictures which this one links to: inspect/inspect.html beside it."""
+    inside: str = ""  # the command that writes inspect/inspect.html, which the page links to
 
 
 def write_report(path: str | Path, report: Report) -> None:
@@ -258,8 +238,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if cost is not None:
         known = [
             ("parameters", cost.parameters, amount, ""),
-            ("MACs an image", cost.macs, amount, ""),
-            ("images a second", cost.images_per_second, number, "inference"),
+            ("MACs per image", cost.macs, amount, ""),
+            ("images/s", cost.images_per_second, number, "inference"),
             ("peak memory", cost.peak_memory, memory, "inference"),
             ("training time", cost.training_seconds, duration, ""),
         ]
@@ -293,11 +273,9 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     return [
         (
             heading,
-            line_chart(
-                lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=tell_axis
-            ),
+            line_chart(lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=axis),
         )
-        for heading, lines, tell, tell_axis in wanted
+        for heading, lines, tell, axis in wanted
         if any(line.x for line in lines)
     ]
 
@@ -356,8 +334,8 @@ def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
         return []
     known = [
         ("Parameters", None if cost.parameters is None else f"{cost.parameters:,.0f}"),
-        ("Multiply-accumulates an image", None if cost.macs is None else amount(cost.macs)),
-        ("Inference", None if cost.images_per_second is None else f"{number(cost.images_per_second)} images a second"),
+        ("Multiply-accumulates per image", None if cost.macs is None else amount(cost.macs)),
+        ("Inference", None if cost.images_per_second is None else f"{number(cost.images_per_second)} images/s"),
         ("Peak memory of inference", None if cost.peak_memory is None else memory(cost.peak_memory)),
         ("Measured with", cost.conditions or None),
         ("Training time", None if cost.training_seconds is None else duration(cost.training_seconds)),

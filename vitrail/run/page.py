@@ -32,8 +32,8 @@ from vitrail.measure.classification import Figures, SingleLabelFigures, matthews
 from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluator import Predictions, UnlabelledFigures, worst_mistakes
 from vitrail.measure.language import LanguageFigures
+from vitrail.measure.saliency import word_influence
 from vitrail.measure.speed import throughput
-from vitrail.measure.word_influence import word_influence
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.trunks.text_trunk import TextTrunk
