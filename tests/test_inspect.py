@@ -651,7 +651,7 @@ def test_the_strip_shows_every_image_with_the_patch_below_it(trained: Path, patc
             assert torch.equal(subject.attacked.kept[image, stage], alone.kept(stage)[0])
     attacked = (subject.attacked, subject.attacked_pixels)
     sheet = kept_sheet(subject.name, subject.attention, subject.pixels, found.captions, attacked=attacked)
-    assert [name.startswith("attacked, says ") for name, _ in sheet.rows] == [False, True] * 3
+    assert [name.startswith("attacked, predicted ") for name, _ in sheet.rows] == [False, True] * 3
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert "Under the patch" in page
     assert (folder / "selection-0.png").is_file()

@@ -33,7 +33,7 @@ from vitrail.inspect.embeddings import (
     shared_level,
 )
 from vitrail.inspect.run import SECTIONS, chosen_sections, inspect_models
-from vitrail.inspect.weights import (
+from vitrail.inspect.weight_statistics import (
     BranchRatios,
     WeightCollector,
     WeightStatistics,

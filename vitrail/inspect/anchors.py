@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitrail.config import RunConfig
 from vitrail.engine import run_folder as checkpoint
-from vitrail.inspect.attention import fixed
+from vitrail.inspect.attention_section import fixed
 from vitrail.inspect.embeddings import MOST_NEIGHBOURS, NEAREST, neighbour_cell, rank_columns
 from vitrail.inspect.section import Card, ImageBatch, InspectedModel, Inspection, PagePart, Section
 from vitrail.learn.compres import Compres

@@ -84,8 +84,7 @@ class EvidenceSection(Section):
             if subject.evidence is not None and subject.evidence.maps:
                 sheets += evidence_sheets(subject, subject.evidence, inspection.captions, i)
         if sheets:
-            hints = {"voices": BRANCHES}
-            cards = [Card(s.title, [s, *(h for n, h in hints.items() if s.name.startswith(n))]) for s in sheets]
+            cards = [Card(s.title, [s, BRANCHES] if s.name.startswith("voices") else [s]) for s in sheets]
             lead = "Where the evidence for a class is, by every map that the model has. Attention and rollout do not "
             lead += "know the class; Grad-CAM and gradient attention do."
             layout = "pair" if max(len(sheet.columns) for sheet in sheets) <= 5 else "sheets"
@@ -141,7 +140,7 @@ def evidence_sheets(
             cells.append(Cell(overlay(pixels, branch.maps[image]), f"{mark}{shorten(label, 12)} {share:.0%}"))
         return cells
 
-    rows = image_rows(subject.pixels, captions, by_kind, lambda image: f"says {maps.prediction(image)}")
+    rows = image_rows(subject.pixels, captions, by_kind, lambda image: f"predicted {maps.prediction(image)}")
     columns = ["image", *map(map_name, evidence.maps)]
     yield Sheet(f"evidence-{number}", f"Evidence for the predicted class, {name}", columns, rows)
     if evidence.by_class.numel():

@@ -170,7 +170,7 @@ def selection_sheet(subject: InspectedModel, selection: Selection, captions: Seq
         first: Cell | None = Cell(enlarged(pixels), shorten(caption, 18))
         for rule, maps in ((selection.own, subject.attention), (selection.other, selection.attention)):
             cells = kept_cells(maps, pixels, image, list(columns.values()))
-            rows.append((f"{rule}, says {maps.prediction(image)}", [first, *cells]))
+            rows.append((f"{rule}, predicted {maps.prediction(image)}", [first, *cells]))
             first = None
     title = f"{selection.own[:1].upper()}{selection.own[1:]} compared with {selection.other}, {subject.name}"
     return Sheet(f"selection-{number}", title, ["image", *columns], rows)

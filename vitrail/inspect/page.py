@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.files import write_text
-from vitrail.inspect.section import Chart, Inspection, PagePart
+from vitrail.inspect.section import Chart, Inspection
 from vitrail.quantities import amount, percent
 from vitrail.report.html import render_page, style_sheets
 from vitrail.report.sheets import Sheet
@@ -28,20 +28,16 @@ def write_inspection(folder: str | Path, inspection: Inspection, environment: Ma
     """Write `inspect.html`, one PNG per sheet and one SVG per chart into `folder`; returns the files, page first."""
     folder = Path(folder)
     files = [folder / "inspect.html"]
-    parts = [part for section in inspection.sections for part in section.parts()]
-    items = [item for part in parts for card in part.cards for each in card.items for item in _flat(each)]
+    cards = [item for part in inspection.parts for card in part.cards for item in card.items]
+    items = [item for each in cards for item in (each if isinstance(each, list) else [each])]
     for sheet in (item for item in items if isinstance(item, Sheet)):
         files.append(folder / f"{sheet.name}.png")
         sheet.save(files[-1])
     for name, chart in named((c.file or c.heading, c.svg) for c in items if isinstance(c, Chart)).items():
         files.append(folder / f"{name}.svg")
         write_text(files[-1], standalone(chart))
-    write_text(files[0], render_inspection(inspection, parts, environment))
+    write_text(files[0], render_inspection(inspection, environment))
     return files
-
-
-def _flat(item: Any) -> Iterable[Any]:
-    return item if isinstance(item, list) else [item]
 
 
 def standalone(chart: Markup) -> str:
@@ -69,7 +65,7 @@ def named(charts: Iterable[tuple[str, Markup]]) -> dict[str, Markup]:
     return files
 
 
-def render_inspection(inspection: Inspection, parts: list[PagePart], environment: Mapping[str, Any]) -> str:
+def render_inspection(inspection: Inspection, environment: Mapping[str, Any]) -> str:
     """The HTML of an inspection."""
     sentences = [line for section in inspection.sections for line in section.verdict()]
     nothing = "No layer has attention maps; what is known stands below."
@@ -81,7 +77,7 @@ def render_inspection(inspection: Inspection, parts: list[PagePart], environment
         title=" and ".join(subject.name for subject in inspection.subjects),
         verdict=(" ".join(sentences) or nothing).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=list(_tiles(inspection)),
-        parts=parts,
+        parts=inspection.parts,
         notes=notes(inspection),
         environment={str(key): str(value) for key, value in environment.items()},
         created=str(environment.get("started", "")),

@@ -23,14 +23,14 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import environment, free_name
 from vitrail.files import refuse_unwritable
 from vitrail.inspect.anchors import AnchorSection
-from vitrail.inspect.attention import AttentionSection
+from vitrail.inspect.attention_section import AttentionSection
 from vitrail.inspect.embeddings import EmbeddingSection, Projection, check_projection
 from vitrail.inspect.evidence import EvidenceSection
 from vitrail.inspect.kept import KeptSection
 from vitrail.inspect.model_similarity import SimilaritySection
 from vitrail.inspect.page import write_inspection
 from vitrail.inspect.section import ImageBatch, InspectedModel, Inspection, Section, ShownImage
-from vitrail.inspect.weights import WeightSection
+from vitrail.inspect.weight_statistics import WeightSection
 from vitrail.measure.attention_maps import batch_for, map_layers
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

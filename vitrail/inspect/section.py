@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vitrail.inspect.embeddings import EmbeddingStatistics, Projection
     from vitrail.inspect.evidence import Evidence
     from vitrail.inspect.kept import Selection
-    from vitrail.inspect.weights import WeightStatistics
+    from vitrail.inspect.weight_statistics import WeightStatistics
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,20 @@ class Inspection:
         values = [] if self.cka is None else self.cka.diagonal().tolist()
         return [v if math.isfinite(v) else None for v in values]
 
+    @cached_property
+    def parts(self) -> list[PagePart]:
+        """The page, once all sections have finished."""
+        return [part for section in self.sections for part in section.parts()]
+
     def lacking(self) -> list[str]:
         """Sections that were asked for by name and that no model here has, in words."""
-        about = {name: words for section in self.sections for name, words in section.names.items()}
-        present = {part.name for section in self.sections for part in section.parts()}
-        unexplained = {name for section in self.sections if not section.explains for name in section.names}
-        absent = [name for name in self.what if name in unexplained - present and not self.everything]
-        return [f"{name}: there is nothing to show here ({about[name]})" for name in absent]
+        present = {part.name for part in self.parts}
+        lines = []
+        for section in () if self.everything else self.sections:
+            for name, about in section.names.items():
+                if name in self.what and name not in present and not section.explains:
+                    lines.append(f"{name}: there is nothing to show here ({about})")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"source": self.source, "models": [subject.to_json() for subject in self.subjects]}

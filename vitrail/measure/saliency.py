@@ -26,6 +26,7 @@ from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.classifier import Classifier, Outputs
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.second_order import SecondOrderHead
+from vitrail.model.parts.tokens import Tokens
 
 KINDS = ("attention", "rollout", "head", "gradient_attention", "grad_cam", "sima")
 
@@ -212,27 +213,29 @@ def head_branches(model: Classifier, images: Tensor, classes: Tensor) -> list[He
     head = model.head
     if not isinstance(head, SecondOrderHead) or head.fc is None or head.fc_words is None or model.policy is not None:
         return []
-    logits: dict[str, Tensor] = {}
     branches = []
-    for name, layer in (("class token", head.fc), ("patch tokens", head.fc_words), ("both", None)):
+    for name in ("class token", "patch tokens", "both"):
+        logits: list[Tensor] = []
 
-        def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor, name: str = name) -> None:
-            logits[name] = out
-
-        def score(model: Classifier, out: Outputs, chosen: Tensor | None, name: str = name) -> Tensor:
-            logits.setdefault(name, model.fused(out.stack))
+        def score(
+            model: Classifier, out: Outputs, chosen: Tensor | None, name: str = name, logits: list[Tensor] = logits
+        ) -> Tensor:
+            logits.append(_branch_logits(model, out.tokens)[name])
             assert chosen is not None
-            return logits[name].gather(1, chosen.to(logits[name].device)[:, None]).sum()
+            return logits[0].gather(1, chosen.to(logits[0].device)[:, None]).sum()
 
-        hook = layer.register_forward_hook(keep) if layer is not None else None
-        try:
-            with evaluation_mode(model), torch.enable_grad():
-                maps = _grad_cam(model, model._images(images).detach().requires_grad_(), classes, score)
-        finally:
-            if hook is not None:
-                hook.remove()
-        branches.append(HeadBranch(name, maps.detach().float(), model.probabilities(logits[name].detach().float())))
+        with evaluation_mode(model), torch.enable_grad():
+            maps = _grad_cam(model, model._images(images).detach().requires_grad_(), classes, score)
+        branches.append(HeadBranch(name, maps.detach().float(), model.probabilities(logits[0].detach().float())))
     return branches
+
+
+def _branch_logits(model: Classifier, tokens: Tokens) -> dict[str, Tensor]:
+    """Logits of the class token, of the patch tokens and of both, of a second-order head with two classifiers."""
+    head = cast("SecondOrderHead", model.head)
+    parts = zip(("class token", "patch tokens"), (head.fc, head.fc_words), head._vectors(tokens), strict=True)
+    logits = {name: layer(vector.to(layer.weight.dtype)) for name, layer, vector in cast("Any", parts)}
+    return {**logits, "both": model.fused(head(tokens))}
 
 
 def word_influence(model: Classifier, texts: Tensor, chosen: Tensor | None = None) -> dict[str, Tensor]:
@@ -256,8 +259,7 @@ def word_influence(model: Classifier, texts: Tensor, chosen: Tensor | None = Non
             tokens = model.tokens(texts)
             logits = {"both": model.fused(head(tokens))}
             if isinstance(head, SecondOrderHead) and head.config.fusion == "sum":
-                parts = zip(("class token", "words"), head._vectors(tokens), (head.fc, head.fc_words), strict=True)
-                logits = {name: _branch_logits(vector, layer) for name, vector, layer in parts} | logits
+                logits = {name.replace("patch tokens", "words"): v for name, v in _branch_logits(model, tokens).items()}
             chosen = logits["both"].argmax(1) if chosen is None else chosen
             influence = {}
             for name, values in logits.items():
@@ -267,9 +269,3 @@ def word_influence(model: Classifier, texts: Tensor, chosen: Tensor | None = Non
     finally:
         handle.remove()
     return influence
-
-
-def _branch_logits(vector: Tensor | None, layer: nn.Linear | None) -> Tensor:
-    assert vector is not None
-    assert layer is not None
-    return cast("Tensor", layer(vector.to(layer.weight.dtype)))

@@ -243,10 +243,7 @@ def heat_map(counts: NDArray[np.int64], names: Sequence[str], *, title: str) -> 
     leaning = Markup('<text class="axis" transform="translate({:.1f} {:.1f}) rotate(-45)">{}</text>')
     for i, name in enumerate(short):
         middle = cell * (i + 0.5)
-        out += [
-            _text(left - 6, top + middle + 4, name, "axis", "end"),
-            leaning.format(left + middle, top - 6, name),
-        ]
+        out += [_text(left - 6, top + middle + 4, name, "axis", "end"), leaning.format(left + middle, top - 6, name)]
     if classes > 40:
         return _svg(size, title, *out, *_shades(counts, share, names, (left, top, cell)))
     for i, j in np.argwhere(counts > 0):

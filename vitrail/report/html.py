@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitrail.files import write_text
+from vitrail.measure.attention_maps import AttentionMaps
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
@@ -61,17 +62,6 @@ class AttentionPicture:
 
 
 @dataclass(frozen=True)
-class KeptTokens:
-    """Kept patches and compute of an adaptive model."""
-
-    sheet: Sheet  # a few images, and what is left of them stage by stage
-    tokens: Sequence[float]  # mean number of tokens that enter each block
-    images: int  # that the mean is over
-    macs: float | None = None
-    macs_whole: float | None = None  # of an image that is given everything
-
-
-@dataclass(frozen=True)
 class ModelCost:
     """Cost of a model; whatever is unknown is left out."""
 
@@ -117,7 +107,7 @@ class Report:
     cost: ModelCost | None = None
     errors: Sequence[ErrorPicture] = ()
     attention: Sequence[AttentionPicture] = ()
-    kept: KeptTokens | None = None  # of an adaptive model
+    kept: tuple[Sheet, AttentionMaps] | None = None  # of an adaptive model: a few images stage by stage
     things: str = "images"  # what is classified
     tiles: Sequence[tuple[str, str, str]] = ()  # (name, value, remark) of further headline metrics
     fragments: Sequence[Fragment] = ()
@@ -317,16 +307,17 @@ def _calibration(figures: Figures | None) -> dict[str, Any] | None:
     return {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
 
 
-def _kept(kept: KeptTokens | None) -> dict[str, Any] | None:
+def _kept(kept: tuple[Sheet, AttentionMaps] | None) -> dict[str, Any] | None:
     if kept is None:
         return None
-    names = [f"block {i}" for i in range(len(kept.tokens))]
-    chart = bar_chart(names, {"tokens": [round(n, 1) for n in kept.tokens]}, title="Tokens that enter each block")
-    said = f"Means over {kept.images} images."
-    if kept.macs is not None and kept.macs_whole:
-        share = percent(kept.macs / kept.macs_whole, 0)
-        said += f" An image takes {amount(kept.macs)} multiply-accumulates, {share} of the whole model's."
-    return {"sheet": kept.sheet, "chart": chart, "said": said}
+    sheet, maps = kept
+    names = [f"block {i}" for i in range(len(maps.entering))]
+    chart = bar_chart(names, {"tokens": [round(n, 1) for n in maps.entering]}, title="Tokens that enter each block")
+    hint = f"Means over {maps.images} images."
+    if maps.macs is not None and maps.macs_whole:
+        share = percent(maps.macs / maps.macs_whole, 0)
+        hint += f" An image takes {amount(maps.macs)} multiply-accumulates, {share} of the whole model's."
+    return {"sheet": sheet, "chart": chart, "hint": hint}
 
 
 def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:

@@ -184,8 +184,8 @@ def kept_sheet(
         for seen, picture, words, before in views:
             first = Cell(enlarged(picture), shorten(words, 18))
             cells = kept_cells(seen, picture, image, list(columns.values()))
-            rows.append((f"{before}says {seen.prediction(image)}", [first, *cells]))
-    return Sheet(f"kept-{number}", f"What {name} keeps", ["image", *columns], rows)
+            rows.append((f"{before}predicted {seen.prediction(image)}", [first, *cells]))
+    return Sheet(f"kept-{number}", f"Kept patches, {name}", ["image", *columns], rows)
 
 
 def sheet_picture(sheet: Sheet, gap: int = 8) -> Image.Image:

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.text_files import Text, texts_of
 from vitrail.data.tokenizer import PADDING, TOKENIZER, EncodedTexts
 from vitrail.engine.run_folder import RunFolder
-from vitrail.measure.attention_maps import AttentionCollector, map_layers
+from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures, SingleLabelFigures, matthews
 from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluator import Predictions, UnlabelledFigures, worst_mistakes
@@ -43,12 +43,11 @@ from vitrail.report.html import (
     DataSummary,
     ErrorPicture,
     Fragment,
-    KeptTokens,
     ModelCost,
     Report,
     write_report,
 )
-from vitrail.report.sheets import kept_sheet, overlay
+from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "figures of each class", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
@@ -195,7 +194,9 @@ def attention_pictures(
     return pictures
 
 
-def kept_tokens(model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 4) -> KeptTokens | None:
+def kept_tokens(
+    model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 4
+) -> tuple[Sheet, AttentionMaps] | None:
     """What an adaptive model keeps: a strip of a few images, and tokens of each block; none for other models."""
     if model.policy is None:
         return None
@@ -210,8 +211,7 @@ def kept_tokens(model: Classifier, data: DataSet, split: str, device: torch.devi
         collector.add(torch.stack(images[start : start + 16]).to(device))
     pixels = [image.permute(1, 2, 0).numpy() for image in images[:most]]
     maps = collector.result()
-    sheet = kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8)
-    return KeptTokens(sheet, maps.entering, maps.images, maps.macs, maps.macs_whole)
+    return kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8), maps
 
 
 def _readable(model: Classifier, data: DataSet, split: str, rows: Sequence[int]) -> list[Tensor]:

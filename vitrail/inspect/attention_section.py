@@ -174,7 +174,7 @@ def attention_sheet(inspection: Inspection) -> Sheet | None:
                 shown.append(None if maps.head_maps is None else maps.head_maps[image])
             first = Cell(pixels, shorten(caption, 18)) if subject is subjects[0] else None
             cells = [None if values is None else Cell(_over(pixels, values, maps.grid)) for values in shown]
-            name = f"says {maps.prediction(image)}"
+            name = f"predicted {maps.prediction(image)}"
             rows.append((f"{subject.name} {name}" if len(subjects) > 1 else name, [first, *cells]))
     columns = ["image", *(f"layer {i}" for i in layers), *(["head"] if heads else [])]
     return Sheet("attention", "Attention of the class token, mean over heads", columns, rows)
@@ -208,7 +208,7 @@ def saliency_sheet(subject: InspectedModel, captions: Sequence[str], number: int
     def cells(image: int, pixels: Pixels) -> list[Cell]:
         return [Cell(_over(pixels, values[image], maps.grid)) for values in maps.saliency or ()]
 
-    rows = image_rows(subject.pixels, captions, cells, lambda image: f"says {maps.prediction(image)}")
+    rows = image_rows(subject.pixels, captions, cells, lambda image: f"predicted {maps.prediction(image)}")
     return Sheet(f"saliency-{number}", f"Saliency of {subject.name}", ["image", "norm of q̂", "norm of k̂"], rows)
 
 
