@@ -23,7 +23,7 @@ from vitrail.inspect.section import (
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps
 from vitrail.measure.evaluator import ResultTable
 from vitrail.quantities import MISSING, amount, number, percent, shorten
-from vitrail.report.charts import curves_chart
+from vitrail.report.charts import curves_chart, whole_percent
 from vitrail.report.sheets import MOST_COLUMNS, Cell, Pixels, Row, Sheet, enlarged, evenly, image_rows, overlay
 
 MOST_HEADS = 16
@@ -88,13 +88,13 @@ class AttentionSection(Section):
         subjects, colours = self.inspection.subjects, self.inspection.colours
         charts = []
         for heading, name, tell in (
-            ("Entropy of all rows, as a share of the greatest", "entropy_share", _whole),
-            ("Entropy of the class token's row, as a share", "class_entropy_share", _whole),
+            ("Entropy of all rows, as a share of the greatest", "entropy_share", whole_percent),
+            ("Entropy of the class token's row, as a share", "class_entropy_share", whole_percent),
             ("Mean attention distance, patches", "distance", number),
         ):
             curves = {s.name: _by_head(s.attention, name) for s in subjects if s.attention.layers}
             if curves:
-                axis = tell if tell is _whole else "{:g}".format
+                axis = tell if tell is whole_percent else "{:g}".format
                 svg = curves_chart(curves, title=heading, x_label="layer", tell=tell, tell_axis=axis, colours=colours)
                 charts.append(Chart(heading, svg))
         views = [(s.name, s.attention) for s in subjects]
@@ -230,7 +230,3 @@ def _mean(values: Sequence[float]) -> float:
 def fixed(value: float) -> str:
     """With two decimals."""
     return f"{value:.2f}" if math.isfinite(value) else MISSING
-
-
-def _whole(share: float) -> str:
-    return f"{100 * share:.4g} %"

@@ -28,7 +28,7 @@ from vitrail.kernels.similarity import top_rows
 from vitrail.measure.clustering import purity, shared_images
 from vitrail.measure.evaluator import evaluation_mode
 from vitrail.quantities import percent, shorten
-from vitrail.report.charts import curves_chart, scatter_chart
+from vitrail.report.charts import curves_chart, scatter_chart, whole_percent
 from vitrail.report.sheets import Cell, Pixels, Row, Sheet, enlarged, image_rows
 from vitrail.schema import near
 
@@ -162,7 +162,12 @@ class EmbeddingSection(Section):
                 curves[subject.name] = [{0.0: 0.0} | {float(i + 1): v for i, v in enumerate(energy[:enough])}]
         if curves:
             heading = "Variance held by the first principal components"
-            style = {"x_label": "components", "tell": _whole, "tell_axis": _whole, "colours": inspection.colours}
+            style = {
+                "x_label": "components",
+                "tell": whole_percent,
+                "tell_axis": whole_percent,
+                "colours": inspection.colours,
+            }
             hint = "; ".join(self._components(s, e) for _, s, e in self._statistics()) + "."
             charts.append(Chart(heading, curves_chart(curves, title=heading, **style), hint))  # type: ignore[arg-type]
         way = PROJECTIONS[inspection.projection]
@@ -372,7 +377,3 @@ def cluster_sheet(inspection: Inspection, name: str, clusters: ImageClusters, nu
             label = f"{percent(share, 0)} {shorten(inspection.classes[kind], 18)}, {label}"
         rows.append((label, cells + [None] * (wide - len(cells))))
     return Sheet(f"clusters-{number}", f"Clusters of {name}", ["centre"] + [""] * (wide - 1), rows)
-
-
-def _whole(share: float) -> str:
-    return f"{100 * share:.3g} %"

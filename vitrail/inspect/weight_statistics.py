@@ -35,7 +35,7 @@ from vitrail.model.heads.second_order import CovariancePooling, CrossCovarianceP
 from vitrail.model.mixers.patches import LinearPatchesMixer
 from vitrail.model.trunks.vit import Trunk
 from vitrail.quantities import MISSING, number, percent, shorten
-from vitrail.report.charts import curves_chart, matrix_chart
+from vitrail.report.charts import curves_chart, matrix_chart, whole_percent
 from vitrail.report.sheets import MOST_COLUMNS, Cell, Pixels, Sheet, colours, enlarged, evenly
 
 Depths = dict[str, list[float | None]]  # one value per block, by name
@@ -47,10 +47,6 @@ MIXING = (
     "Each tile is the row of a patch in the middle of the image: what it takes from every patch. Red adds, blue "
     "subtracts; each tile has its own scale."
 )
-
-
-def _whole(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ CURVES: tuple[
         "Mean magnitude over channels. A branch with a small gain was hardly used.",
     ),
     (
-        *("ratios", "Norm of a branch relative to the stream", "block", _whole),
+        *("ratios", "Norm of a branch relative to the stream", "block", whole_percent),
         "‖branch‖ / ‖stream‖, mean over images. Flat: every block does its share; near zero: a block could go.",
     ),
     (
@@ -93,7 +89,7 @@ CURVES: tuple[
         "Cosine: 0 learned apart, 1 the same vector. The first point is the two learned tokens themselves.",
     ),
     (
-        *("sparsity", "Sparsity of the matrices", "block", _whole),
+        *("sparsity", "Sparsity of the matrices", "block", whole_percent),
         "Share of weights below 5 % of the largest: A mixes patches, B and C are the MLP.",
     ),
     (
@@ -146,7 +142,7 @@ class WeightSection(Section):
                     if known := {float(i): v for i, v in enumerate(values) if v is not None}:
                         lines[f"{subject.name} {name}" if several else name] = [known]
             if lines:
-                axis = tell if tell is _whole else "{:g}".format
+                axis = tell if tell is whole_percent else "{:g}".format
                 svg = curves_chart(lines, title=heading, x_label=x_label, tell=tell, tell_axis=axis)
                 charts.append(Chart(heading, svg, hint))
         for subject, weights in subjects:

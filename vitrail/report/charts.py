@@ -48,6 +48,11 @@ class Series:
     y: Sequence[float]
 
 
+def whole_percent(share: float) -> str:
+    """A share without needless zeros, for axes and the ends of lines."""
+    return f"{100 * share:.4g} %"
+
+
 def ticks(low: float, high: float, most: int = 5, *, outward: bool = False) -> list[float]:
     """At most `most` round numbers, evenly spaced inside [low, high], or just around it where `outward`.
 

@@ -17,7 +17,7 @@ from vitrail.measure.attention_maps import AttentionMaps
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
-from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability
+from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability, whole_percent
 from vitrail.report.sheets import Picture, Sheet, data_uri
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ class ErrorPicture:
 
     @classmethod
     def of(cls, mistake: Mistake, classes: Sequence[str], image: Picture, key: str = "") -> ErrorPicture:
-        """From a mistake that `worst_mistakes` found."""
+        """From one of `worst_mistakes`."""
         return cls(
             image=image,
             truth=", ".join(classes[c] for c in mistake.truth) or "none of the classes",
@@ -88,7 +88,7 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A section that was made elsewhere."""
+    """A section with content of its own."""
 
     name: str
     heading: str
@@ -170,34 +170,34 @@ def render(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """What the figures say, in one or two sentences."""
+    """The metrics in one or two sentences."""
     figures = report.figures
     if figures is None:
         return "This run has not been tested yet."
     if isinstance(figures, MultiLabelFigures):
         scores = figures.scalars()
-        said = (
+        words = (
             f"Mean average precision is {percent(scores['map'])} on {figures.count:,} {report.split} {report.things}; "
             f"{percent(scores['subset_accuracy'])} of them have every label right."
         )
         if figures.without_positives:
-            said += f" Never seen there, and left out: {shorten(', '.join(figures.without_positives), 120)}."
-        return said
+            words += f" Never seen there, and left out: {shorten(', '.join(figures.without_positives), 120)}."
+        return words
     assert isinstance(figures, SingleLabelFigures)
     low, high = figures.top1_interval
-    said = (
+    words = (
         f"{percent(figures.top1)} of {figures.count:,} {report.split} {report.things} are classified correctly "
         f"(95 % confidence: {percent(low)} to {percent(high)})"
     )
     commonest = figures.support.max() / figures.count
-    said += f"; always naming the commonest class would give {percent(commonest)}."
+    words += f"; always naming the commonest class would give {percent(commonest)}."
     pairs = figures.confused_pairs(1)
     if pairs:
         true, guess, images = pairs[0]
         names = figures.classes
         share = percent(images / figures.support[true], 0)
-        said += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
-    return said
+        words += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+    return words
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
@@ -248,9 +248,6 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
             [float(line.get("epoch", line.get("step", i))) for i, line in enumerate(lines)],
             [nan if line[key] is None else float(line[key]) for line in lines],
         )
-
-    def whole_percent(share: float) -> str:
-        return f"{100 * share:.4g} %"
 
     wanted = [
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
@@ -331,7 +328,7 @@ def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
         ("Measured with", cost.conditions or None),
         ("Training time", None if cost.training_seconds is None else duration(cost.training_seconds)),
     ]
-    return [(name, told) for name, told in known if told is not None] + list(cost.rows)
+    return [(name, text) for name, text in known if text is not None] + list(cost.rows)
 
 
 def _data(data: DataSummary, things: str) -> dict[str, Any]:
@@ -347,6 +344,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += _flat(value, f"{before}{key} ")
         else:
-            told = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            rows.append((f"{before}{key}", told))
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            rows.append((f"{before}{key}", text))
     return rows

@@ -181,10 +181,10 @@ def kept_sheet(
     for image, caption in enumerate(captions):
         views = [(maps, pixels[image], caption, "")]
         views += [(attacked[0], attacked[1][image], "patched", "attacked, ")] if attacked is not None else []
-        for seen, picture, words, before in views:
+        for view, picture, words, before in views:
             first = Cell(enlarged(picture), shorten(words, 18))
-            cells = kept_cells(seen, picture, image, list(columns.values()))
-            rows.append((f"{before}predicted {seen.prediction(image)}", [first, *cells]))
+            cells = kept_cells(view, picture, image, list(columns.values()))
+            rows.append((f"{before}predicted {view.prediction(image)}", [first, *cells]))
     return Sheet(f"kept-{number}", f"Kept patches, {name}", ["image", *columns], rows)
 
 

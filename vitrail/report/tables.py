@@ -21,7 +21,7 @@ LONGEST_NAME = 28
 
 
 def headline(figures: Figures, title: str = "") -> Table:
-    """The figures that are one number each."""
+    """The metrics that are one number each."""
     table = _table(title or f"{figures.count:,} images", "figure", "value", left="value")
     scalars = figures.scalars()
     if isinstance(figures, UnlabelledFigures):
@@ -53,7 +53,7 @@ def headline(figures: Figures, title: str = "") -> Table:
 
 
 def per_class(figures: Figures, most: int | None = None) -> Table:
-    """One row a class, weakest first where only `most` of them are shown."""
+    """One row per class, weakest first where only `most` of them are shown."""
     multilabel = isinstance(figures, MultiLabelFigures)
     score = figures.average_precision if isinstance(figures, MultiLabelFigures) else figures.f1
     rows = range(len(figures.classes))
@@ -94,17 +94,17 @@ def _name(name: str) -> Text:
 COUNTS = frozenset({"median_rank"})  # every other figure between 0 and 1 is a share
 
 
-def protocol_tables(found: Mapping[str, Findings], title: str) -> Iterator[Table]:
-    """All figures in one table; then what is more than one number a protocol."""
+def protocol_tables(results: Mapping[str, Findings], title: str) -> Iterator[Table]:
+    """All metrics in one table; then the tables of single protocols."""
     table = _table(title, "protocol", "figure", "value")
-    for protocol, findings in found.items():
-        for place, (name, value) in enumerate(findings["numbers"].items()):
+    for protocol, findings in results.items():
+        for row, (name, value) in enumerate(findings["numbers"].items()):
             share = name not in COUNTS and -1 <= value <= 1 and name not in ("loss", "strength", "correlation")
-            table.add_row(protocol if not place else "", name, percent(value) if share else number(value))
+            table.add_row(protocol if not row else "", name, percent(value) if share else number(value))
     yield table
-    for protocol, findings in found.items():
-        show, results = getattr(part("evaluator", protocol), "table", None), findings["tables"]
-        if show is not None and (rows := show(next(iter(results.values())))) is not None:
+    for protocol, findings in results.items():
+        show, tables = getattr(part("evaluator", protocol), "table", None), findings["tables"]
+        if show is not None and (rows := show(next(iter(tables.values())))) is not None:
             yield result_table(rows)
 
 
@@ -116,15 +116,15 @@ def result_table(results: ResultTable) -> Table:
     return table
 
 
-def ensemble_table(made: Together, title: str) -> Table:
-    """One row a member, then the ensemble and what it gains over its best member."""
-    keys = [key for key in ("top1", "map", "top5", "ece", "loss") if key in made.ensemble.scalars()]
+def ensemble_table(ensembles: Together, title: str) -> Table:
+    """One row per member, then the ensemble and what it gains over its best member."""
+    keys = [key for key in ("top1", "map", "top5", "ece", "loss") if key in ensembles.ensemble.scalars()]
     table = _table(title, "model", *keys, "gain")
-    for name, figures in (*made.members.items(), ("ensemble", made.ensemble)):
+    for name, figures in (*ensembles.members.items(), ("ensemble", ensembles.ensemble)):
         scores = figures.scalars()
         cells = [number(scores[key], 4) if key == "loss" else percent(scores[key], 2) for key in keys]
-        last = figures is made.ensemble
-        gain = f"{100 * made.gain:+.2f}" if last else ""
+        last = figures is ensembles.ensemble
+        gain = f"{100 * ensembles.gain:+.2f}" if last else ""
         label = Text(shorten(name, 34), no_wrap=True)
         table.add_row(label, *cells, gain, style="bold" if last else "")
     return table
