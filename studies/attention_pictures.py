@@ -15,8 +15,8 @@ from typing import Any
 
 from attention_models import Models
 
-from vitrail.inspect.results import Inspection
 from vitrail.inspect.run import inspect_models
+from vitrail.inspect.section import Inspection
 
 TO_TUNED = ("mae", "scratch", "copy", "distill")
 TO_MAE = ("tune", "scratch", "distill", "copy-q", "copy-k")

@@ -17,16 +17,17 @@ import vitrail
 from vitrail.cli import run
 from vitrail.config import from_mapping
 from vitrail.data.open import open_data
-from vitrail.inspect import teacher_view as measured
-from vitrail.inspect.run import inspect_models
-from vitrail.inspect.teacher_view import (
+from vitrail.inspect import anchors as measured
+from vitrail.inspect.anchors import (
     Anchors,
     Relation,
+    Views,
     anchor_probabilities,
     has_teacher,
     ranked_anchors,
     read_relation,
 )
+from vitrail.inspect.run import inspect_models
 from vitrail.kernels.similarity import relation_loss
 from vitrail.learn.config import CmsfConfig, CompresConfig, DinoConfig, DistillationConfig, IsdConfig, SupervisedConfig
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
@@ -43,8 +44,12 @@ def units(seed: int, images: int = 9, width: int = 4) -> Tensor:
 
 
 def ranked(**changes: Any) -> Anchors:
-    options: dict[str, Any] = {"queries": 3, "k": 4, "temperature": 0.2, "teacher_temperature": 0.05}
-    return ranked_anchors(units(0), units(1, width=6), units(2, width=6), **{**options, **changes})
+    views = Views(units(0), units(1, width=6), units(2, width=6))
+    return ranked_anchors(views, relation(0.2, 0.05), **{"queries": 3, "k": 4, **changes})
+
+
+def relation(temperature: float, teacher_temperature: float) -> Relation:
+    return Relation("a teacher", temperature, teacher_temperature, True, lambda images: Views(images, images, images))
 
 
 def by_hand(queries: Tensor, memory: Tensor, temperature: float, image: int) -> list[float]:
@@ -90,7 +95,7 @@ def test_divergence_is_the_loss_that_such_runs_learn_by() -> None:
 
 def test_a_student_that_is_its_teacher_does_not_diverge() -> None:
     one = units(0)
-    found = ranked_anchors(one, one, one, queries=2, k=3, temperature=0.1, teacher_temperature=0.1)
+    found = ranked_anchors(Views(one, one, one), relation(0.1, 0.1), queries=2, k=3)
     assert (found.divergence, found.same_first) == (0, 1)
     assert torch.equal(found.teacher, found.student)
 
@@ -108,7 +113,7 @@ def test_parts_of_the_memory_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_image_alone_has_no_anchors() -> None:
     with pytest.raises(ValueError, match="one image alone"):
-        ranked_anchors(units(0, 1), units(0, 1), units(0, 1), queries=1, k=3, temperature=1, teacher_temperature=1)
+        ranked_anchors(Views(units(0, 1), units(0, 1), units(0, 1)), relation(1, 1), queries=1, k=3)
 
 
 # Teachers
@@ -147,8 +152,8 @@ MOMENTUM = [
 @pytest.mark.parametrize("config", MOMENTUM, ids=lambda config: config.kind)
 def test_a_slow_copy_and_its_student_are_those_of_the_checkpoint(config: Any) -> None:
     objective: Any = shaken(build_objective(config, small(), FACTS))
-    relation, some = read(config, objective), images()
-    found = relation.look(some)
+    taught, some = read(config, objective), images()
+    found = taught.embed(some)
     with torch.no_grad():
         copy, model = objective.target.module, objective.model
         target = F.normalize(copy.head.embed(copy.tokens(some)), dim=1)
@@ -157,7 +162,7 @@ def test_a_slow_copy_and_its_student_are_those_of_the_checkpoint(config: Any) ->
     torch.testing.assert_close(found.teacher, target)
     torch.testing.assert_close(found.student, student)
     assert found.anchors is found.teacher
-    assert relation.learned == (config.kind == "isd")
+    assert taught.learned == (config.kind == "isd")
     assert not found.teacher.allclose(found.student, atol=0.1)
 
 
@@ -167,7 +172,7 @@ def test_a_frozen_teacher_has_the_anchors_or_the_students_slow_copy_has(queues: 
     config = CompresConfig(teacher=str(teacher.save(tmp_path / "teacher")), queues=queues, bank=16)
     objective: Any = shaken(build_objective(config, small(), FACTS))
     found, some = read(config, objective), images()
-    views = found.look(some)
+    views = found.embed(some)
     with torch.no_grad():
         expected = F.normalize(teacher.eval().head.pooled(teacher.tokens(some)), dim=1)
         seen = objective.model.head.embed(objective.model.tokens(some))
@@ -213,12 +218,12 @@ def test_the_command_ranks_anchors_of_an_isd_run(tmp_path: Path, capsys: pytest.
     assert run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = told["models"][0]["anchors"]
-    assert (found["by"], found["learned"], found["temperature"]) == ("its own slow copy", True, 0.1)
+    assert (found["by"], found["learned"], found["temperature"]) == ("its momentum encoder", True, 0.1)
     assert np.shape(found["rows"]) == np.shape(found["teacher"]) == np.shape(found["student"]) == (3, 6)
     assert all(image not in row for image, row in enumerate(found["rows"]))
     assert all(row == sorted(row, reverse=True) and sum(row) <= 1 + 1e-5 for row in found["teacher"])
     page = (place / "inspect" / "inspect.html").read_text(encoding="utf-8")
-    assert "What its teacher holds for near" in page
+    assert "Anchors ranked by the teacher" in page
     assert "temperatures 0.01 and 0.1. This is what the run learned." in page
     assert (place / "inspect" / "anchors-0.png").is_file()
 
@@ -246,7 +251,7 @@ def test_a_distilled_run_is_compared_until_its_teacher_is_gone(tmp_path: Path) -
     found, folder = inspect_models([place], what=["anchors"], **options)
     ranked = found.subjects[0].anchors
     assert ranked is not None
-    assert (ranked.learned, ranked.who, ranked.images) == (False, str(stored), 9)
+    assert (ranked.relation.learned, ranked.relation.who, ranked.images) == (False, str(stored), 9)
     assert "The run learned from it otherwise." in (folder / "inspect.html").read_text(encoding="utf-8")
     stored.rename(tmp_path / "moved")
     lost, _ = inspect_models([place], **options)

@@ -123,7 +123,7 @@ def test_two_models_that_disagree_are_both_named(photo: Path) -> None:
         other.head.fc.bias[(first.classes.index(first.predict(photo)[0].label) + 1) % 3] += 100
     said, *_ = answers(Viewer([first, other], "cpu"), str(photo), NONE)
     assert said == (
-        f"vit_tiny (1) says {first.predict(photo)[0].label}; vit_tiny (2) says {other.predict(photo)[0].label}"
+        f"vit_tiny (1) predicts {first.predict(photo)[0].label}; vit_tiny (2) predicts {other.predict(photo)[0].label}"
     )
     assert answers(Viewer([first, first], "cpu"), str(photo), NONE)[0] == first.predict(photo)[0].label
 

@@ -22,7 +22,7 @@ from vitrail.report.charts import (
     thin,
     ticks,
 )
-from vitrail.report.sheets import STRENGTH, overlay
+from vitrail.report.sheets import STRENGTH, colours, overlay
 from vitrail.report.tables import confused, headline, per_class
 
 
@@ -203,6 +203,14 @@ def test_overlay_is_bright_where_attention_is_and_keeps_the_size() -> None:
 def test_a_constant_map_is_dark_everywhere() -> None:
     made = overlay(np.zeros((8, 8, 3), np.uint8), torch.full((2, 2), 0.3))
     assert made.max() <= 3
+
+
+@pytest.mark.parametrize("name", ["inferno", "RdBu_r"])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_colour_maps_are_those_of_matplotlib(name: str, kind: type) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    levels = np.linspace(0, 1, 1001, dtype=kind)
+    assert (colours(levels, name) == matplotlib.colormaps[name](levels)[..., :3] * 255).all()
 
 
 def test_overlay_refuses_what_is_no_map() -> None:

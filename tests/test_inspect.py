@@ -18,15 +18,16 @@ from torch import Tensor
 import vitrail
 from vitrail.cli import run
 from vitrail.config import from_mapping
-from vitrail.inspect.model_similarity import Divergence, attention_divergence, cka, cka_table, transfer_account
-from vitrail.inspect.results import InspectedModel
+from vitrail.inspect.kept import other_selection
+from vitrail.inspect.model_similarity import Divergence, cka_table, jensen_shannon, transfer_account
 from vitrail.inspect.run import by_turns, inspect_models
 from vitrail.learn.attack import UniversalPatch, save_patch
-from vitrail.measure.attention_maps import Looker, Seen, other_selection, stages
-from vitrail.measure.attention_statistics import (
-    LayerGather,
-    LayerLook,
-    Maps,
+from vitrail.measure.attention_maps import (
+    AttentionCollector,
+    CapturedBatch,
+    LayerCollector,
+    LayerMaps,
+    LayerStatistics,
     class_rows,
     entropies,
     patch_distances,
@@ -44,18 +45,18 @@ GRID = (2, 3)
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": 3}
 
 
-def random_maps(prefix: int = 1, images: int = 3, heads: int = 2, grid: tuple[int, int] = GRID) -> Maps:
+def random_maps(prefix: int = 1, images: int = 3, heads: int = 2, grid: tuple[int, int] = GRID) -> LayerMaps:
     tokens = prefix + grid[0] * grid[1]
     weights = torch.randn(images, heads, tokens, tokens, dtype=torch.float64).mul(2).softmax(-1)
     there = torch.ones(images, tokens, dtype=torch.bool)
-    return Maps(weights, there, there, prefix, grid)
+    return LayerMaps(weights, there, there, prefix, grid)
 
 
-def look(*batches: Maps) -> LayerLook:
-    gather = LayerGather(0)
+def look(*batches: LayerMaps) -> LayerStatistics:
+    collector = LayerCollector(0)
     for maps in batches:
-        gather.add(maps)
-    return gather.result()
+        collector.add(maps)
+    return collector.result()
 
 
 def model(name: str = "vit_tiny", **options: Any) -> Classifier:
@@ -108,7 +109,7 @@ def test_distance_is_that_of_a_loop_over_pairs_of_patches(prefix: int) -> None:
 
 def test_even_attention_has_the_logarithm_and_the_mean_distance_of_the_grid() -> None:
     even = random_maps()
-    even = Maps(torch.full_like(even.weights, 1 / 7), even.rows, even.keys, 1, GRID)
+    even = LayerMaps(torch.full_like(even.weights, 1 / 7), even.rows, even.keys, 1, GRID)
     found = look(even)
     # A grid of 2 x 3: from a corner 0, 1, 2, 1, √2, √5; from a middle patch 0, 1, 1, 1, √2, √2.
     corner, middle = 4 + math.sqrt(2) + math.sqrt(5), 3 + 2 * math.sqrt(2)
@@ -119,13 +120,13 @@ def test_even_attention_has_the_logarithm_and_the_mean_distance_of_the_grid() ->
 
 def test_attention_to_oneself_has_no_entropy_and_no_distance() -> None:
     maps = random_maps()
-    found = look(Maps(torch.eye(7, dtype=torch.float64).expand(3, 2, 7, 7), maps.rows, maps.keys, 1, GRID))
+    found = look(LayerMaps(torch.eye(7, dtype=torch.float64).expand(3, 2, 7, 7), maps.rows, maps.keys, 1, GRID))
     assert found.entropy == found.class_entropy == found.distance == (0, 0)
 
 
 def test_batches_give_what_all_images_give() -> None:
     maps = random_maps(images=5)
-    parts = [Maps(maps.weights[s], maps.rows[s], maps.keys[s], 1, GRID) for s in (slice(0, 2), slice(2, 5))]
+    parts = [LayerMaps(maps.weights[s], maps.rows[s], maps.keys[s], 1, GRID) for s in (slice(0, 2), slice(2, 5))]
     whole, streamed = look(maps), look(*parts)
     for name in ("entropy", "entropy_share", "class_entropy", "class_entropy_share", "distance"):
         assert getattr(streamed, name) == pytest.approx(getattr(whole, name), rel=1e-12)
@@ -137,7 +138,7 @@ def test_tokens_that_are_gone_count_in_nothing() -> None:
     there = torch.zeros(1, 7, dtype=torch.bool)
     there[:, left] = True
     weights = shares(maps.weights.masked_fill(~(there[:, None, :, None] & there[:, None, None]), 0.0))
-    found = look(Maps(weights, there, there, 1, GRID))
+    found = look(LayerMaps(weights, there, there, 1, GRID))
     small = weights[0, :, left][..., left]
     assert found.entropy == pytest.approx(entropies(small).mean(1).tolist(), rel=1e-12)
     assert found.entropy_share == pytest.approx((entropies(small).mean(1) / math.log(4)).tolist(), rel=1e-12)
@@ -150,7 +151,7 @@ def test_a_row_that_looks_at_no_patch_has_no_distance() -> None:
     maps = random_maps(images=1)
     weights = maps.weights.clone()
     weights[:, :, 2] = torch.eye(7, dtype=torch.float64)[0]  # patch 1 looks at the class token alone
-    far, looks = row_distances(Maps(weights, maps.rows, maps.keys, 1, GRID))
+    far, looks = row_distances(LayerMaps(weights, maps.rows, maps.keys, 1, GRID))
     assert looks[0, 0].tolist() == [True, False, True, True, True, True]
     assert bool(far.isfinite().all())
 
@@ -184,7 +185,7 @@ def test_adaptive_maps_are_of_the_tokens_that_were_there(adaptive: dict[str, Any
         for decision in made.policy.decisions.values():
             torch.nn.init.normal_(decision.patches.weight, std=1.0)
             torch.nn.init.zeros_(decision.patches.bias)
-    seen = Seen(made, some_images())
+    seen = CapturedBatch(made, some_images())
     dropped = 0
     for i in range(2):
         maps = seen.maps(i)
@@ -199,8 +200,8 @@ def test_adaptive_maps_are_of_the_tokens_that_were_there(adaptive: dict[str, Any
 
 def test_an_image_looks_the_same_alone_and_in_a_batch_of_sampled_ones() -> None:
     made, images = model(adaptive=ATS), some_images()
-    together = Seen(made, images).maps(1).weights
-    alone = torch.cat([Seen(made, images[i : i + 1]).maps(1).weights for i in range(len(images))])
+    together = CapturedBatch(made, images).maps(1).weights
+    alone = torch.cat([CapturedBatch(made, images[i : i + 1]).maps(1).weights for i in range(len(images))])
     # float32 sums in another order
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
 
@@ -211,27 +212,27 @@ def test_packed_models_show_what_padded_ones_show(adaptive: dict[str, Any]) -> N
     padded, packed = (model(adaptive={**adaptive, "form": form}) for form in ("padded", "packed"))
     packed.load_state_dict(padded.state_dict())
     packed.train()
-    one, other = Seen(padded, images), Seen(packed, images)
+    one, other = CapturedBatch(padded, images), CapturedBatch(packed, images)
     assert torch.equal(one.maps(1).weights, other.maps(1).weights)
     assert packed.training
 
 
 def test_a_class_token_that_has_halted_has_no_row() -> None:
     made = model(adaptive={"kind": "avit", "gate_center": -50.0})  # every score is 1: all halt after the first block
-    looker = Looker(made, 5)
-    seen = looker.add(some_images())
+    collector = AttentionCollector(made, 5)
+    seen = collector.add(some_images())
     assert not seen.maps(1).rows.any()
-    first, second = looker.result().to_json()["layers"]
+    first, second = collector.result().to_json()["layers"]
     assert first["class_entropy"] > 0
     assert second["class_entropy"] is second["entropy"] is second["distance"] is None
 
 
 def test_counts_and_compute_are_those_of_the_trace() -> None:
     made, images = model(adaptive=ATS), some_images()
-    looker = Looker(made, 2)
-    looker.add(images[:3])
-    looker.add(images[3:])
-    found = looker.result()
+    collector = AttentionCollector(made, 2)
+    collector.add(images[:3])
+    collector.add(images[3:])
+    found = collector.result()
     with torch.inference_mode():
         trace = made.outputs(images).trace
     assert found.entering == pytest.approx([float(use.entering.mean()) for use in trace.blocks])
@@ -243,7 +244,7 @@ def test_counts_and_compute_are_those_of_the_trace() -> None:
 
 def test_a_model_seen_in_batches_is_the_model_seen_at_once() -> None:
     made, images = model(), some_images(5)
-    whole, parts = Looker(made, 3), Looker(made, 3)
+    whole, parts = AttentionCollector(made, 3), AttentionCollector(made, 3)
     whole.add(images)
     parts.add(images[:2])
     parts.add(images[2:])
@@ -256,9 +257,9 @@ def test_a_model_seen_in_batches_is_the_model_seen_at_once() -> None:
 
 def test_without_a_class_token_the_mean_row_is_shown_and_said() -> None:
     made = model(head="mean")
-    looker = Looker(made, 5)
-    seen = looker.add(some_images())
-    found = looker.result()
+    collector = AttentionCollector(made, 5)
+    seen = collector.add(some_images())
+    found = collector.result()
     torch.testing.assert_close(class_rows(seen.maps(0)), seen.maps(0).weights.mean(2))
     assert found.layers[0].row == "mean"
     assert any("no class token" in note for note in found.notes)
@@ -266,38 +267,38 @@ def test_without_a_class_token_the_mean_row_is_shown_and_said() -> None:
 
 def test_sima_is_signed_and_has_its_saliency() -> None:
     made = model(mixer="sima")
-    looker = Looker(made, 2)
-    looker.add(some_images(2))
-    found = looker.result()
+    collector = AttentionCollector(made, 2)
+    collector.add(some_images(2))
+    found = collector.result()
     assert any("negative" in note for note in found.notes)
     with torch.inference_mode():
-        q = made.outputs(looker_images(), want={"q.1"}).captured["q.1"]  # [1, heads, tokens, dim]
+        q = made.outputs(collected_images(), want={"q.1"}).captured["q.1"]  # [1, heads, tokens, dim]
     q = q[0].numpy()
     hat = q / np.abs(q).sum(1, keepdims=True)
     by_hand = [math.sqrt(sum(hat[h, t, d] ** 2 for h in range(2) for d in range(16))) for t in range(1, 17)]
-    again = Looker(made, 1)
-    again.add(looker_images())
+    again = AttentionCollector(made, 1)
+    again.add(collected_images())
     assert again.result().saliency[0][0].tolist() == pytest.approx(by_hand, rel=1e-4)
 
 
-def looker_images() -> Tensor:
+def collected_images() -> Tensor:
     return torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8).reshape(1, 3, 32, 32)
 
 
 def test_talking_heads_show_maps_and_the_heads_own() -> None:
     made = model("cait_xxs24", width=32)
-    looker = Looker(made, 2)
-    looker.add(some_images(2))
-    found = looker.result()
+    collector = AttentionCollector(made, 2)
+    collector.add(some_images(2))
+    found = collector.result()
     assert len(found.layers) == 2
     assert found.head_maps.shape == (2, 16)
 
 
 def test_a_mixer_without_maps_is_named() -> None:
     made = create_model("resmlp_s12", image_size=32, patch=8, depth=2, width=32, classes=3)
-    looker = Looker(made, 2)
-    looker.add(some_images(2))
-    found = looker.result()
+    collector = AttentionCollector(made, 2)
+    collector.add(some_images(2))
+    found = collector.result()
     assert found.layers == ()
     assert found.notes == ("the mixer linear_patches has no attention maps over patches",)
 
@@ -311,16 +312,18 @@ def test_the_table_of_cka_is_cka_pair_by_pair() -> None:
     table = cka_table(first, second)
     for i, x in enumerate(first):
         for j, y in enumerate(second):
-            assert float(table[i, j]) == pytest.approx(cka(x, y), rel=1e-9)
+            a, b = x - x.mean(0), y - y.mean(0)
+            expected = (b.T @ a).square().sum() / ((a.T @ a).norm() * (b.T @ b).norm())  # by products of channels
+            assert float(table[i, j]) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_divergence_in_batches_is_that_of_all_images() -> None:
     first, second = random_maps(images=4), random_maps(images=4)
-    gathered = Divergence()
+    batches, whole = Divergence(), Divergence()
+    whole.add(first, second)
     for part in (slice(0, 1), slice(1, 4)):
-        gathered.add(*(Maps(m.weights[part], m.rows[part], m.keys[part], 1, GRID) for m in (first, second)))
-    for matching, value in gathered.values().items():
-        assert value == pytest.approx(attention_divergence(first.weights, second.weights, matching), rel=1e-9)
+        batches.add(*(LayerMaps(m.weights[part], m.rows[part], m.keys[part], 1, GRID) for m in (first, second)))
+    assert batches.values() == pytest.approx(whole.values(), rel=1e-9)
 
 
 def test_divergence_is_of_rows_that_both_have_and_of_any_number_of_heads() -> None:
@@ -328,11 +331,11 @@ def test_divergence_is_of_rows_that_both_have_and_of_any_number_of_heads() -> No
     rows = first.rows.clone()
     rows[0, 2:] = False
     gathered = Divergence()
-    gathered.add(Maps(first.weights, rows, first.keys, 1, GRID), second)
+    gathered.add(LayerMaps(first.weights, rows, first.keys, 1, GRID), second)
     found = gathered.values()
     assert found["direct"] is found["bipartite"] is None
-    expected = attention_divergence(first.weights[:, :, :2], second.weights[:, :, :2], "minimum")
-    assert found["minimum"] == pytest.approx(expected, rel=1e-9)
+    pairs = jensen_shannon(first.weights[0, :, None, :2], second.weights[0, None, :, :2])  # [heads, others, rows]
+    assert found["minimum"] == pytest.approx(float(pairs.mean(-1).amin(1).mean()), rel=1e-9)
 
 
 def test_the_account_of_transfer_is_the_published_one() -> None:
@@ -369,12 +372,11 @@ def test_dimming_changes_exactly_the_patches_that_were_dropped(size: tuple[int, 
 def test_the_strip_shows_what_the_model_kept_and_counts_it() -> None:
     made = model(adaptive=ATS)
     images = some_images(2) // 3
-    looker = Looker(made, 2)
-    looker.add(images)
-    looks = looker.result()
+    collector = AttentionCollector(made, 2)
+    collector.add(images)
+    maps = collector.result()
     pixels = [image.permute(1, 2, 0).numpy() for image in images]
-    sheet = kept_sheet(InspectedModel("ats", "", "ats", stages(made), made.classes, looks, pixels), ["one", "two"])
-    assert sheet is not None
+    sheet = kept_sheet("ats", maps, pixels, ["one", "two"])
     assert list(sheet.columns) == ["image", "after block 0", "after block 1"]
     with torch.inference_mode():
         kept = made.outputs(images, want={"kept.0", "kept.1"}).captured
@@ -392,24 +394,24 @@ def test_the_strip_shows_what_the_model_kept_and_counts_it() -> None:
 
 def test_the_other_rule_keeps_what_a_model_made_with_it_keeps_and_leaves_no_trace() -> None:
     made, images = model(adaptive={**ATS, "cap": [0.8]}), some_images(4)
-    looker = Looker(made, 4)
-    looker.add(images)
-    looks = looker.result()
+    collector = AttentionCollector(made, 4)
+    collector.add(images)
+    maps = collector.result()
     pixels = [image.permute(1, 2, 0).numpy() for image in images]
-    found = other_selection(made, pixels, looks.counts)
+    found = other_selection(made, pixels, maps.counts)
     assert found is not None
     assert (found.own, found.other) == ("inverse transform", "top-K")
-    most = [round(float(looks.counts[:, i].double().mean())) for i in range(2)]
+    most = [round(float(maps.counts[:, i].double().mean())) for i in range(2)]
     by_rank = model(adaptive={**ATS, "cap": most, "sampling": "top"})
     by_rank.load_state_dict(made.state_dict())
     for image in range(4):
-        alone = Seen(by_rank, images[image : image + 1])
+        alone = CapturedBatch(by_rank, images[image : image + 1])
         for stage in range(2):
-            assert torch.equal(found.looks.kept[image, stage], alone.kept(stage)[0])
-            assert int(found.looks.kept[image, stage].sum()) == most[stage]
-    again = Looker(made, 4)
+            assert torch.equal(found.attention.kept[image, stage], alone.kept(stage)[0])
+            assert int(found.attention.kept[image, stage].sum()) == most[stage]
+    again = AttentionCollector(made, 4)
     again.add(images)
-    assert torch.equal(again.result().kept, looks.kept)
+    assert torch.equal(again.result().kept, maps.kept)
 
 
 def test_a_model_that_takes_the_top_is_shown_with_inverse_sampling_and_others_with_nothing() -> None:
@@ -420,7 +422,7 @@ def test_a_model_that_takes_the_top_is_shown_with_inverse_sampling_and_others_wi
     usual.load_state_dict(made.state_dict())
     assert found is not None
     assert found.other == "inverse transform"
-    assert torch.equal(found.looks.kept[:, 0], Seen(usual, images).kept(0))
+    assert torch.equal(found.attention.kept[:, 0], CapturedBatch(usual, images).kept(0))
     assert other_selection(model(), pixels, torch.ones(2, 2)) is None
     assert other_selection(model(adaptive=AVIT), pixels, torch.ones(2, 2)) is None
 
@@ -491,8 +493,8 @@ class Page(HTMLParser):
 
 def test_the_report_of_an_adaptive_run_shows_what_it_keeps(trained: Path) -> None:
     page = Page((trained / "report.html").read_text(encoding="utf-8"))
-    assert "What it keeps" in page.headings
-    assert "Where it looks" in page.headings
+    assert "Kept patches" in page.headings
+    assert "Attention maps" in page.headings
 
 
 def test_the_command_writes_a_page_pictures_and_json(
@@ -503,7 +505,9 @@ def test_the_command_writes_a_page_pictures_and_json(
     told = json.loads(capsys.readouterr().out)
     page = Page(Path(told["report"]).read_text(encoding="utf-8"))
     assert page.outside == []
-    assert {"Where they look", "What was kept", "Head by head", "How alike the two are inside"} <= set(page.headings)
+    assert {"Attention maps", "Kept patches", "Attention maps by head", "Similarity of the two models"} <= set(
+        page.headings
+    )
     for name in ("attention", "heads-0", "heads-1", "kept-0"):
         assert Image.open(tmp_path / f"{name}.png").width > 200
     ats, plain = told["models"]
@@ -578,7 +582,7 @@ def test_a_model_without_attention_gets_grad_cam_and_a_sentence(photos: Path, tm
     assert subject.evidence is not None
     assert list(subject.evidence.maps) == ["grad_cam"]
     assert [row["kind"] for row in subject.evidence.quality] == ["grad_cam", "random", "centre"]
-    assert "linear_patches has no attention maps" in " ".join(subject.looks.notes)
+    assert "linear_patches has no attention maps" in " ".join(subject.attention.notes)
     assert (folder / "evidence-0.png").is_file()
     assert (folder / "classes-0.png").is_file()
 
@@ -642,12 +646,12 @@ def test_the_strip_shows_every_image_with_the_patch_below_it(trained: Path, patc
         by_hand = subject.pixels[image].copy()
         by_hand[14:21, :7] = drawn
         assert (subject.attacked_pixels[image] == by_hand).all()
-        alone = Seen(victim, torch.from_numpy(by_hand).permute(2, 0, 1)[None])
+        alone = CapturedBatch(victim, torch.from_numpy(by_hand).permute(2, 0, 1)[None])
         for stage in range(2):
             assert torch.equal(subject.attacked.kept[image, stage], alone.kept(stage)[0])
-    sheet = kept_sheet(subject, found.captions)
-    assert sheet is not None
-    assert [name.startswith("attacked, says ") for name, _ in sheet.rows] == [False, True] * 3
+    attacked = (subject.attacked, subject.attacked_pixels)
+    sheet = kept_sheet(subject.name, subject.attention, subject.pixels, found.captions, attacked=attacked)
+    assert [name.startswith("attacked, predicted ") for name, _ in sheet.rows] == [False, True] * 3
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert "Under the patch" in page
     assert (folder / "selection-0.png").is_file()

@@ -482,7 +482,7 @@ def test_a_run_leaves_its_figures_its_completions_and_a_report(run: vitrail.Run)
     assert {len(one["references"]) for one in written} == {2}
     page = run.report.read_text()
     assert "perplexity" in page
-    assert "What it writes" in page
+    assert "Completions" in page
     assert written[0]["prompt"] in page
 
 

@@ -20,19 +20,28 @@ from torch import Tensor, nn
 
 from vitrail.cli import run
 from vitrail.inspect import embeddings
-from vitrail.inspect.embeddings import components_for, image_clusters, neighbours_of, pca_energy, pca_plane, plane
-from vitrail.inspect.heat_maps import plane_chart
-from vitrail.inspect.results import SECTIONS, chosen_sections
-from vitrail.inspect.run import inspect_models
-from vitrail.inspect.weight_sections import FRAME, RELATED, framed, mosaic, shared_level
+from vitrail.inspect.embeddings import (
+    FRAME,
+    RELATED,
+    components_for,
+    framed,
+    image_clusters,
+    neighbours_of,
+    pca_energy,
+    pca_plane,
+    plane,
+    shared_level,
+)
+from vitrail.inspect.run import SECTIONS, chosen_sections, inspect_models
 from vitrail.inspect.weight_statistics import (
     BranchRatios,
-    Learned,
-    Learner,
+    WeightCollector,
+    WeightStatistics,
     central_rows,
     layer_scales,
     mixing_rows,
     mixing_sparsity,
+    mosaic,
     relative_spectrum,
     sparsity,
 )
@@ -40,6 +49,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Gramian, SecondOrder
 from vitrail.model.timm_weights import load_weights
+from vitrail.report.charts import scatter_chart
 
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": 3}
 
@@ -57,11 +67,11 @@ def shaken(name: str, **options: Any) -> Classifier:
     return made
 
 
-def learned(model: Classifier, *batches: Tensor, **options: Any) -> Learned:
-    learner = Learner(model)
+def learned(model: Classifier, *batches: Tensor) -> WeightStatistics:
+    collector = WeightCollector(model)
     for batch in batches:
-        learner.add(batch)
-    return learner.result(**options)
+        collector.add(batch)
+    return collector.result()
 
 
 # Gains and branches
@@ -158,7 +168,6 @@ def test_an_adaptive_model_and_a_cnn_are_told_what_they_lack() -> None:
     cnn = learned(create_model("cifar_resnet20", classes=3).eval(), some_images(3))
     assert (cnn.scales, cnn.ratios, cnn.cosines) == ({}, {}, ())
     assert "no residual branches known here" in cnn.notes[0]
-    assert len(cnn.energy) > 0
 
 
 # Tokens
@@ -373,17 +382,15 @@ def test_a_frame_lies_on_the_edge_and_changes_nothing_inside() -> None:
 
 
 def test_the_finest_level_that_two_images_share() -> None:
-    found = learned(create_model("vit_tiny", **SMALL).eval(), some_images(3), labels=np.array([0, 1, 2]))
-    assert shared_level(found, 0, 1) is None
+    assert shared_level(np.array([0, 1, 2]), None, 0, 1) is None
     levels = np.array([[0, 0], [1, 0], [2, 1]])
-    found = learned(create_model("vit_tiny", **SMALL).eval(), some_images(3), labels=levels[:, 0], levels=levels)
-    assert (shared_level(found, 0, 0), shared_level(found, 0, 1), shared_level(found, 0, 2)) == (0, 1, None)
+    assert [shared_level(levels[:, 0], levels, 0, other) for other in range(3)] == [0, 1, None]
 
 
 def test_a_map_has_a_point_an_image_and_names_its_classes() -> None:
     points = np.random.default_rng(0).normal(size=(20, 2))
     labels = np.arange(20) % 10
-    chart = str(plane_chart(points, labels, [f"<{i}>" for i in range(10)], title="map"))
+    chart = str(scatter_chart(points, labels, [f"<{i}>" for i in range(10)], title="map"))
     assert chart.count('class="spot') == 20
     assert chart.count("<rect") == 4  # two classes beyond the eight colours
     assert "&lt;3&gt;</text>" in chart
@@ -409,10 +416,11 @@ def test_only_what_is_asked_for_is_computed(tmp_path: Path, photos: Path, monkey
     subject = found.subjects[0]
     assert found.what == ("learned", "neighbours")
     assert subject.evidence is None
-    assert subject.looks.layers == ()
-    assert subject.learned is not None
-    assert subject.learned.plane is subject.learned.clusters is None
-    assert set(subject.learned.scales) == {"mixing", "channels"}
+    assert subject.attention.layers == ()
+    assert subject.weights is not None
+    assert subject.embedding is not None
+    assert subject.embedding.plane is subject.embedding.clusters is None
+    assert set(subject.weights.scales) == {"mixing", "channels"}
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert 'id="neighbours"' in page
     assert 'id="learned"' in page
@@ -433,6 +441,13 @@ def test_a_section_that_no_model_has_is_said(photos: Path, tmp_path: Path) -> No
     model = create_model("vit_tiny", **SMALL)
     found, _ = inspect_models([model], what=["kept", "likeness"], images=[photos], count=1, over=2, out=tmp_path)
     assert [line.partition(":")[0] for line in found.lacking()] == ["kept", "likeness"]
+
+
+def test_a_cnn_has_embeddings(tmp_path: Path, photos: Path) -> None:
+    cnn = create_model("cifar_resnet20", classes=3)
+    found, _ = inspect_models([cnn], what=["embedding"], images=[photos], count=1, over=3, out=tmp_path, device="cpu")
+    assert found.subjects[0].embedding is not None
+    assert len(found.subjects[0].embedding.energy) > 0
 
 
 def test_the_command_tells_of_resmlp_and_taxonomies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,17 +22,17 @@ from vitrail.report.sheets import data_uri
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 HOSTILE = ["<b>bold</b>", 'quo"te', "</script><script>alert(1)</script>", "🪑 émoji & co", "x" * 60, "{{ 7 * 7 }}"]
 SECTIONS = {
-    "history": ("learning curves", "How it learned"),
-    "errors": ("most confident errors", "Where it was sure, and wrong"),
-    "attention": ("attention pictures", "Where it looks"),
-    "cost": ("cost", "What it costs"),
-    "data": ("data", "What it was shown"),
-    "config": ("configuration", "How to repeat it"),
+    "history": ("learning curves", "Training curves"),
+    "errors": ("most confident errors", "Most confident errors"),
+    "attention": ("attention pictures", "Attention maps"),
+    "cost": ("cost", "Cost"),
+    "data": ("data", "Data"),
+    "config": ("configuration", "Configuration"),
 }
 OF_FIGURES = {
-    "confusion matrix": "What it takes for what",
-    "figures of each class": "Class by class",
-    "calibration": "Can its confidence be trusted?",
+    "confusion matrix": "Confusion matrix",
+    "figures of each class": "Per-class metrics",
+    "calibration": "Calibration",
 }
 
 
@@ -119,8 +119,8 @@ CLASSES = ["coat", "bag", "shirt"]
 def test_a_full_report_has_every_section_and_balanced_tags(multilabel: bool) -> None:
     text = render(sample(CLASSES, multilabel))
     page = Page(text)
-    expected = [heading for _, heading in SECTIONS.values()] + ["Class by class", "What it ran on"]
-    expected += [] if multilabel else ["What it takes for what", "Can its confidence be trusted?"]
+    expected = [heading for _, heading in SECTIONS.values()] + ["Per-class metrics", "Environment"]
+    expected += [] if multilabel else ["Confusion matrix", "Calibration"]
     assert sorted(page.headings) == sorted(expected)
     for said in ("5.53 M", "1.08 G", "412 MiB", "12 min 5 s", "912 images a second", "two cores", "vitrail train"):
         assert said in page.text
@@ -152,7 +152,7 @@ def test_an_absent_part_is_left_out_and_named(part: str) -> None:
 def test_a_report_without_figures_keeps_the_rest() -> None:
     page = Page(render(dataclasses.replace(sample(CLASSES), figures=None)))
     assert not set(OF_FIGURES.values()) & set(page.headings)
-    assert "How it learned" in page.headings
+    assert "Training curves" in page.headings
     assert "not been tested" in page.text
 
 

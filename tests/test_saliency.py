@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from vitrail.inspect.evidence import area, blurred, centred, curve, inside, judged_maps, pointing
-from vitrail.measure.saliency import KINDS, all_kinds, explain, kinds_of, rollout, voices
+from vitrail.inspect.evidence import area, blurred, centred, curve, inside, map_quality, pointing
+from vitrail.measure.saliency import KINDS, all_kinds, explain, head_branches, kinds_of, rollout
 from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -243,7 +243,7 @@ def test_the_centre_is_brightest_in_the_middle_and_symmetric() -> None:
 def test_judging_streams_and_names_every_kind_and_two_controls() -> None:
     model = vit()
     boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 2)
-    whole = judged_maps(model, iter([(pictures(4)[:2], boxes), (pictures(4)[2:], boxes)]), steps=4)
+    whole = map_quality(model, iter([(pictures(4)[:2], boxes), (pictures(4)[2:], boxes)]), steps=4)
     assert [row["kind"] for row in whole] == [
         "attention",
         "rollout",
@@ -253,31 +253,31 @@ def test_judging_streams_and_names_every_kind_and_two_controls() -> None:
         "centre",
     ]
     assert all(row["images"] == 4 for row in whole)
-    together = judged_maps(model, iter([(pictures(4), boxes.repeat(2, 1))]), steps=4)
+    together = map_quality(model, iter([(pictures(4), boxes.repeat(2, 1))]), steps=4)
     for apart, one in zip(whole, together, strict=True):
         if apart["kind"] != "random":
             assert apart["deletion"] == pytest.approx(one["deletion"], abs=1e-5)
             assert apart["inside"] == pytest.approx(one["inside"], abs=1e-5)
     with pytest.raises(ValueError, match="nothing to judge"):
-        judged_maps(model, iter([]))
+        map_quality(model, iter([]))
 
 
 # Parts of a head
 
 
 @pytest.mark.parametrize("fusion", ["sum", "late"])
-def test_each_voice_has_the_map_and_the_answer_of_a_model_with_that_part_alone(fusion: str) -> None:
+def test_each_branch_has_the_map_and_the_answer_of_a_model_with_that_part_alone(fusion: str) -> None:
     head = SecondOrder(heads=2, rows=4, columns=4, fusion=fusion)
     both, images = vit(head=head), pictures()
     chosen = both(images).argmax(1)
-    found = {voice.name: voice for voice in voices(both, images, chosen)}
-    assert list(found) == ["class token", "words", "both"]
+    found = {branch.name: branch for branch in head_branches(both, images, chosen)}
+    assert list(found) == ["class token", "patch tokens", "both"]
     torch.testing.assert_close(found["both"].maps, explain(both, images, "grad_cam", chosen))
-    for name, alone in (("class token", "class_only"), ("words", "words_only")):
+    for name, alone in (("class token", "class_only"), ("patch tokens", "words_only")):
         with warnings.catch_warnings(action="ignore"):  # settings that a part does not use
             part = vit(head=replace(head, fusion=alone))
         part.load_state_dict(both.state_dict(), strict=False)
         torch.testing.assert_close(found[name].maps, explain(part, images, "grad_cam", chosen))
         torch.testing.assert_close(found[name].probabilities, part(images).softmax(1).detach())
     assert not both.head.fc._forward_hooks
-    assert voices(vit(), images, chosen) == []
+    assert head_branches(vit(), images, chosen) == []

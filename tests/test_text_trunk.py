@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not h
 pytest.importorskip("tokenizers", reason="tokenizers is not here; install vitrail[text]")
 
 from vitrail.data.tokenizer import TOKENIZER, word_tokenizer  # noqa: E402
-from vitrail.measure.word_influence import word_influence  # noqa: E402
+from vitrail.measure.saliency import word_influence  # noqa: E402
 from vitrail.model.text_build import predict_texts  # noqa: E402
 
 TEXTS = [Text("a b c d", "e f"), Text("c", "a"), Text("b b a", "f d c a b e"), Text("f", "e e")]

@@ -21,20 +21,20 @@ def import_gradio() -> Any:
 
 
 def answers(viewer: Viewer, path: str | None, kind: str) -> list[Any]:
-    """What fills the page: one sentence, then for every model label, picture, kept strip and cost."""
-    empty: list[Any] = [None, None, None, ""] * len(viewer.models)
+    """The content of the page: one sentence, then for every model label, picture, kept strip and cost."""
     try:
         image = picture_of(path, viewer.limit)
     except ValueError as error:
-        return [str(error), *empty]
-    found = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
-    filled: list[Any] = []
-    for one in found:
+        return [str(error), *[None, None, None, ""] * len(viewer.models)]
+    predictions = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
+    labels = {one.label for one in predictions}
+    content: list[Any] = [
+        " ".join(labels) if len(labels) == 1 else "; ".join(f"{p.name} predicts {p.label}" for p in predictions)
+    ]
+    for one in predictions:
         words = f"{one.cost}. {one.note[:1].upper()}{one.note[1:]}".strip()
-        filled += [dict(one.top), one.picture if one.over is None else one.over, one.kept, words]
-    same = len({one.label for one in found}) == 1
-    said = found[0].label if same else "; ".join(f"{one.name} says {one.label}" for one in found)
-    return [said, *filled]
+        content += [dict(one.top), one.picture if one.over is None else one.over, one.kept, words]
+    return content
 
 
 def build_page(viewer: Viewer) -> Any:
@@ -47,18 +47,18 @@ def build_page(viewer: Viewer) -> Any:
         with gr.Row():
             upload = gr.File(label=f"A picture, at most {viewer.limit} MiB", type="filepath", elem_id="upload")
             with gr.Column():
-                kind = gr.Dropdown(kinds, value=first, label="Map over the picture", elem_id="map")
-                said = gr.Textbox(label="What it is", interactive=False, elem_id="said")
+                kind = gr.Dropdown(kinds, value=first, label="Saliency map", elem_id="map")
+                said = gr.Textbox(label="Prediction", interactive=False, elem_id="said")
         shown: list[Any] = []
         with gr.Row():
             for i, name in enumerate(viewer.names):
                 with gr.Column():
                     label = gr.Label(num_top_classes=TOP, label=name, elem_id=f"label-{i}")
                     over = gr.Image(
-                        label="As the model sees it", interactive=False, buttons=BUTTONS, elem_id=f"picture-{i}"
+                        label="Input of the model", interactive=False, buttons=BUTTONS, elem_id=f"picture-{i}"
                     )
                     kept = gr.Image(
-                        label="What it keeps", interactive=False, buttons=BUTTONS, visible=viewer.adaptive[i]
+                        label="Kept patches", interactive=False, buttons=BUTTONS, visible=viewer.adaptive[i]
                     )
                     spent = gr.Textbox(label="Cost", interactive=False, lines=2, elem_id=f"cost-{i}")
                     shown += [label, over, kept, spent]

@@ -1,4 +1,4 @@
-"""`vitrail app`: what one or two models say of a picture that somebody drops on a page. No word of the page here."""
+"""`vitrail app`: predictions and saliency maps of one or two models for an uploaded picture; nothing of the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -18,29 +17,29 @@ from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import choose_device
 from vitrail.inspect.run import load_any, short_names
-from vitrail.measure.attention_maps import Looker, stages
+from vitrail.measure.attention_maps import AttentionCollector
 from vitrail.measure.saliency import KINDS, explain, kinds_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import amount, number, percent
-from vitrail.report.sheets import dimmed, enlarged, evenly, overlay
+from vitrail.report.sheets import Pixels, dimmed, enlarged, evenly, overlay
 
 MOST_MODELS = 2
 LIMIT = 20  # MiB of an upload
-TOP = 5  # classes that are told
+TOP = 5  # classes that are listed
 SIDE = 336  # of a picture on the page, at least
 MOST_STAGES = 4  # of what an adaptive model keeps
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one model says of one picture."""
+    """Prediction of one model for one picture."""
 
     name: str
     top: tuple[tuple[str, float], ...]  # classes and probabilities, the most likely first
-    picture: NDArray[np.uint8]  # as the model sees it, [height, width, 3]
-    over: NDArray[np.uint8] | None  # the map laid over it; none where the model has no such map
-    kept: NDArray[np.uint8] | None  # a strip of what is left stage by stage; none where all patches stay
+    picture: Pixels  # as the model takes it
+    over: Pixels | None  # the map laid over it; none where the model has no such map
+    kept: Pixels | None  # a strip of what is left stage by stage; none where all patches stay
     cost: str
     note: str  # why there is no map; empty where there is one
 
@@ -74,9 +73,9 @@ class Viewer:
             raise ValueError(f"the app shows one model, or two side by side, not {len(runs)}")
         if limit < 1:
             raise ValueError(f"limit is a number of MiB, at least 1, not {limit}")
-        self.place = choose_device(device)
+        self.device = choose_device(device)
         self.names = short_names(runs)
-        self.models = [load_any(run).to(self.place).eval() for run in runs]
+        self.models = [load_any(run).to(self.device).eval() for run in runs]
         self.limit = limit
         self.spent = [None if m.policy is not None else cost(m, m.preprocess.size) for m in self.models]
 
@@ -91,60 +90,48 @@ class Viewer:
         return [model.policy is not None for model in self.models]
 
     def look(self, image: Image.Image, kind: str | None) -> list[Answer]:
-        """What every model says of one picture, with the map of `kind` (none: without)."""
+        """Predictions of every model for one picture, with the map of `kind` (none: without)."""
         return [self._answer(i, image, kind) for i in range(len(self.models))]
 
-    def _answer(self, place: int, image: Image.Image, kind: str | None) -> Answer:
-        model = self.models[place]
-        pixels = Preprocess(model.preprocess)(image)
-        seen = pixels.permute(1, 2, 0).numpy()
-        batch = pixels[None].to(self.place)
-        if model.policy is None:
-            began = time.perf_counter()
+    def _answer(self, i: int, image: Image.Image, kind: str | None) -> Answer:
+        model, spent = self.models[i], self.spent[i]
+        tensor = Preprocess(model.preprocess)(image)
+        pixels, batch = tensor.permute(1, 2, 0).numpy(), tensor[None].to(self.device)
+        kept = None
+        began = time.perf_counter()
+        if spent is not None:
             with torch.inference_mode():
                 row = model.probabilities(model(batch).float())[0].cpu()
-            took, kept = time.perf_counter() - began, None
-            spent = self.spent[place]
-            assert spent is not None
-            told = f"{amount(spent.macs)} MACs, {amount(spent.parameters)} parameters"
+            took = time.perf_counter() - began
+            words = f"{amount(spent.macs)} MACs, {amount(spent.parameters)} parameters"
         else:
-            looker = Looker(model, 1, ())
-            began = time.perf_counter()
-            looker.add(batch)
-            took, looks = time.perf_counter() - began, looker.result()
-            row = looks.probabilities[0]
-            assert looks.kept is not None
-            kept = kept_strip(seen, looks.kept[0], stages(model), looks.grid)
-            left = f"{int(looks.kept[0, -1].sum())} of {looks.kept.shape[2]} patches left"
-            told = left if looks.macs is None else f"{amount(looks.macs)} MACs of this image, {left}"
-            if looks.macs and looks.macs_whole:
-                told += (
-                    f"; the whole model takes {amount(looks.macs_whole)} ({percent(looks.macs / looks.macs_whole, 0)})"
-                )
-        over, note = self._map(model, batch, kind, seen)
+            collector = AttentionCollector(model, 1, ())
+            collector.add(batch)
+            took, maps = time.perf_counter() - began, collector.result()
+            row = maps.probabilities[0]
+            assert maps.kept is not None
+            kept = kept_strip(pixels, maps.kept[0], maps.stages, maps.grid)
+            words = f"{int(maps.kept[0, -1].sum())} of {maps.kept.shape[2]} patches left"
+            if maps.macs is not None:
+                words = f"{amount(maps.macs)} MACs of this image, {words}"
+            if maps.macs and maps.macs_whole:
+                share = percent(maps.macs / maps.macs_whole, 0)
+                words += f"; the whole model takes {amount(maps.macs_whole)} ({share})"
+        large, over, note = enlarged(pixels, SIDE), None, ""
+        if kind is not None:
+            why = kinds_of(model).get(kind, "there is no such map")
+            note = f"no {kind.replace('_', ' ')}: {why}" if why else ""
+            over = None if why else overlay(large, explain(model, batch, kind)[0].cpu())
         best = row.topk(min(TOP, len(row)))
         top = tuple((model.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
-        words = f"{told}; {number(1000 * took)} ms on {self.place.type}"
-        return Answer(self.names[place], top, enlarged(seen, SIDE), over, kept, words, note)
-
-    def _map(
-        self, model: Classifier, batch: Tensor, kind: str | None, seen: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.uint8] | None, str]:
-        if kind is None:
-            return None, ""
-        why = kinds_of(model).get(kind, "there is no such map")
-        if why:
-            return None, f"no {kind.replace('_', ' ')}: {why}"
-        return overlay(enlarged(seen, SIDE), explain(model, batch, kind)[0].cpu()), ""
+        cost = f"{words}; {number(1000 * took)} ms on {self.device.type}"
+        return Answer(self.names[i], top, large, over, kept, cost, note)
 
 
-def kept_strip(
-    seen: NDArray[np.uint8], kept: Tensor, decided: Sequence[int], grid: tuple[int, int]
-) -> NDArray[np.uint8]:
-    """What is left of an image [height, width, 3] after some of the stages, side by side; `kept` [blocks, patches]."""
-    gap = np.full((seen.shape[0], max(1, seen.shape[1] // 32), 3), 255, dtype=np.uint8)
-    parts: list[NDArray[np.uint8]] = []
-    for stage in evenly(list(decided), MOST_STAGES):
-        mask = kept[stage].reshape(grid).numpy().astype(bool)
-        parts += [gap, dimmed(seen, mask)] if parts else [dimmed(seen, mask)]
-    return enlarged(np.concatenate(parts, 1), SIDE)
+def kept_strip(pixels: Pixels, kept: Tensor, stages: Sequence[int], grid: tuple[int, int]) -> Pixels:
+    """What is left of an image after some of the stages, side by side; `kept` [blocks, patches]."""
+    gap = np.full((pixels.shape[0], max(1, pixels.shape[1] // 32), 3), 255, dtype=np.uint8)
+    parts: list[Pixels] = []
+    for stage in evenly(list(stages), MOST_STAGES):
+        parts += [gap, dimmed(pixels, kept[stage].reshape(grid).numpy().astype(bool))]
+    return enlarged(np.concatenate(parts[1:], 1), SIDE)

@@ -1,54 +1,54 @@
-"""Where the evidence for a class is, by several maps of one form: [batch, rows, columns], more is more.
+"""Saliency maps of one form, [batch, rows, columns], larger where the evidence for a class is stronger.
 
-    attention             last layer, what the class token sees, mean over heads
+    attention             last layer, row of the class token, mean over heads
     rollout               all layers multiplied (Abnar and Zuidema 2020)
     head                  the head's own map: class attention, attention pooling; of the class where it has one for each
     gradient_attention    maps times their gradients, layer upon layer (Chefer et al. 2021)
     grad_cam              features weighted by their mean gradient (Selvaraju et al. 2017), for any trunk
     sima                  norms of the normalised keys of the last SimA layer (Koohpayegani and Pirsiavash 2022)
 
-No layer names are needed: every trunk here knows its grid. `grad_cam` reads the last tokens from
-which the class logit can be changed at all: after the last block where the head reads patches, before it where the head
-reads the class token alone. Without a class token, rows are weighed by the head's own map, else all alike.
+No layer names are needed: every trunk here knows its grid. `grad_cam` reads the last tokens on which the class logit
+depends: after the last block where the head reads patches, before it where the head reads the class token alone.
+Without a class token, rows are weighed by the head's own map, else all alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.measure.attention_maps import Seen, map_layers, sima_layer
+from vitrail.measure.attention_maps import CapturedBatch, map_layers, sima_layer
 from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.classifier import Classifier, Outputs
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.second_order import SecondOrderHead
+from vitrail.model.parts.tokens import Tokens
 
 KINDS = ("attention", "rollout", "head", "gradient_attention", "grad_cam", "sima")
 
 
 def kinds_of(model: Classifier) -> dict[str, str]:
-    """Every kind of map, and why this model has none of it: nothing where it has."""
+    """Every kind of map, and why this model has none of it; empty where it has."""
     if model.policy is not None:
         why = "tokens leave an adaptive model on the way; see what it keeps"
         return {kind: "" if kind == "sima" and sima_layer(model) is not None else why for kind in KINDS}
-    maps = "" if map_layers(model) else "it has no attention maps over patches"
-    own = "" if type(model.head).maps is not Head.maps else "its head has no map of its own"
-    sima = "" if sima_layer(model) is not None else "it has no SimA layer"
-    return {
-        "attention": maps,
-        "rollout": maps,
-        "head": own,
-        "gradient_attention": maps,
-        "grad_cam": "",
-        "sima": sima,
-    }
+    reasons = dict.fromkeys(KINDS, "" if map_layers(model) else "it has no attention maps over patches")
+    reasons["head"] = "" if type(model.head).maps is not Head.maps else "its head has no map of its own"
+    reasons["sima"] = "" if sima_layer(model) is not None else "it has no SimA layer"
+    return reasons | {"grad_cam": ""}
+
+
+def all_kinds(model: Classifier) -> list[str]:
+    """The kinds of map that a model has."""
+    return [kind for kind, why in kinds_of(model).items() if not why]
 
 
 def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None = None) -> Tensor:
-    """One map per image for `classes` [batch] (none: what the model says), [batch, rows, columns], float32.
+    """One map per image for `classes` [batch] (none: the predicted ones), [batch, rows, columns], float32.
 
     `images` are as the model takes them, [batch, 3, height, width]. Raises `ValueError` for a kind that it has not.
     """
@@ -58,11 +58,11 @@ def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None
     if known[kind]:
         raise ValueError(f"no {kind} of this model: {known[kind]}")
     if kind == "sima":
-        seen = Seen(model, images, ("saliency",))
-        found = seen.saliency()
-        assert found is not None
-        return found[1].float().unflatten(1, seen.grid)
-    make: Callable[..., Tensor] = {
+        batch = CapturedBatch(model, images, ("saliency",))
+        norms = batch.saliency()
+        assert norms is not None
+        return norms[1].float().unflatten(1, batch.grid)
+    compute: Callable[..., Tensor] = {
         "attention": _attention,
         "rollout": _rollout,
         "head": _head,
@@ -70,8 +70,8 @@ def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None
         "grad_cam": _grad_cam,
     }[kind]
     with evaluation_mode(model), torch.enable_grad():
-        made = make(model, model._images(images).detach().requires_grad_(), classes)
-    return made.detach().float()
+        maps = compute(model, model._images(images).detach().requires_grad_(), classes)
+    return maps.detach().float()
 
 
 def _score(model: Classifier, out: Outputs, classes: Tensor | None) -> Tensor:
@@ -81,27 +81,25 @@ def _score(model: Classifier, out: Outputs, classes: Tensor | None) -> Tensor:
     return logits.gather(1, chosen[:, None]).sum()
 
 
-Score = Callable[[Classifier, Outputs, Tensor | None], Tensor]
-
-
-def _slopes(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient of the score by each of the values; none where it does not depend on one, or that was given."""
-    own = [value for value in values if value.requires_grad]
-    found = iter(torch.autograd.grad(score, own, allow_unused=True) if own else ())
-    return [next(found) if value.requires_grad else None for value in values]
+    leaves = [value for value in values if value.requires_grad]
+    gradients = iter(torch.autograd.grad(score, leaves, allow_unused=True) if leaves else ())
+    return [next(gradients) if value.requires_grad else None for value in values]
 
 
 def _attention(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
-    last = map_layers(model)[-1]
+    name = f"attention.{map_layers(model)[-1]}"
     with torch.no_grad():
-        out = model.outputs(images, {f"attention.{last}"})
-        return _read(model, out, out.captured[f"attention.{last}"].float().abs().mean(1))
+        out = model.outputs(images, {name})
+        return _class_row(out, out.captured[name].float().abs().mean(1))
 
 
 def _rollout(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
+    names = [f"attention.{i}" for i in map_layers(model)]
     with torch.no_grad():
-        out = model.outputs(images, {f"attention.{i}" for i in map_layers(model)})
-        return _read(model, out, rollout([out.captured[f"attention.{i}"] for i in map_layers(model)]))
+        out = model.outputs(images, set(names))
+        return _class_row(out, rollout([out.captured[name] for name in names]))
 
 
 def rollout(maps: Sequence[Tensor]) -> Tensor:
@@ -112,58 +110,56 @@ def rollout(maps: Sequence[Tensor]) -> Tensor:
     """
     if not maps:
         raise ValueError("rollout needs the attention maps of at least one layer")
-    through: Tensor | None = None
+    flow: Tensor | None = None
     for layer in maps:
         mean = layer.float().abs().mean(-3)
         mean = mean / mean.sum(-1, keepdim=True)
-        through = _grown(through, mean)
-        through = 0.5 * (through + mean @ through)
-    assert through is not None
-    return through
+        flow = _grown(flow, mean)
+        flow = 0.5 * (flow + mean @ flow)
+    assert flow is not None
+    return flow
 
 
 def _gradient_attention(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
     names = [f"attention.{i}" for i in map_layers(model)]
     out = model.outputs(images, set(names))
     maps = [out.captured[name] for name in names]
-    slopes = _slopes(_score(model, out, classes), maps)
-    through: Tensor | None = None
-    for weights, slope in zip(maps, slopes, strict=True):
-        through = _grown(through, weights)
-        if slope is not None:
-            through = through + (weights * slope).detach().float().clamp(min=0).mean(1) @ through
-    assert through is not None
-    tokens = torch.eye(through.shape[-1], device=through.device)
-    gathered = (through - tokens).expand(len(images), -1, -1)  # what a patch has of itself says nothing
-    return _read(model, out, gathered)
+    flow: Tensor | None = None
+    for weights, gradient in zip(maps, _gradients(_score(model, out, classes), maps), strict=True):
+        flow = _grown(flow, weights)
+        if gradient is not None:
+            flow = flow + (weights * gradient).detach().float().clamp(min=0).mean(1) @ flow
+    assert flow is not None
+    flow = flow - torch.eye(flow.shape[-1], device=flow.device)  # a patch's share of itself says nothing
+    return _class_row(out, flow.expand(len(images), -1, -1))
 
 
-def _grown(through: Tensor | None, like: Tensor) -> Tensor:
+def _grown(flow: Tensor | None, like: Tensor) -> Tensor:
     """What has reached each token so far, on the tokens of a layer: nothing yet, or class tokens have come in front."""
     tokens = like.shape[-1]
     start = torch.eye(tokens, device=like.device)
-    if through is None:
+    if flow is None:
         return start
-    more = tokens - through.shape[-1]
+    more = tokens - flow.shape[-1]
     if not more:
-        return through
-    wide = start.expand(*through.shape[:-2], tokens, tokens).clone()
-    wide[..., more:, more:] = through
+        return flow
+    wide = start.expand(*flow.shape[:-2], tokens, tokens).clone()
+    wide[..., more:, more:] = flow
     return wide
 
 
-def _read(model: Classifier, out: Outputs, through: Tensor) -> Tensor:
-    """[batch, tokens, tokens] as seen from the class token, on the grid."""
+def _class_row(out: Outputs, flow: Tensor) -> Tensor:
+    """The row of the class token of [batch, tokens, tokens], on the grid."""
     patches = out.tokens.grid[0] * out.tokens.grid[1]
-    prefix = through.shape[-1] - patches
-    whole = through[..., prefix:]
+    prefix = flow.shape[-1] - patches
+    flow = flow[..., prefix:]
     if prefix:
-        seen = whole[:, 0]
+        row = flow[:, 0]
+    elif out.maps is not None and out.maps.shape[-1] == patches:
+        row = torch.einsum("bp,bpq->bq", out.maps.float().mean(1), flow)
     else:
-        own = out.maps
-        weights = own.float().mean(1) if own is not None and own.shape[-1] == patches else None
-        seen = whole.mean(1) if weights is None else torch.einsum("bp,bpq->bq", weights, whole)
-    return seen.unflatten(1, out.tokens.grid)
+        row = flow.mean(1)
+    return row.unflatten(1, out.tokens.grid)
 
 
 def _head(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
@@ -178,39 +174,38 @@ def _head(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
         return maps.mean(1).unflatten(1, out.tokens.grid)
 
 
-def _grad_cam(model: Classifier, images: Tensor, classes: Tensor | None, score: Score = _score) -> Tensor:
+def _grad_cam(
+    model: Classifier,
+    images: Tensor,
+    classes: Tensor | None,
+    score: Callable[[Classifier, Outputs, Tensor | None], Tensor] = _score,
+) -> Tensor:
     known = [name for name in getattr(model.trunk, "intermediates", ()) if name.startswith("tokens.")]
     names = sorted(known, key=lambda name: int(name.partition(".")[2]))[-2:]
     out = model.outputs(images, set(names))
     candidates = [out.captured[name] for name in names] or [out.tokens.sequence]
-    slopes = _slopes(score(model, out, classes), candidates)
     patches = out.tokens.grid[0] * out.tokens.grid[1]
-    found: Tensor | None = None
-    for values, slope in zip(candidates, slopes, strict=True):
-        if slope is None:
+    cam: Tensor | None = None
+    for values, gradient in zip(candidates, _gradients(score(model, out, classes), candidates), strict=True):
+        if gradient is None:
             continue
-        own, rise = (t[:, t.shape[1] - patches :].detach().float() for t in (values, slope))
-        if found is None or bool((rise != 0).any()):
-            found = (own * rise.mean(1, keepdim=True)).sum(-1).clamp(min=0)
-    assert found is not None
-    return found.unflatten(1, out.tokens.grid)
-
-
-def all_kinds(model: Classifier) -> list[str]:
-    """The kinds of map that a model has."""
-    return [kind for kind, why in kinds_of(model).items() if not why]
+        features, slope = (t[:, t.shape[1] - patches :].detach().float() for t in (values, gradient))
+        if cam is None or bool((slope != 0).any()):
+            cam = (features * slope.mean(1, keepdim=True)).sum(-1).clamp(min=0)
+    assert cam is not None
+    return cam.unflatten(1, out.tokens.grid)
 
 
 @dataclass(frozen=True)
-class Voice:
-    """What one part of a head says on its own, and where its evidence is."""
+class HeadBranch:
+    """Prediction and evidence of one branch of a head alone."""
 
     name: str
-    maps: Tensor  # Grad-CAM for the class that the whole model says, [batch, rows, columns], float32
-    probabilities: Tensor  # [batch, classes], of this part alone
+    maps: Tensor  # Grad-CAM for the class that the whole model predicts, [batch, rows, columns], float32
+    probabilities: Tensor  # [batch, classes], of this branch alone
 
 
-def voices(model: Classifier, images: Tensor, classes: Tensor) -> list[Voice]:
+def head_branches(model: Classifier, images: Tensor, classes: Tensor) -> list[HeadBranch]:
     """Class token, patch tokens, and both (SoT, supplement E), where a head adds logits of the two; else nothing.
 
     `classes` [batch] are the classes that maps explain.
@@ -218,24 +213,59 @@ def voices(model: Classifier, images: Tensor, classes: Tensor) -> list[Voice]:
     head = model.head
     if not isinstance(head, SecondOrderHead) or head.fc is None or head.fc_words is None or model.policy is not None:
         return []
-    said: dict[str, Tensor] = {}
-    made = []
-    for name, layer in (("class token", head.fc), ("words", head.fc_words), ("both", None)):
+    branches = []
+    for name in ("class token", "patch tokens", "both"):
+        logits: list[Tensor] = []
 
-        def keep(module: nn.Module, given: tuple[Tensor, ...], out: Tensor, name: str = name) -> None:
-            said[name] = out
-
-        def score(model: Classifier, out: Outputs, chosen: Tensor | None, name: str = name) -> Tensor:
-            said.setdefault(name, model.fused(out.stack))
+        def score(
+            model: Classifier, out: Outputs, chosen: Tensor | None, name: str = name, logits: list[Tensor] = logits
+        ) -> Tensor:
+            logits.append(_branch_logits(model, out.tokens)[name])
             assert chosen is not None
-            return said[name].gather(1, chosen.to(said[name].device)[:, None]).sum()
+            return logits[0].gather(1, chosen.to(logits[0].device)[:, None]).sum()
 
-        hook = layer.register_forward_hook(keep) if layer is not None else None
-        try:
-            with evaluation_mode(model), torch.enable_grad():
-                maps = _grad_cam(model, model._images(images).detach().requires_grad_(), classes, score)
-        finally:
-            if hook is not None:
-                hook.remove()
-        made.append(Voice(name, maps.detach().float(), model.probabilities(said[name].detach().float())))
-    return made
+        with evaluation_mode(model), torch.enable_grad():
+            maps = _grad_cam(model, model._images(images).detach().requires_grad_(), classes, score)
+        branches.append(HeadBranch(name, maps.detach().float(), model.probabilities(logits[0].detach().float())))
+    return branches
+
+
+def _branch_logits(model: Classifier, tokens: Tokens) -> dict[str, Tensor]:
+    """Logits of the class token, of the patch tokens and of both, of a second-order head with two classifiers."""
+    head = cast("SecondOrderHead", model.head)
+    parts = zip(("class token", "patch tokens"), (head.fc, head.fc_words), head._vectors(tokens), strict=True)
+    logits = {name: layer(vector.to(layer.weight.dtype)) for name, layer, vector in cast("Any", parts)}
+    return {**logits, "both": model.fused(head(tokens))}
+
+
+def word_influence(model: Classifier, texts: Tensor, chosen: Tensor | None = None) -> dict[str, Tensor]:
+    """[texts, length] influence of each token on the logit of `chosen` [texts] (none: of the predicted class).
+
+    Gradient times input: the gradient of the logit with respect to the word embeddings, times those embeddings, summed
+    over the width; a stand-in for the relevance methods of SoT (Xie et al. 2021, arXiv 2104.10935, supplement E).
+    `texts` are [texts, 3, length], as a text model takes them. Of a second-order head that adds two classifiers: by the
+    class token's alone, by the words' alone and by both, which is their sum; of any other head `both` alone.
+    """
+    embeddings: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        embeddings.append(out.detach().requires_grad_())
+        return embeddings[-1]
+
+    head = model.head
+    handle = cast("Any", model.trunk).backbone.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with evaluation_mode(model), torch.enable_grad():
+            tokens = model.tokens(texts)
+            logits = {"both": model.fused(head(tokens))}
+            if isinstance(head, SecondOrderHead) and head.config.fusion == "sum":
+                logits = {name.replace("patch tokens", "words"): v for name, v in _branch_logits(model, tokens).items()}
+            chosen = logits["both"].argmax(1) if chosen is None else chosen
+            influence = {}
+            for name, values in logits.items():
+                score = values.gather(1, chosen[:, None]).sum()
+                (gradient,) = torch.autograd.grad(score, embeddings[0], retain_graph=True)
+                influence[name] = (gradient * embeddings[0]).sum(-1).detach()
+    finally:
+        handle.remove()
+    return influence

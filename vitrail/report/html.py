@@ -1,4 +1,4 @@
-"""One self-contained HTML page that says how good a model is, where it fails and what it costs."""
+"""The report of a run as one self-contained HTML page: metrics, errors, attention maps, cost, data, configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from vitrail.files import write_text
+from vitrail.measure.attention_maps import AttentionMaps
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
-from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability
+from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability, whole_percent
 from vitrail.report.sheets import Picture, Sheet, data_uri
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ class ErrorPicture:
 
     @classmethod
     def of(cls, mistake: Mistake, classes: Sequence[str], image: Picture, key: str = "") -> ErrorPicture:
-        """From a mistake that `worst_mistakes` found."""
+        """From one of `worst_mistakes`."""
         return cls(
             image=image,
             truth=", ".join(classes[c] for c in mistake.truth) or "none of the classes",
@@ -53,7 +54,7 @@ class ErrorPicture:
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """An image and, beside it, where the model looked."""
+    """An image and its attention map laid over it."""
 
     image: Picture
     overlay: Picture
@@ -61,35 +62,16 @@ class AttentionPicture:
 
 
 @dataclass(frozen=True)
-class KeptTokens:
-    """What an adaptive model keeps of some images."""
-
-    sheet: Sheet
-    """A few images, and what is left of them stage by stage."""
-    tokens: Sequence[float]
-    """Mean number of tokens that enter each block."""
-    images: int
-    """That the mean is over."""
-    macs: float | None = None
-    macs_whole: float | None = None
-    """Of an image that is given everything."""
-
-
-@dataclass(frozen=True)
 class ModelCost:
-    """What a model costs; whatever is unknown is left out."""
+    """Cost of a model; whatever is unknown is left out."""
 
     parameters: float | None = None
-    macs: float | None = None
-    """Multiply-accumulates of one image."""
+    macs: float | None = None  # multiply-accumulates of one image
     images_per_second: float | None = None
-    peak_memory: float | None = None
-    """Bytes."""
+    peak_memory: float | None = None  # bytes
     training_seconds: float | None = None
-    conditions: str = ""
-    """Under which speed and memory were measured: "batch 128, 224 px, bfloat16, NVIDIA A100"."""
-    rows: Sequence[tuple[str, str]] = ()
-    """Anything else worth a line of the cost table."""
+    conditions: str = ""  # of speed and memory: "batch 128, 224 px, bfloat16, NVIDIA A100"
+    rows: Sequence[tuple[str, str]] = ()  # anything else worth a line of the cost table
 
 
 @dataclass(frozen=True)
@@ -98,18 +80,15 @@ class DataSummary:
 
     uri: str
     classes: Sequence[str]
-    counts: Mapping[str, Sequence[int]]
-    """Images (multi-label: positive labels) of each class in each split."""
-    images: Mapping[str, int] = field(default_factory=dict)
-    """Images of each split, where that is not the sum of `counts` (multi-label)."""
+    counts: Mapping[str, Sequence[int]]  # images (multi-label: positive labels) of each class in each split
+    images: Mapping[str, int] = field(default_factory=dict)  # of each split, where not the sum of `counts`
     notes: Sequence[str] = ()
-    skipped: Sequence[tuple[str, str]] = ()
-    """(image, reason) of every image that could not be used."""
+    skipped: Sequence[tuple[str, str]] = ()  # (image, reason) of every image that could not be used
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A section that was made elsewhere."""
+    """A section with content of its own."""
 
     name: str
     heading: str
@@ -122,32 +101,23 @@ class Report:
 
     title: str
     figures: Figures | None = None
-    split: str = "test"
-    """Which images `figures` speak of."""
-    verdict: str = ""
-    """One or two sentences (empty: written from the figures)."""
-    history: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics.jsonl."""
+    split: str = "test"  # which images `figures` speak of
+    verdict: str = ""  # one or two sentences (empty: written from the figures)
+    history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     cost: ModelCost | None = None
     errors: Sequence[ErrorPicture] = ()
     attention: Sequence[AttentionPicture] = ()
-    kept: KeptTokens | None = None
-    """Of an adaptive model."""
-    things: str = "images"
-    """What is classified."""
-    tiles: Sequence[tuple[str, str, str]] = ()
-    """(name, value, remark) of figures that stand beside the usual ones at the top."""
+    kept: tuple[Sheet, AttentionMaps] | None = None  # of an adaptive model: a few images stage by stage
+    things: str = "images"  # what is classified
+    tiles: Sequence[tuple[str, str, str]] = ()  # (name, value, remark) of further headline metrics
     fragments: Sequence[Fragment] = ()
-    unfit: Sequence[str] = ()
-    """Sections that a report of these things cannot have."""
+    unfit: Sequence[str] = ()  # sections that a report of these things cannot have
     data: DataSummary | None = None
-    config: str = ""
-    """YAML."""
+    config: str = ""  # YAML
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     created: str = ""
-    inside: str = ""
-    """The command that makes the page of pictures which this one links to: inspect/inspect.html beside it."""
+    inside: str = ""  # the command that writes inspect/inspect.html, which the page links to
 
 
 def write_report(path: str | Path, report: Report) -> None:
@@ -200,34 +170,34 @@ def render(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """What the figures say, in one or two sentences."""
+    """The metrics in one or two sentences."""
     figures = report.figures
     if figures is None:
         return "This run has not been tested yet."
     if isinstance(figures, MultiLabelFigures):
         scores = figures.scalars()
-        said = (
+        words = (
             f"Mean average precision is {percent(scores['map'])} on {figures.count:,} {report.split} {report.things}; "
             f"{percent(scores['subset_accuracy'])} of them have every label right."
         )
         if figures.without_positives:
-            said += f" Never seen there, and left out: {shorten(', '.join(figures.without_positives), 120)}."
-        return said
+            words += f" Never seen there, and left out: {shorten(', '.join(figures.without_positives), 120)}."
+        return words
     assert isinstance(figures, SingleLabelFigures)
     low, high = figures.top1_interval
-    said = (
+    words = (
         f"{percent(figures.top1)} of {figures.count:,} {report.split} {report.things} are classified correctly "
         f"(95 % confidence: {percent(low)} to {percent(high)})"
     )
     commonest = figures.support.max() / figures.count
-    said += f"; always naming the commonest class would give {percent(commonest)}."
+    words += f"; always naming the commonest class would give {percent(commonest)}."
     pairs = figures.confused_pairs(1)
     if pairs:
         true, guess, images = pairs[0]
         names = figures.classes
         share = percent(images / figures.support[true], 0)
-        said += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
-    return said
+        words += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+    return words
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
@@ -258,8 +228,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if cost is not None:
         known = [
             ("parameters", cost.parameters, amount, ""),
-            ("MACs an image", cost.macs, amount, ""),
-            ("images a second", cost.images_per_second, number, "inference"),
+            ("MACs per image", cost.macs, amount, ""),
+            ("images/s", cost.images_per_second, number, "inference"),
             ("peak memory", cost.peak_memory, memory, "inference"),
             ("training time", cost.training_seconds, duration, ""),
         ]
@@ -279,9 +249,6 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
             [nan if line[key] is None else float(line[key]) for line in lines],
         )
 
-    def whole_percent(share: float) -> str:
-        return f"{100 * share:.4g} %"
-
     wanted = [
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
         ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
@@ -293,11 +260,9 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     return [
         (
             heading,
-            line_chart(
-                lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=tell_axis
-            ),
+            line_chart(lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=axis),
         )
-        for heading, lines, tell, tell_axis in wanted
+        for heading, lines, tell, axis in wanted
         if any(line.x for line in lines)
     ]
 
@@ -339,16 +304,17 @@ def _calibration(figures: Figures | None) -> dict[str, Any] | None:
     return {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
 
 
-def _kept(kept: KeptTokens | None) -> dict[str, Any] | None:
+def _kept(kept: tuple[Sheet, AttentionMaps] | None) -> dict[str, Any] | None:
     if kept is None:
         return None
-    names = [f"block {i}" for i in range(len(kept.tokens))]
-    chart = bar_chart(names, {"tokens": [round(n, 1) for n in kept.tokens]}, title="Tokens that enter each block")
-    said = f"Means over {kept.images} images."
-    if kept.macs is not None and kept.macs_whole:
-        share = percent(kept.macs / kept.macs_whole, 0)
-        said += f" An image takes {amount(kept.macs)} multiply-accumulates, {share} of the whole model's."
-    return {"sheet": kept.sheet, "chart": chart, "said": said}
+    sheet, maps = kept
+    names = [f"block {i}" for i in range(len(maps.entering))]
+    chart = bar_chart(names, {"tokens": [round(n, 1) for n in maps.entering]}, title="Tokens that enter each block")
+    hint = f"Means over {maps.images} images."
+    if maps.macs is not None and maps.macs_whole:
+        share = percent(maps.macs / maps.macs_whole, 0)
+        hint += f" An image takes {amount(maps.macs)} multiply-accumulates, {share} of the whole model's."
+    return {"sheet": sheet, "chart": chart, "hint": hint}
 
 
 def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
@@ -356,13 +322,13 @@ def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
         return []
     known = [
         ("Parameters", None if cost.parameters is None else f"{cost.parameters:,.0f}"),
-        ("Multiply-accumulates an image", None if cost.macs is None else amount(cost.macs)),
-        ("Inference", None if cost.images_per_second is None else f"{number(cost.images_per_second)} images a second"),
+        ("Multiply-accumulates per image", None if cost.macs is None else amount(cost.macs)),
+        ("Inference", None if cost.images_per_second is None else f"{number(cost.images_per_second)} images/s"),
         ("Peak memory of inference", None if cost.peak_memory is None else memory(cost.peak_memory)),
         ("Measured with", cost.conditions or None),
         ("Training time", None if cost.training_seconds is None else duration(cost.training_seconds)),
     ]
-    return [(name, told) for name, told in known if told is not None] + list(cost.rows)
+    return [(name, text) for name, text in known if text is not None] + list(cost.rows)
 
 
 def _data(data: DataSummary, things: str) -> dict[str, Any]:
@@ -378,6 +344,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += _flat(value, f"{before}{key} ")
         else:
-            told = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            rows.append((f"{before}{key}", told))
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            rows.append((f"{before}{key}", text))
     return rows

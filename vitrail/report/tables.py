@@ -1,15 +1,10 @@
-"""Metrics as tables for the terminal; each fits 80 columns.
-
-Results of protocols and ensembles, as tables for the terminal.
-
-Metrics of one model on several data sets, crop ratios or image sizes, as a table for the terminal.
-"""
+"""Metrics, results of protocols and ensembles, and sweeps as tables for the terminal; each fits 80 columns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -26,8 +21,8 @@ LONGEST_NAME = 28
 
 
 def headline(figures: Figures, title: str = "") -> Table:
-    """The figures that are one number each."""
-    table = _table(title or f"{figures.count:,} images", "figure", "value")
+    """The metrics that are one number each."""
+    table = _table(title or f"{figures.count:,} images", "figure", "value", left="value")
     scalars = figures.scalars()
     if isinstance(figures, UnlabelledFigures):
         table.add_row("spread of embeddings", f"{number(figures.spread, 3)}  (0: all images alike; 1: everywhere)")
@@ -58,7 +53,7 @@ def headline(figures: Figures, title: str = "") -> Table:
 
 
 def per_class(figures: Figures, most: int | None = None) -> Table:
-    """One row a class, weakest first where only `most` of them are shown."""
+    """One row per class, weakest first where only `most` of them are shown."""
     multilabel = isinstance(figures, MultiLabelFigures)
     score = figures.average_precision if isinstance(figures, MultiLabelFigures) else figures.f1
     rows = range(len(figures.classes))
@@ -76,19 +71,18 @@ def per_class(figures: Figures, most: int | None = None) -> Table:
 
 def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
     """The pairs of classes that are taken for each other most often."""
-    table = _table("most confused", "true", "taken for", "images", "of the class")
+    table = _table("most confused", "true", "taken for", "images", "of the class", left="taken for")
     for true, guess, images in figures.confused_pairs(most):
         share = percent(images / figures.support[true])
         table.add_row(_name(figures.classes[true]), _name(figures.classes[guess]), f"{images:,}", share)
     return table
 
 
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, width=None)
+def _table(title: str | None, first: str, *others: str, left: str = "figure") -> Table:
+    table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for name in others:
-        left = name in ("value", "taken for")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == left else "right", no_wrap=True)
     return table
 
 
@@ -100,47 +94,39 @@ def _name(name: str) -> Text:
 COUNTS = frozenset({"median_rank"})  # every other figure between 0 and 1 is a share
 
 
-def protocol_tables(found: Mapping[str, Findings], title: str) -> Iterator[Table]:
-    """All figures in one table; then what is more than one number a protocol."""
-    table = _protocol_table(title, "protocol", "figure", "value")
-    for protocol, findings in found.items():
-        for place, (name, value) in enumerate(findings["numbers"].items()):
+def protocol_tables(results: Mapping[str, Findings], title: str) -> Iterator[Table]:
+    """All metrics in one table; then the tables of single protocols."""
+    table = _table(title, "protocol", "figure", "value")
+    for protocol, findings in results.items():
+        for row, (name, value) in enumerate(findings["numbers"].items()):
             share = name not in COUNTS and -1 <= value <= 1 and name not in ("loss", "strength", "correlation")
-            table.add_row(protocol if not place else "", name, percent(value) if share else number(value))
+            table.add_row(protocol if not row else "", name, percent(value) if share else number(value))
     yield table
-    for protocol, findings in found.items():
-        show, results = getattr(part("evaluator", protocol), "table", None), findings["tables"]
-        if show is not None and (rows := show(next(iter(results.values())))) is not None:
+    for protocol, findings in results.items():
+        show, tables = getattr(part("evaluator", protocol), "table", None), findings["tables"]
+        if show is not None and (rows := show(next(iter(tables.values())))) is not None:
             yield result_table(rows)
 
 
 def result_table(results: ResultTable) -> Table:
     """A table of an evaluator."""
-    table = _protocol_table(results.title, *results.columns)
+    table = _table(results.title, *results.columns)
     for row in results.rows:
         table.add_row(*row)
     return table
 
 
-def ensemble_table(made: Together, title: str) -> Table:
-    """One row a member, then the ensemble and what it gains over its best member."""
-    keys = [key for key in ("top1", "map", "top5", "ece", "loss") if key in made.ensemble.scalars()]
-    table = _protocol_table(title, "model", *keys, "gain")
-    for name, figures in (*made.members.items(), ("ensemble", made.ensemble)):
+def ensemble_table(ensembles: Together, title: str) -> Table:
+    """One row per member, then the ensemble and what it gains over its best member."""
+    keys = [key for key in ("top1", "map", "top5", "ece", "loss") if key in ensembles.ensemble.scalars()]
+    table = _table(title, "model", *keys, "gain")
+    for name, figures in (*ensembles.members.items(), ("ensemble", ensembles.ensemble)):
         scores = figures.scalars()
         cells = [number(scores[key], 4) if key == "loss" else percent(scores[key], 2) for key in keys]
-        last = figures is made.ensemble
-        gain = f"{100 * made.gain:+.2f}" if last else ""
+        last = figures is ensembles.ensemble
+        gain = f"{100 * ensembles.gain:+.2f}" if last else ""
         label = Text(shorten(name, 34), no_wrap=True)
         table.add_row(label, *cells, gain, style="bold" if last else "")
-    return table
-
-
-def _protocol_table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
     return table
 
 
@@ -152,31 +138,13 @@ NAMES = {
 NO_SHARE = ("perplexity", "loss")  # numbers of which less is better
 
 
-class Combination(Protocol):
-    """What a row needs to know."""
-
-    @property
-    def data(self) -> str: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def crop_ratio(self) -> float: ...
-    @property
-    def figures(self) -> Figures: ...
-
-
-def sweep_table(rows: Sequence[Combination]) -> Table:
-    """One row a combination; the best of each data set in its first figure is bold. Fits 80 columns."""
+def sweep_table(rows: Sequence[Any]) -> Table:
+    """One row per combination of data, split, image size and crop ratio; the best of each data set is bold."""
     keys = [key for key in NAMES if key in rows[0].figures.scalars()]
     best: dict[str, float] = {}
     for row in rows:
         best[row.data] = max(best.get(row.data, -math.inf), _merit(row, keys[0]))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("data", no_wrap=True)
-    for name in ("split", "px", "crop", *(NAMES[key] for key in keys)):
-        table.add_column(name, justify="left" if name == "split" else "right", no_wrap=True)
+    table = _table(None, "data", "split", "px", "crop", *(NAMES[key] for key in keys), left="split")
     for row in rows:
         scores = row.figures.scalars()
         cells = [number(scores[k], 4) if k in NO_SHARE else percent(scores[k]) for k in keys]
@@ -186,5 +154,5 @@ def sweep_table(rows: Sequence[Combination]) -> Table:
     return table
 
 
-def _merit(row: Combination, key: str) -> float:
+def _merit(row: Any, key: str) -> float:
     return row.figures.scalars()[key] * (-1 if key in NO_SHARE else 1)

@@ -27,14 +27,13 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.text_files import Text, texts_of
 from vitrail.data.tokenizer import PADDING, TOKENIZER, EncodedTexts
 from vitrail.engine.run_folder import RunFolder
-from vitrail.inspect.results import InspectedModel
-from vitrail.measure.attention_maps import Looker, map_layers, policy_kind, stages
+from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures, SingleLabelFigures, matthews
 from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluator import Predictions, UnlabelledFigures, worst_mistakes
 from vitrail.measure.language import LanguageFigures
+from vitrail.measure.saliency import word_influence
 from vitrail.measure.speed import throughput
-from vitrail.measure.word_influence import word_influence
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.trunks.text_trunk import TextTrunk
@@ -44,12 +43,11 @@ from vitrail.report.html import (
     DataSummary,
     ErrorPicture,
     Fragment,
-    KeptTokens,
     ModelCost,
     Report,
     write_report,
 )
-from vitrail.report.sheets import kept_sheet, overlay
+from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "figures of each class", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
@@ -183,20 +181,22 @@ def attention_pictures(
     images = _readable(model, data, split, _one_of_each(data[split].labels, most)) if map_layers(model) else []
     if not images:
         return []
-    looker = Looker(model, most)
+    collector = AttentionCollector(model, most)
     for image in images:
-        looker.add(image[None].to(device))
-    looks, made = looker.result(), []
+        collector.add(image[None].to(device))
+    maps, pictures = collector.result(), []
     for i, image in enumerate(images):
-        pixels, guess = image.permute(1, 2, 0).numpy(), int(looks.probabilities[i].argmax())
-        # What the class token looks at, mean over heads; without one, what the patches look at on average.
-        seen = looks.class_maps[i, -1].mean(0).reshape(looks.grid)
-        caption = f"{data.classes[guess]} {float(looks.probabilities[i, guess]):.0%}"
-        made.append(AttentionPicture(pixels, overlay(pixels, seen), caption))
-    return made
+        pixels, guess = image.permute(1, 2, 0).numpy(), int(maps.probabilities[i].argmax())
+        # The class token's row, mean over heads; without one, what patches attend to on average.
+        attention = maps.class_maps[i, -1].mean(0).reshape(maps.grid)
+        caption = f"{data.classes[guess]} {float(maps.probabilities[i, guess]):.0%}"
+        pictures.append(AttentionPicture(pixels, overlay(pixels, attention), caption))
+    return pictures
 
 
-def kept_tokens(model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 4) -> KeptTokens | None:
+def kept_tokens(
+    model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 4
+) -> tuple[Sheet, AttentionMaps] | None:
     """What an adaptive model keeps: a strip of a few images, and tokens of each block; none for other models."""
     if model.policy is None:
         return None
@@ -206,15 +206,12 @@ def kept_tokens(model: Classifier, data: DataSet, split: str, device: torch.devi
     images = _readable(model, data, split, rows)
     if not images:
         return None
-    looker = Looker(model, most)
+    collector = AttentionCollector(model, most)
     for start in range(0, len(images), 16):
-        looker.add(torch.stack(images[start : start + 16]).to(device))
+        collector.add(torch.stack(images[start : start + 16]).to(device))
     pixels = [image.permute(1, 2, 0).numpy() for image in images[:most]]
-    subject = InspectedModel("the model", "", policy_kind(model), stages(model), model.classes, looker.result(), pixels)
-    sheet = kept_sheet(subject, [""] * len(pixels), most=8)
-    assert sheet is not None
-    looks = subject.looks
-    return KeptTokens(sheet, looks.entering, looks.images, looks.macs, looks.macs_whole)
+    maps = collector.result()
+    return kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8), maps
 
 
 def _readable(model: Classifier, data: DataSet, split: str, rows: Sequence[int]) -> list[Tensor]:
@@ -318,8 +315,8 @@ def report_texts(told: RunSummary, texts: EncodedTexts) -> None:
                 parameters=sum(p.numel() for p in told.model.parameters()), training_seconds=told.seconds, rows=rows
             ),
             fragments=[
-                Fragment("surest errors", "Where it was sure, and wrong", text_mistakes(told)),
-                Fragment("word influence", "Which words it hangs on", influence(told, texts)),
+                Fragment("surest errors", "Most confident errors", text_mistakes(told)),
+                Fragment("word influence", "Word influence", influence(told, texts)),
             ],
             unfit=("most confident errors", "attention pictures"),
         ),
@@ -408,7 +405,7 @@ def report_language(told: RunSummary, texts: EncodedTexts) -> None:
             cost=ModelCost(
                 parameters=sum(p.numel() for p in told.model.parameters()), training_seconds=told.seconds, rows=rows
             ),
-            fragments=[Fragment("completions", "What it writes", completions(figures))],
+            fragments=[Fragment("completions", "Completions", completions(figures))],
             unfit=UNFIT_FOR_TEXT,
         ),
     )

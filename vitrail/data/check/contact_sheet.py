@@ -112,6 +112,4 @@ def _fit(pen: ImageDraw.ImageDraw, text: str, width: int, font: ImageFont.FreeTy
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)
+    return ImageFont.truetype(str(Path(__file__).parents[2] / "report" / "DejaVuSans.ttf"), size)
