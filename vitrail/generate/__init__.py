@@ -12,12 +12,12 @@ from vitrail.schema import Positional
 
 @dataclass(frozen=True)
 class AugmentCommand:
-    """Make training images where a class has few, or is confused with others, and a data set of all of them.
+    """Generate training images where a class has few, or is confused with others, and a data set of all of them.
 
-    GeNIe noises a picture of one class part of the way and denoises it under another class, whose label it gets: a
+    GeNIe noises an image of one class part of the way and denoises it under another class, whose label it gets: a
     hard negative of the first, a hard positive of the second. OUT/labels.csv is an ordinary data set (real and
-    generated images), OUT/contact.png shows some, OUT/manifest.jsonl tells what each was made of. Interrupted, the same
-    command goes on.
+    generated images), OUT/contact.png shows samples, OUT/manifest.jsonl lists source, method and seed of each.
+    Interrupted, the same command goes on.
 
     Example: vitrail augment cifar10.npz more/ --model runs/diffusion --up_to 100
     Example: vitrail augment photos/ more/ --method genie_ada --model runs/diffusion --judge runs/vit --each 20
@@ -44,7 +44,7 @@ class AugmentCommand:
     """the noise schedule on which r is stated; scaled_linear is Stable Diffusion's, as in papers (default: that of the
     model)"""
     superclass: str | None = None  # for prompts: a photo of a CLASS, a type of SUPERCLASS
-    loop: bool = False  # find the worst classes of a run, make images for them, train it again, compare
+    loop: bool = False  # find the worst classes of a run, generate images for them, train it again, compare
     worst: int = 3  # how many classes of --loop
     real: bool = True  # generated images alone in OUT; without this flag it has the real ones, too
     seed: int = 0  # of all randomness
