@@ -515,7 +515,7 @@ def test_under_attack_an_adaptive_model_is_measured_again_on_real_images(tmp_pat
 
 
 def test_a_searched_batch_is_used_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(benching.MOST, "cpu", 4)
+    monkeypatch.setitem(benching.roofline.MOST, "cpu", 4)
     found = bench(["vit_micro_28"], **{**QUICK, "batch": "search"})
     search = found.searches["vit_micro_28"]
     assert set(search["images_per_second"]) == {"1", "2", "4"}

@@ -684,9 +684,9 @@ def piped(request: pytest.FixtureRequest, tmp_path: Path) -> PipelineDiffuser:
 
 def test_pipelines_run_as_many_steps_as_the_authors(piped: PipelineDiffuser) -> None:
     for r, steps in LEVELS.items():
-        assert piped.steps_made(r) == steps
+        assert piped.steps_taken(r) == steps
         assert piped.evaluations(r) == 2 * steps
-    assert piped.steps_made(1.0) == 50
+    assert piped.steps_taken(1.0) == 50
 
 
 def test_pipelines_edit_and_depend_on_source_class_and_seed(piped: PipelineDiffuser) -> None:

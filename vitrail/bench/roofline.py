@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vitrail.measure.speed import Work, timed_calls
+from vitrail.measure.speed import Work, peak_memory, timed_calls
 
 MOST = {"cuda": 4096, "cpu": 64}  # batches beyond these are not faster; a CPU gives no sign before it is out of memory
 MEMORY_SHARE = 0.5  # of a CPU's memory that the process may have taken before the batch is doubled no more
@@ -157,13 +156,10 @@ def memory_is_short(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        import resource
-
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    except (ImportError, ValueError, OSError):
-        return False  # the cap alone holds
-    return 2 * peak > MEMORY_SHARE * whole
+        return 2 * (peak_memory(device) or 0) > MEMORY_SHARE * whole
+    except (AttributeError, ValueError, OSError):  # not known here: the cap alone holds
+        return False
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -12,21 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitrail.bench import roofline
 from vitrail.bench.claims import CLAIMS, Checked, DeviceMeter, check_claims, claim_subjects
-from vitrail.bench.roofline import (
-    MOST,
-    BatchSearch,
-    Ceiling,
-    copy_share,
-    energy_meter,
-    free_memory,
-    joules_per_image,
-    measure_ceiling,
-    memory_is_short,
-    out_of_memory,
-    product_share,
-    search_batch,
-)
 from vitrail.bench.subjects import (
     BenchSubject,
     Conditions,
@@ -39,19 +26,7 @@ from vitrail.bench.subjects import (
 )
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.measure.speed import (
-    MemoryWatch,
-    Noise,
-    Ratio,
-    Timing,
-    Way,
-    Work,
-    fresh_images,
-    in_turns,
-    noise,
-    ratio,
-    timed_calls,
-)
+from vitrail.measure import speed
 from vitrail.model.classifier import Classifier
 from vitrail.version import __version__
 
@@ -79,14 +54,14 @@ class BenchRow:
     parameters: int
     macs: int  # per image, forward
     image_size: int
-    timing: Timing
+    timing: speed.Timing
     peak_memory: int | None  # bytes of weights, one batch and all between; none where it is not measured
     product_share: float  # of the matrix product's speed
     copy_share: float  # of the copy's speed, at the least: weights and images read once per call
     joules_per_image: float | None
     top1: float | None  # as stated by the model's folder
     reference: str | None  # what `ratio` is to
-    ratio: Ratio | None  # above 1: faster than the reference
+    ratio: speed.Ratio | None  # above 1: faster than the reference
 
     @property
     def batch(self) -> int:
@@ -121,8 +96,8 @@ class Bench:
     precision: str
     versions: Mapping[str, str]
     against: str | None = None
-    ceiling: Ceiling | None = None
-    noise: Noise | None = None
+    ceiling: roofline.Ceiling | None = None
+    noise: speed.Noise | None = None
     searches: Mapping[str, Any] = field(default_factory=dict)  # of batch sizes, by model
     checks: tuple[Checked, ...] = ()
     check_batch: int | None = None
@@ -206,16 +181,16 @@ def bench(
         with Progress("bench", steps, quiet=quiet) as progress:
             if subjects:
                 progress.advance(note="machine ceiling")
-                ceiling = measure_ceiling(on, conditions.dtype)
+                ceiling = roofline.measure_ceiling(on, conditions.dtype)
                 searches = _choose_batches(subjects, batch, conditions, progress)
                 _prepare(subjects, conditions, progress, notes, real)
                 timings, control = _time(subjects, conditions, rounds, seconds, progress)
                 rows = _rows(subjects, timings, against, ceiling, conditions, progress)
-                measured = {"rows": rows, "ceiling": ceiling, "noise": noise(timings, control)}
+                measured = {"rows": rows, "ceiling": ceiling, "noise": speed.noise(timings, control)}
                 measured["searches"] = {name: search.to_json() for name, search in searches.items()}
             if checks:
                 subjects.clear()  # their memory is for the checks
-                free_memory()
+                roofline.free_memory()
                 report = lambda note: progress.advance(note=note)  # noqa: E731
                 meter = DeviceMeter(on, conditions.autocast, check_batch, check_rounds, check_seconds, report)
                 checked = check_claims(CLAIMS, meter)
@@ -235,7 +210,7 @@ def bench(
 
 def _choose_batches(
     subjects: Sequence[BenchSubject], batch: int | str | None, conditions: Conditions, progress: Progress
-) -> dict[str, BatchSearch]:
+) -> dict[str, roofline.BatchSearch]:
     """Give every subject its batch: with `search` the fastest eager one of each, else the same for all."""
     if batch != "search":
         heaviest = max(subject.cost.macs for subject in subjects) * (3 if conditions.train else 1)
@@ -253,11 +228,11 @@ def _choose_batches(
         subject.batch = searches[subject.name].best
         subject.module.zero_grad(set_to_none=True)
         subject.module.to("cpu")
-        free_memory()
+        roofline.free_memory()
     return searches
 
 
-def _search(subject: BenchSubject, conditions: Conditions) -> BatchSearch:
+def _search(subject: BenchSubject, conditions: Conditions) -> roofline.BatchSearch:
     device = conditions.device
     subject.module.to(device)
     longest = 0.0  # seconds of a call
@@ -265,17 +240,18 @@ def _search(subject: BenchSubject, conditions: Conditions) -> BatchSearch:
     def attempt(batch: int) -> float:
         nonlocal longest
         subject.module.zero_grad(set_to_none=True)  # left by an attempt that did not fit
-        work = _work(subject, "eager", fresh_images(batch, subject.size, device, sets=1), batch, conditions)
+        work = _work(subject, "eager", speed.fresh_images(batch, subject.size, device, sets=1), batch, conditions)
         work(0)
-        once = sum(timed_calls(work, 1, device))
-        seconds = timed_calls(work, max(1, min(20, round(0.2 / max(once, 1e-6)))), device)
+        once = sum(speed.timed_calls(work, 1, device))
+        seconds = speed.timed_calls(work, max(1, min(20, round(0.2 / max(once, 1e-6)))), device)
         longest = max(longest, *seconds)
         return batch * len(seconds) / sum(seconds)
 
     def stop() -> str:
-        return "memory" if memory_is_short(device) else "time" if longest > SLOW_CALL else ""
+        return "memory" if roofline.memory_is_short(device) else "time" if longest > SLOW_CALL else ""
 
-    return search_batch(attempt, most=MOST.get(device.type, MOST["cuda"]), closeness=1 / 16, stop=stop)
+    most = roofline.MOST.get(device.type, roofline.MOST["cuda"])
+    return roofline.search_batch(attempt, most=most, closeness=1 / 16, stop=stop)
 
 
 def _prepare(
@@ -294,12 +270,12 @@ def _prepare(
         for form in conditions.forms:
             progress.advance(note=f"{_label(subject.name, form)}: warm-up")
             if images is None and shape not in pool:
-                pool[shape] = fresh_images(*shape, conditions.device)
+                pool[shape] = speed.fresh_images(*shape, conditions.device)
             problem = _try(subject, form, images or pool[shape], conditions)
             if problem:  # outside the handler, whose frames hold what did not fit
                 notes.append(problem)
                 subject.module.zero_grad(set_to_none=True)
-                free_memory()
+                roofline.free_memory()
     if not any(subject.work for subject in subjects):
         raise ValueError("nothing could be measured: " + "; ".join(notes))
 
@@ -309,7 +285,7 @@ def _try(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions
     try:
         _warm_up(subject, form, images, conditions)
     except Exception as error:
-        if out_of_memory(error):
+        if roofline.out_of_memory(error):
             return (
                 f"{_label(subject.name, form)} does not fit into memory at batch {subject.batch}; use a smaller batch"
             )
@@ -323,7 +299,7 @@ def _try(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions
 
 def _warm_up(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions: Conditions) -> None:
     weights = sum(t.nbytes for t in (*subject.module.parameters(), *subject.module.buffers()))
-    watch = MemoryWatch(conditions.device)
+    watch = speed.MemoryWatch(conditions.device)
     work = _work(subject, form, images, subject.batch, conditions)
     for call in range(conditions.warm_up):
         work(call)
@@ -336,7 +312,9 @@ def _warm_up(subject: BenchSubject, form: Form, images: Sequence[Tensor], condit
     subject.work[form], subject.peak_memory[form] = work, peak
 
 
-def _work(subject: BenchSubject, form: Form, images: Sequence[Tensor], batch: int, conditions: Conditions) -> Work:
+def _work(
+    subject: BenchSubject, form: Form, images: Sequence[Tensor], batch: int, conditions: Conditions
+) -> speed.Work:
     call = make_call(subject.module, form, conditions, subject.multilabel)
     targets = subject.targets(batch, conditions.device)
     return lambda i: call(images[i % len(images)], targets)
@@ -344,11 +322,11 @@ def _work(subject: BenchSubject, form: Form, images: Sequence[Tensor], batch: in
 
 def _time(
     subjects: Sequence[BenchSubject], conditions: Conditions, rounds: int, seconds: float, progress: Progress
-) -> tuple[dict[str, Timing], Ratio]:
+) -> tuple[dict[str, speed.Timing], speed.Ratio]:
     """Timings of all forms in turns, and the first of them against itself."""
-    ways = {_label(s.name, form): Way(work, s.batch) for s in subjects for form, work in s.work.items()}
+    ways = {_label(s.name, form): speed.Way(work, s.batch) for s in subjects for form, work in s.work.items()}
     first = next(iter(ways))
-    timings = in_turns(
+    timings = speed.in_turns(
         {**ways, CONTROL: ways[first]},
         conditions.device,
         rounds=rounds,
@@ -357,18 +335,18 @@ def _time(
         patience=PATIENCE,
         turn=lambda done, total: progress.advance(note=f"round {done} of {total}"),
     )
-    return {name: timings[name] for name in ways}, ratio(timings[CONTROL], timings[first])
+    return {name: timings[name] for name in ways}, speed.ratio(timings[CONTROL], timings[first])
 
 
 def _rows(
     subjects: Sequence[BenchSubject],
-    timings: Mapping[str, Timing],
+    timings: Mapping[str, speed.Timing],
     against: str | None,
-    ceiling: Ceiling,
+    ceiling: roofline.Ceiling,
     conditions: Conditions,
     progress: Progress,
 ) -> tuple[BenchRow, ...]:
-    first, meter, rows = next(iter(timings)), energy_meter(conditions.device), []
+    first, meter, rows = next(iter(timings)), roofline.energy_meter(conditions.device), []
     for subject in subjects:
         macs = subject.macs or subject.cost.macs
         bytes_per_weight = TRAIN_TRAFFIC * 4 if conditions.train else conditions.dtype.itemsize
@@ -377,7 +355,6 @@ def _rows(
             label = _label(subject.name, form)
             progress.advance(note=f"{label}: energy")
             timing = timings[label]
-            speed = timing.images_per_second
             reference: str | None = first
             if against is not None:  # like with like: the twin in the same form, where it has one
                 twins = [_label(subject.twin, f) for f in (form, "eager")] if subject.twin else []
@@ -394,12 +371,14 @@ def _rows(
                     image_size=subject.size,
                     timing=timing,
                     peak_memory=subject.peak_memory[form],
-                    product_share=product_share(macs, speed, ceiling, train=conditions.train),
-                    copy_share=copy_share(needed, speed / subject.batch, ceiling),
-                    joules_per_image=joules_per_image(work, subject.batch, conditions.device, meter),
+                    product_share=roofline.product_share(
+                        macs, timing.images_per_second, ceiling, train=conditions.train
+                    ),
+                    copy_share=roofline.copy_share(needed, timing.images_per_second / subject.batch, ceiling),
+                    joules_per_image=roofline.joules_per_image(work, subject.batch, conditions.device, meter),
                     top1=subject.top1,
                     reference=reference,
-                    ratio=None if reference is None else ratio(timing, timings[reference]),
+                    ratio=None if reference is None else speed.ratio(timing, timings[reference]),
                 )
             )
     return tuple(rows)

@@ -188,12 +188,8 @@ class Comparison:
         gains = {row.variant: self.class_gains(row.variant) for row in self.rows if row.variant != self.baseline}
         rates = self.disagreement
         return {
-            "name": self.name,
-            "figure": self.metric,
-            "baseline": self.baseline,
-            "split": self.split,
-            "budget": self.budget,
-            "conditions": self.conditions,
+            **{"name": self.name, "figure": self.metric, "baseline": self.baseline, "split": self.split},
+            **{"budget": self.budget, "conditions": self.conditions},
             "rows": [row.to_json(self.metric) for row in self.rows],
             "disagreement": None if rates is None else {"variants": list(self.predicted), "rates": plain(rates)},
             "classes": list(self.classes),

@@ -16,9 +16,10 @@ converts between schedules.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def times_from(r: float, steps: int, taken: int) -> list[float]:
     return [r, *(i / steps for i in range(taken - 1, -1, -1))]
 
 
-class Diffuser(Protocol):
+class Diffuser(ABC):
     """Generates images of a class, from another image or from noise alone. Each depends on its own seed alone.
 
     target [batch] are indices of `classes`; seeds [batch] whole numbers.
@@ -81,18 +82,37 @@ class Diffuser(Protocol):
     name: str
     classes: tuple[str, ...]
     steps: int
+    guidance: float  # 1: none
+    batch: int
+    size: int  # side of the images that it generates
 
     def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
         """Images [batch, 3, height, width], bytes or floats in 0..1, changed towards `target`; of the same dtype."""
-        ...
+        target, seeds = check_request(self.classes, target, seeds, images)
+        parts = [self._run(images[b], target[b], r, seeds[b]).to(images.device) for b in self._batches(len(images))]
+        return as_given(torch.cat(parts), images.dtype) if parts else images.clone()
 
     def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
         """Images of the target classes from noise alone: bytes [batch, 3, height, width]."""
-        ...
+        target, seeds = check_request(self.classes, target, seeds)
+        parts = [self._run(None, target[b], 1.0, seeds[b]) for b in self._batches(len(target))]
+        images = torch.cat(parts) if parts else torch.empty(0, 3, self.size, self.size)
+        return as_given(images, torch.uint8).cpu()
 
     def evaluations(self, r: float) -> int:
         """Network evaluations per image: two per step where it is guided."""
-        ...
+        return self.steps_taken(r) * (1 if self.guidance == 1 else 2)
+
+    @abstractmethod
+    def steps_taken(self, r: float) -> int:
+        """Steps from noise level r on."""
+
+    @abstractmethod
+    def _run(self, images: Tensor | None, target: Tensor, r: float, seeds: Tensor) -> Tensor:
+        """Images in -1..1 of one batch; from noise alone without `images`."""
+
+    def _batches(self, count: int) -> list[slice]:
+        return [slice(first, first + self.batch) for first in range(0, count, self.batch)]
 
 
 def steps_run(r: float, steps: int) -> int:
@@ -138,7 +158,7 @@ def as_given(signed: Tensor, like: torch.dtype) -> Tensor:
     return ((signed + 1) / 2).clamp(0, 1).to(like)
 
 
-class OwnDiffuser:
+class OwnDiffuser(Diffuser):
     """Runs a denoiser (`vitrail train small-diffusion`) with guidance, on pixels.
 
     `guidance` g extrapolates from the prediction without a class through that with it: none + g (class - none); 1
@@ -178,6 +198,7 @@ class OwnDiffuser:
         self.model = model.to(device).eval() if device is not None else model.eval()
         self.name = str(model.spec.get("name") or "denoiser")
         self.classes = model.classes
+        self.size = model.preprocess.size
         self.steps, self.solver, self.guidance = steps, solver, guidance
         self.batch, self.clip, self.exact, self.autocast = batch, clip, exact, autocast
         self.r_schedule = r_schedule
@@ -192,22 +213,17 @@ class OwnDiffuser:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    @property
-    def size(self) -> int:
-        """Side of the images that it generates."""
-        return self.model.preprocess.size
-
     def time(self, r: float) -> float:
         """The model's own time for an r as it is stated; noise alone stays noise alone."""
         schedule = self.network.schedule.name
         return r if r > PURE_NOISE else equal_noise(r, self.r_schedule or schedule, schedule)
 
-    def evaluations(self, r: float) -> int:
-        return steps_run(self.time(r), self.steps) * (1 if self.guidance == 1 else 2)
+    def steps_taken(self, r: float) -> int:
+        return steps_run(self.time(r), self.steps)
 
     def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
         r = self.time(r)
-        target, seeds = check_request(self.classes, target, seeds, images)
+        check_request(self.classes, target, seeds, images)
         if tuple(images.shape[2:]) != (self.size, self.size):
             raise ValueError(
                 f"the model makes images of {self.size}x{self.size} pixels, these have "
@@ -215,15 +231,7 @@ class OwnDiffuser:
             )
         if steps_run(r, self.steps) == 0 or not len(images):
             return images.clone()
-        batches = self._batches(len(images))
-        parts = [self._run(images[rows], target[rows], r, seeds[rows]).to(images.device) for rows in batches]
-        return as_given(torch.cat(parts), images.dtype)
-
-    def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
-        target, seeds = check_request(self.classes, target, seeds)
-        parts = [self._run(None, target[rows], 1.0, seeds[rows]) for rows in self._batches(len(target))]
-        images = torch.cat(parts) if parts else torch.empty(0, 3, self.size, self.size)
-        return as_given(images, torch.uint8).cpu()
+        return super().__call__(images, target, r, seeds)
 
     def start(self, images: Tensor | None, r: float, seeds: Tensor) -> Tensor:
         """Start of denoising, [batch, 3, height, width]: images at time r, or noise alone above 0.999."""
@@ -233,12 +241,8 @@ class OwnDiffuser:
         signed = as_signed(images.to(self.device))
         return self.network.schedule.noised(signed, noise, torch.full((len(signed),), r, device=self.device))
 
-    def _batches(self, count: int) -> list[slice]:
-        return [slice(first, first + self.batch) for first in range(0, count, self.batch)]
-
     @torch.inference_mode()
     def _run(self, images: Tensor | None, target: Tensor, r: float, seeds: Tensor) -> Tensor:
-        """Images in -1..1."""
         count = len(seeds)
         if self.exact and count < self.batch:
             fill = [i % count for i in range(self.batch)]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import normal_noise
-from vitrail.generate.diffusion_model import PURE_NOISE, as_given, as_signed, check_request, steps_run
+from vitrail.generate.diffusion_model import PURE_NOISE, Diffuser, as_signed, steps_run
 
 Kind = Literal["sd", "sdxl", "sd3"]
 KINDS: dict[str, Kind] = {
@@ -68,7 +68,7 @@ def _diffusers() -> Any:
         ) from None
 
 
-class PipelineDiffuser:
+class PipelineDiffuser(Diffuser):
     """A diffusers pipeline, with a prompt for each class (`vitrail.generate.methods`).
 
     As GeNIe's code (arXiv 2312.02548): images at the pipeline's own size (shorter side resized, centre cropped);
@@ -104,6 +104,7 @@ class PipelineDiffuser:
         self.steps = steps or (TURBO_STEPS if turbo else STEPS)
         self.guidance = guidance if guidance is not None else 1.0 if turbo else GUIDANCE[kind]
         self.network = pipeline.transformer if kind == "sd3" else pipeline.unet
+        self.size = int(self.network.config.sample_size) * 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
         if pipeline.vae.config.get("force_upcast"):  # SDXL's overflows in half precision
             pipeline.vae.to(torch.float32)
         for part in (self.network, pipeline.vae):
@@ -118,39 +119,11 @@ class PipelineDiffuser:
         return next(self.network.parameters()).device
 
     @property
-    def shrinks(self) -> int:
-        """Pixels of a latent."""
-        return 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
-
-    @property
-    def size(self) -> int:
-        """Side of the images that it generates."""
-        return int(self.network.config.sample_size) * self.shrinks
-
-    @property
     def guided(self) -> bool:
         return self.guidance != 1
 
-    def evaluations(self, r: float) -> int:
-        return self.steps_made(r) * (2 if self.guided else 1)
-
-    def steps_made(self, r: float) -> int:
-        """Steps from noise level r on."""
+    def steps_taken(self, r: float) -> int:
         return len(self._scheduler(r)[1])
-
-    def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
-        target, seeds = check_request(self.classes, target, seeds, images)
-        batches = self._batches(len(images))
-        parts = [self._run(images[rows], target[rows], r, seeds[rows]).to(images.device) for rows in batches]
-        return as_given(torch.cat(parts), images.dtype) if parts else images.clone()
-
-    def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
-        target, seeds = check_request(self.classes, target, seeds)
-        parts = [self._run(None, target[rows], 1.0, seeds[rows]).cpu() for rows in self._batches(len(target))]
-        return as_given(torch.cat(parts) if parts else torch.empty(0, 3, self.size, self.size), torch.uint8)
-
-    def _batches(self, count: int) -> list[slice]:
-        return [slice(first, first + self.batch) for first in range(0, count, self.batch)]
 
     def _scheduler(self, r: float) -> tuple[Any, Tensor]:
         """A scheduler and the times of its steps, largest first."""
@@ -171,7 +144,6 @@ class PipelineDiffuser:
 
     @torch.inference_mode()
     def _run(self, images: Tensor | None, target: Tensor, r: float, seeds: Tensor) -> Tensor:
-        """Images in -1..1."""
         scheduler, times = self._scheduler(r)
         channels, side = int(self.network.config.in_channels), int(self.network.config.sample_size)
         noise = normal_noise(seeds.to(self.device), channels, side, side)

@@ -312,7 +312,7 @@ def throughput(
         timing = in_turns({"model": way}, device, seconds=seconds)["model"]
     for module, training in flags.items():
         module.training = training
-    peak = _peak_memory(device)
+    peak = peak_memory(device)
     if peak is not None and device.type == "cuda":
         peak -= sum(sets.nbytes for sets in images[1:])  # one batch of images is what inference needs
     return {
@@ -332,7 +332,8 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _peak_memory(device: torch.device) -> int | None:
+def peak_memory(device: torch.device) -> int | None:
+    """Highest bytes so far: of tensors on CUDA, elsewhere of the whole process; none where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
