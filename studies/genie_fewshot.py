@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from genie_models import Models
 from torch import Tensor
 
-from vitrail.generate.methods import CANDIDATES, METHODS, Request, Tools, ada_evaluations, equal_compute, make
+from vitrail.generate.methods import CANDIDATES, METHODS, Request, Tools, ada_evaluations, equal_compute, generate
 from vitrail.measure.config import EpisodeConfig
 from vitrail.measure.episodes import Episodes, Extra, FewShot, draw_episodes, few_shot
 from vitrail.measure.hard_negatives import axis_position, hardness, largest_jump
@@ -85,11 +85,11 @@ class FewShots:
     def images(self, name: str, copy: int = 0, shot: int | None = None) -> Tensor:
         """What a method makes of all places (of `shot` images a class alone), [images, 3, 32, 32] bytes."""
         if name in CLASSIC:
-            return make(name, self.request()).images
+            return generate(name, self.request()).images
         tools = Tools(self.models.diffuser, r=FIXED.get(name, 0.8))
         method = "genie" if name in FIXED else name
         assert method in METHODS
-        return make(method, self.request(copy, shot=shot, device=self.runs.device), tools).images
+        return generate(method, self.request(copy, shot=shot, device=self.runs.device), tools).images
 
     def features(self, name: str) -> Tensor:
         """Of the images of a method, one a place: [episodes, way, way - 1, shot, 1, width]."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.config import RunConfig
 from vitrail.data.dataset import Split, make_long_tail
 from vitrail.generate.job import make_plan
-from vitrail.generate.methods import Made, Request, Tools, check_budgets, make, prototypes_of
+from vitrail.generate.methods import Request, Samples, Tools, check_budgets, generate, prototypes_of
 from vitrail.learn.supervised import prior_shift
 from vitrail.measure.classification import SingleLabelFigures, classification
 from vitrail.measure.config import LongTailConfig
@@ -60,7 +60,7 @@ class LongTails:
         self.models, self.runs, self.found = models, models.runs, models.found
         self._tails: dict[int, Tail] = {}
         self._said: dict[tuple[str, int], tuple[Tensor, NDArray[np.int64]]] = {}
-        self._made: dict[int, dict[str, Made]] = {}
+        self._made: dict[int, dict[str, Samples]] = {}
         self._confusion: dict[int, list[list[int]]] = {}  # [true, said] on val, of the classifier without any of this
 
     def tail(self, seed: int) -> Tail:
@@ -99,7 +99,7 @@ class LongTails:
         found: list[list[int]] = figures.confusion.tolist()
         return found
 
-    def made(self, name: str, seed: int) -> Made:
+    def made(self, name: str, seed: int) -> Samples:
         """Images for the rarest third; all methods make equally many, which is checked."""
         made = self._made.setdefault(seed, {})
         if name not in made:
@@ -120,7 +120,7 @@ class LongTails:
             parts = (plan.source, plan.own, plan.target, plan.seeds)
             source, own, target, seeds = (torch.from_numpy(part).to(runs.device) for part in parts)
             request = Request(tail.held.pixels, tail.held.labels, source, own, target, seeds, runs.classes)
-            made[name] = make(MADE[name], request, Tools() if name in COPIED else self._tools(tail))
+            made[name] = generate(MADE[name], request, Tools() if name in COPIED else self._tools(tail))
             # Where the target was counted may differ, not what was counted.
             check_budgets({each: replace(one, target=one.target.cpu()) for each, one in made.items()})
         return made[name]
@@ -147,7 +147,7 @@ class LongTails:
             row |= {"evaluations": made.evaluations, "consistent": self._consistent(made)}
         return row | ({"confusion": self._confusion[seed]} if name == PLAIN and not adjusted else {})
 
-    def _consistent(self, made: Made) -> float:
+    def _consistent(self, made: Samples) -> float:
         said = self.runs.logits(self.models.oracle, made.images).argmax(1).cpu()
         return float((said == made.target.cpu()).double().mean())
 
@@ -158,7 +158,7 @@ class LongTails:
                 self.found.row("tail", ON, name, seed, partial(self.judged, name, seed, True))
 
 
-def joined(split: Split, pixels: Tensor, made: Made) -> tuple[Split, Tensor]:
+def joined(split: Split, pixels: Tensor, made: Samples) -> tuple[Split, Tensor]:
     """Real images and made ones, as one training split."""
     count, target = len(made.images), made.target.cpu().numpy()
     first = int(split.index.max()) + 1

@@ -168,7 +168,7 @@ def test_r_may_be_stated_on_stable_diffusions_schedule(photos: Path, denoiser: P
     assert all(row["r"] == time and "r_schedule" not in row for row in rows[1])  # as before
     assert [row["evaluations"] for row in rows[0]] == [row["evaluations"] for row in rows[1]]
     for number in range(made.made):
-        pixels = [np.asarray(Image.open(following.place_of(m.folder, number))) for m in (made, own)]
+        pixels = [np.asarray(Image.open(following.image_path(m.folder, number))) for m in (made, own)]
         assert np.array_equal(*pixels)
     with pytest.raises(ValueError, match="another plan"):
         augment(photos, tmp_path / "stated", r=0.8, **options)

@@ -92,7 +92,7 @@ def test_help_names_defaults_that_say_something_and_fits_the_terminal(
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
 def test_help_has_a_text_for_every_argument_and_flag(command: str) -> None:
     module, _, name = COMMANDS[command][0].partition(":")
-    cls = getattr(import_module(f"vitrail.cli.{module}"), name)
+    cls = getattr(import_module(f"vitrail.{module}"), name)
     assert [setting.name for setting in settings(cls) if not setting.text] == []
 
 

@@ -23,18 +23,18 @@ from rich.console import Console
 import vitrail
 from vitrail.cli import run as vitrail_command
 from vitrail.compare import budgets
+from vitrail.compare.comparison import Comparison, Failure, Member, Price, compare_members
 from vitrail.compare.jobs import failure_reason
-from vitrail.compare.page import comparison_tables, render_comparison, verdict
-from vitrail.compare.paired_runs import compare_members
+from vitrail.compare.page import comparison_tables, disagreement_chart, gains_chart, render_comparison, verdict
 from vitrail.compare.run import compare_runs, compare_study
-from vitrail.compare.statistics import Comparison, Failure, Member, Price
 from vitrail.compare.study import Study, plan, read_study, run_folder, run_hash, study_from_mapping
-from vitrail.compare.study_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
 from vitrail.config import ConfigError, RunConfig, from_mapping
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import write_text
 from vitrail.measure.evaluator import StoredPredictions, read_predictions
 from vitrail.recipes import recipe
+from vitrail.report.charts import curves_chart
+from vitrail.report.pareto import Point, pareto_chart
 from vitrail.run.evaluate import sweep
 from vitrail.schema import plain
 
@@ -458,10 +458,10 @@ def test_a_report_on_single_runs_leaves_out_what_needs_seeds() -> None:
 def test_a_study_of_seeds_alone_is_told_as_one() -> None:
     found = sample(("only",), seeds=6)
     alone = replace(found, rows=found.rows[:1])  # without the failure
-    values = [m.figures["top1"] for m in alone.rows[0].members]
+    values = [m.metrics["top1"] for m in alone.rows[0].members]
     low, high = f"{100 * min(values):.2f} %", f"{100 * max(values):.2f} %"
     assert f"over 6 seeds, from {low} to {high}." in verdict(alone)
-    assert "Does an early look foretell the end?" in render_comparison(alone, {})
+    assert "Do early evaluations predict the end?" in render_comparison(alone, {})
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -482,7 +482,7 @@ def test_what_other_evaluators_found_stands_beside() -> None:
     found = sample()
     rows = []
     for row, base in zip(found.rows, (0.5, 0.7), strict=False):
-        members = [replace(m, figures={**m.figures, "knn": base + 0.1 * m.seed, "map": 0.25}) for m in row.members]
+        members = [replace(m, metrics={**m.metrics, "knn": base + 0.1 * m.seed, "map": 0.25}) for m in row.members]
         rows.append(replace(row, members=tuple(members)))
     found = replace(found, rows=(*rows, *found.rows[2:]))
     assert found.further()["knn"]["new"] == pytest.approx((0.8, 0.1))

@@ -189,7 +189,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "image_size": 32,
         "device": "cpu",
     },
-    "bench --rounds 2 a --precision bf16 --compile on --seconds 0.1 --checks --data d --attack f --out c.png --json": {
+    "bench --rounds 2 a --precision bf16 --compile on --seconds 0.1 --checks --data d --attack f --out c.svg --json": {
         "models": ("a",),
         "rounds": 2,
         "precision": "bf16",
@@ -198,7 +198,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "checks": True,
         "data": "d",
         "attack": Path("f"),
-        "out": Path("c.png"),
+        "out": Path("c.svg"),
         "json": True,
     },
     "export r --to onnx o": {"run": Path("r"), "out": Path("o"), "to": "onnx"},
@@ -234,7 +234,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
 
 def class_of(command: str) -> type:
     module, _, name = COMMANDS[command][0].partition(":")
-    cls: type = getattr(import_module(f"vitrail.cli.{module}"), name)
+    cls: type = getattr(import_module(f"vitrail.{module}"), name)
     return cls
 
 

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import normal_noise
+from vitrail.data.counter import seed_of
 from vitrail.generate.diffusion_model import OwnDiffuser, steps_run
 from vitrail.generate.methods import (
     CANDIDATES,
     METHODS,
+    Request,
     Tools,
     ada_evaluations,
-    all_others,
     check_budgets,
     equal_compute,
+    generate,
     genie,
     genie_ada,
-    make,
     prompts_for,
     prototypes_of,
 )
@@ -345,7 +346,7 @@ def test_genie_ada_keeps_the_image_just_after_the_switch_of_each() -> None:
     assert found.r.tolist() == pytest.approx(list(switches.values()))
     assert (found.images == 255).all()
     assert diffuser.calls == len(CANDIDATES)  # each once, and what is kept is one of them
-    assert torch.equal(found.images, found.candidates[found.place, torch.arange(4)])
+    assert torch.equal(found.images, found.candidates[found.index, torch.arange(4)])
 
 
 class Labelled(Fading):
@@ -401,6 +402,25 @@ def test_prototypes_are_means_of_unit_vectors() -> None:
 # Budgets
 
 
+def all_others(images: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> Request:
+    """Every image of every other class, once for each class: K (N - 1) new images per class, N-way K-shot.
+
+    Raises `ValueError` for a class without images: nothing of its own can be changed.
+    """
+    labels = labels.to(torch.int64)
+    places = [(labels == c).nonzero()[:, 0] for c in range(classes)]
+    empty = [str(c) for c, own in enumerate(places) if not len(own)]
+    if empty:
+        raise ValueError(f"classes {', '.join(empty[:5])} have no image; every class needs one")
+    source = [(labels != c).nonzero()[:, 0] for c in range(classes)]
+    own = [places[c][torch.arange(len(source[c])) % len(places[c])] for c in range(classes)]
+    target = torch.repeat_interleave(torch.arange(classes), torch.tensor([len(rows) for rows in source]))
+    rows = torch.cat(source)
+    # Seeds follow from what is made of what, not from the place in the list: part of a request is made as the whole.
+    seeds = [seed_of("genie", seed, int(s), int(t)) >> 1 for s, t in zip(rows, target, strict=True)]
+    return Request(images, labels, rows, torch.cat(own), target, torch.tensor(seeds, dtype=torch.int64), classes)
+
+
 def few_shot(way: int, shot: int) -> tuple[Tensor, Tensor]:
     return pictures(way * shot), torch.arange(way * shot) % way
 
@@ -430,7 +450,7 @@ def test_all_methods_have_the_same_budget(own: OwnDiffuser) -> None:
     request = all_others(images, labels, 3)
     prototypes = prototypes_of(by_colour, images, labels, 3)
     tools = Tools(own, by_colour, prototypes)
-    made = {name: make(name, request, tools) for name in METHODS}
+    made = {name: generate(name, request, tools) for name in METHODS}
     assert check_budgets(made).tolist() == [4, 4, 4]
     for one in made.values():
         assert one.images.shape == (12, 3, 8, 8)
@@ -438,13 +458,13 @@ def test_all_methods_have_the_same_budget(own: OwnDiffuser) -> None:
         torch.testing.assert_close(one.weights.sum(1), torch.ones(12))
     costs = {name: one.evaluations for name, one in made.items() if one.evaluations}
     assert costs == {"img2img_low": 6, "img2img_high": 14, "txt2img": 20, "genie": 16, "genie_ada": 70}
-    again = {name: make(name, request, tools).images for name in METHODS}
+    again = {name: generate(name, request, tools).images for name in METHODS}
     assert all(torch.equal(again[name], one.images) for name, one in made.items())
 
 
 def test_unequal_budgets_are_noticed() -> None:
     images, labels = few_shot(3, 1)
-    whole = make("weak", all_others(images, labels, 3))
+    whole = generate("weak", all_others(images, labels, 3))
     part = replace(whole, images=whole.images[1:], target=whole.target[1:], weights=whole.weights[1:])
     with pytest.raises(ValueError, match=r"strong made \[1, 2, 2\] images of the classes, weak \[2, 2, 2\]"):
         check_budgets({"weak": whole, "strong": part})
@@ -458,16 +478,16 @@ def test_genie_starts_from_other_classes_and_img2img_from_its_own(own: OwnDiffus
     request = all_others(images, labels, 3)
     tools = Tools(own, r=0.7)
     sources, seeds = request.images[request.source], request.seeds
-    assert torch.equal(make("genie", request, tools).images, genie(own, sources, request.target, seeds, r=0.7))
+    assert torch.equal(generate("genie", request, tools).images, genie(own, sources, request.target, seeds, r=0.7))
     expected = own(request.images[request.own], request.target, 0.7, seeds)
-    assert torch.equal(make("img2img_high", request, tools).images, expected)
+    assert torch.equal(generate("img2img_high", request, tools).images, expected)
 
 
 def test_mixtures_are_of_both_images_as_their_labels_say() -> None:
     images = torch.stack([torch.full((3, 8, 8), level, dtype=torch.uint8) for level in (0, 200)])
     request = all_others(images, torch.tensor([0, 1]), 2)
     for name in ("mixup", "cutmix"):
-        made = make(name, request)
+        made = generate(name, request)
         bright = made.images.float().mean((1, 2, 3)) / 200
         torch.testing.assert_close(bright, made.weights[:, 1], rtol=0, atol=0.5 / 200 + 1e-6)  # bytes are rounded
 
@@ -477,7 +497,7 @@ def test_of_a_mixture_the_class_it_is_kept_as_has_the_larger_part(name: str) -> 
     images = torch.stack([torch.full((3, 8, 8), level, dtype=torch.uint8) for level in (0, 200)])
     once = all_others(images, torch.tensor([0, 1]), 2)
     many = {n: getattr(once, n).repeat(60) for n in ("source", "own", "target")}
-    made = make(name, replace(once, **many, seeds=torch.arange(len(many["target"]))))
+    made = generate(name, replace(once, **many, seeds=torch.arange(len(many["target"]))))
     share = made.weights.gather(1, made.target[:, None])
     assert share.min() >= 0.5
     assert share.unique().numel() > 10
@@ -488,11 +508,11 @@ def test_of_a_mixture_the_class_it_is_kept_as_has_the_larger_part(name: str) -> 
 def test_methods_say_what_they_need() -> None:
     request = all_others(*few_shot(3, 1), 3)
     with pytest.raises(ValueError, match="genie needs a diffusion model"):
-        make("genie", request)
+        generate("genie", request)
     with pytest.raises(ValueError, match="needs embeddings"):
-        make("genie_ada", request, Tools(Fading({})))
+        generate("genie_ada", request, Tools(Fading({})))
     with pytest.raises(ValueError, match="did you mean 'mixup'"):
-        make("mixip", request)
+        generate("mixip", request)
 
 
 # Prompts
@@ -664,9 +684,9 @@ def piped(request: pytest.FixtureRequest, tmp_path: Path) -> PipelineDiffuser:
 
 def test_pipelines_run_as_many_steps_as_the_authors(piped: PipelineDiffuser) -> None:
     for r, steps in LEVELS.items():
-        assert piped.steps_made(r) == steps
+        assert piped.steps_taken(r) == steps
         assert piped.evaluations(r) == 2 * steps
-    assert piped.steps_made(1.0) == 50
+    assert piped.steps_taken(1.0) == 50
 
 
 def test_pipelines_edit_and_depend_on_source_class_and_seed(piped: PipelineDiffuser) -> None:

@@ -255,11 +255,11 @@ def test_made_images_join_the_real_ones_with_the_class_they_were_made_for(of_stu
     from genie_tail import joined
 
     from vitrail.data.open import open_data
-    from vitrail.generate.methods import Made
+    from vitrail.generate.methods import Samples
 
     split = open_data("synthetic:shapes?n=60&size=32")["train"]
     pixels = torch.zeros(len(split), 3, 32, 32, dtype=torch.uint8)
-    made = Made(torch.full((2, 3, 32, 32), 9, dtype=torch.uint8), torch.tensor([2, 0]), torch.zeros(2, 3), 8)
+    made = Samples(torch.full((2, 3, 32, 32), 9, dtype=torch.uint8), torch.tensor([2, 0]), torch.zeros(2, 3), 8)
     whole, images = joined(split, pixels, made)
     assert whole.labels.tolist() == [*split.labels.tolist(), 2, 0]
     assert len(np.unique(whole.index)) == len(whole) == len(images) == len(whole.keys) == len(split) + 2

@@ -11,17 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.compare.paired_runs import compare_members, disagreement_matrix
-from vitrail.compare.statistics import (
-    Failure,
-    Member,
-    Price,
-    holm,
-    paired_interval,
-    pareto,
-    sign_flip_p,
-    sign_flip_p_whole,
-)
+from vitrail.compare.comparison import Failure, Member, Price, compare_members, disagreement_matrix
+from vitrail.compare.statistics import holm, paired_interval, pareto, sign_flip_p, sign_flip_p_whole
 from vitrail.measure.evaluator import Predictions, StoredPredictions, read_predictions, write_predictions
 from vitrail.measure.few_labels import Correlation, Spread, early_and_final
 
@@ -63,7 +54,7 @@ def test_few_seeds_can_never_be_significant() -> None:
 
 @pytest.mark.parametrize("test", [sign_flip_p, sign_flip_p_whole])
 def test_no_pairs_are_refused(test) -> None:
-    with pytest.raises(ValueError, match="one value a pair"):
+    with pytest.raises(ValueError, match="one value per pair"):
         test([])
 
 

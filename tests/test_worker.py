@@ -17,8 +17,9 @@ import torch
 import yaml
 
 import vitrail
-from vitrail.compare.jobs import Worker, run_missing
+from vitrail.compare.jobs import run_missing
 from vitrail.compare.study import Planned, Study, plan
+from vitrail.compare.worker import Worker
 from vitrail.config import dump, from_mapping
 from vitrail.engine.config import EngineConfig
 from vitrail.engine.device import ProcessGroup, prepare
@@ -46,8 +47,8 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def carried_out(worker: Worker, words: list[str], log: Path) -> int:
-    worker.order(words, log)
-    found = wait_for(lambda: [code for code in [worker.answer()] if code is not None])  # 0 is an answer
+    worker.submit(words, log)
+    found = wait_for(lambda: [code for code in [worker.exit_code()] if code is not None])  # 0 is an answer
     return int(found[0])
 
 
@@ -126,11 +127,11 @@ def test_a_run_knows_the_command_that_would_make_it(place: Path, codes: dict[str
 
 def test_a_stopped_run_is_saved_and_let_go_by_a_worker_that_goes_on(place: Path, worker: Worker) -> None:
     out, log = place / "stopped", place / "stopped.txt"
-    worker.order(["--config", str(place / "tiny.yaml"), "--optim.steps", "1000000", "--out", str(out)], log)
+    worker.submit(["--config", str(place / "tiny.yaml"), "--optim.steps", "1000000", "--out", str(out)], log)
     wait_for(lambda: len(RunFolder(out).read_metrics()) > 12)
     assert RunFolder(out).busy
     worker.stop()
-    assert wait_for(worker.answer) == 130
+    assert wait_for(worker.exit_code) == 130
     assert "continue with: vitrail train --resume" in log.read_text().splitlines()[-1]
     assert list((out / "checkpoint").iterdir())
     assert worker.alive
@@ -139,12 +140,12 @@ def test_a_stopped_run_is_saved_and_let_go_by_a_worker_that_goes_on(place: Path,
 
 LEFT = """
 import gc, json, os, pathlib, signal, sys
-from vitrail.compare.worker import make
+from vitrail.compare.worker import train_run
 
 place, *words = sys.argv[1:]
 
 def left(name, *more):
-    code = make([*words, "--out", f"{place}/left-{name}", *more], pathlib.Path(f"{place}/left-{name}.txt"))
+    code = train_run([*words, "--out", f"{place}/left-{name}", *more], pathlib.Path(f"{place}/left-{name}.txt"))
     import torch
     from vitrail.data.dataset import Split
     from vitrail.engine.loop import Loop
@@ -251,7 +252,7 @@ while awaited and not pathlib.Path(awaited).exists() and time.monotonic() < late
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where `python -m` looks first: a package whose command is `STAND_IN`, and whose worker is the real one."""
     real = Path(vitrail.__file__).parent
-    for package in (Path(), Path("api")):
+    for package in (Path(), Path("compare")):
         (tmp_path / "vitrail" / package).mkdir()
         (tmp_path / "vitrail" / package / "__init__.py").write_text(f"__path__.append({str(real / package)!r})")
     (tmp_path / "vitrail" / "__main__.py").write_text(STAND_IN)
@@ -344,7 +345,7 @@ def test_a_warning_is_told_to_every_run(stand_in: Path) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_a_failed_run_and_says_why(stand_in: Path) -> None:
-    (stand_in / "vitrail" / "api" / "__init__.py").write_text("raise ImportError('no such thing')")
+    (stand_in / "vitrail" / "compare" / "__init__.py").write_text("raise ImportError('no such thing')")
     (one,) = planned(stand_in, 1, 1)
     failed = run_missing([one], stand_in / "s", jobs=1, devices=[], quiet=True)
     assert failed == {one.path: "ImportError: no such thing"}

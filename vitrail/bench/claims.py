@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.bench.roofline import free_memory, out_of_memory
+from vitrail.bench.roofline import fitting, free_memory
 from vitrail.measure.speed import MemoryWatch, Ratio, Timing, Way, fresh_images, in_turns, ratio
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
@@ -22,15 +22,13 @@ from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.tokens import Probe, Tokens
 
 NEEDS_GPU = "needs a GPU: peak memory is not measured on a CPU"
-INFINITY = float("inf")
 
-Quantity = Literal["speed", "memory", "macs"]
-Tell = Callable[[str], None]  # told what is measured
+Quantity = Literal["speed", "memory", "macs"]  # images/s, peak bytes, or multiply-accumulates
 
 
 @dataclass(frozen=True)
 class ClaimSubject:
-    """A model as a claim speaks of it."""
+    """A model that a claim is about."""
 
     name: str
     image_size: int | None = None
@@ -38,27 +36,33 @@ class ClaimSubject:
     explicit: bool = False
     """Attention as two matrix products and a softmax, whose maps are stored; else the fused kernel."""
 
+    def __str__(self) -> str:
+        parts = [self.name]
+        parts += [f"{self.heads} heads"] if self.heads else []
+        parts += [f"{self.image_size} px"] if self.image_size else []
+        return ", ".join(parts + (["explicit"] if self.explicit else []))
+
 
 @dataclass(frozen=True)
 class Claim:
     """`quantity` of one subject over that of another; it holds here where the ratio lies between `above` and `below`.
 
-    The bounds are those of the claim's words (more, less, flat, no faster than the area), not of its figure.
+    The bounds are those of the claim's words (more, less, flat, no faster than the area), not of its number.
     """
 
     text: str
-    quantity: Quantity  # images a second, peak bytes, or multiply-accumulates
+    quantity: Quantity
     subject: ClaimSubject
     to: ClaimSubject
     says: float | None
-    """The document's ratio (none: it names no figure)."""
+    """The paper's ratio (none: it names no number)."""
     above: float = 0.0
-    below: float = INFINITY
+    below: float = float("inf")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A claim and what came out."""
+    """A claim and the ratio measured here."""
 
     claim: Claim
     measured: Ratio | None  # none where it could not be measured
@@ -66,203 +70,182 @@ class Checked:
 
     @property
     def holds(self) -> bool | None:
-        if self.measured is None:
-            return None
-        return self.claim.above < self.measured.median < self.claim.below
+        return None if self.measured is None else self._within(self.measured.median)
 
     @property
     def sure(self) -> bool:
         """Whether the quartiles of the rounds agree with their median."""
-        found = self.measured
-        return found is not None and all(
-            (self.claim.above < value < self.claim.below) == self.holds for value in (found.low, found.high)
-        )
+        measured = self.measured
+        return measured is not None and all(self._within(v) == self.holds for v in (measured.low, measured.high))
+
+    def _within(self, value: float) -> bool:
+        return self.claim.above < value < self.claim.below
 
     def to_json(self) -> dict[str, Any]:
-        found = self.measured
+        measured = self.measured
         return {
             "claim": self.claim.text,
             "quantity": self.claim.quantity,
             "says": self.claim.says,
-            "measured": None if found is None else found.median,
-            "quartiles": None if found is None else [found.low, found.high],
+            "measured": None if measured is None else measured.median,
+            "quartiles": None if measured is None else [measured.low, measured.high],
             "holds": self.holds,
             "sure": self.sure,
             "note": self.note,
         }
 
 
-def area(size: int, native: int = 224) -> float:
-    """How many times as many pixels as at the native size."""
-    return (size / native) ** 2
-
-
 TINY, SMALL, BASE = ClaimSubject("deit_tiny"), ClaimSubject("deit_small"), ClaimSubject("deit_base")
-BASE_384, BASE_DISTILLED = ClaimSubject("deit_base_384"), ClaimSubject("deit_base_distilled")
-S60 = ClaimSubject("patchconvnet_s60")
-EXPLICIT_BASE, EXPLICIT_BASE_384 = (
-    ClaimSubject("deit_base", explicit=True),
-    ClaimSubject("deit_base_384", explicit=True),
-)
-
-
-def head_claims(explicit: bool) -> tuple[Claim, ...]:
-    """More heads at DeiT-S's width (CaiT, arXiv 2103.17239): the same MACs, fewer images/s."""
-    one = ClaimSubject("deit_small", heads=1, explicit=explicit)
-    how = "explicit" if explicit else "fused"
-    return tuple(
-        Claim(f"{heads} heads / 1 head, DeiT-S width, {how}", "speed", several, one, speed / 1079, below=1.0)
-        for heads, speed in ((6, 989), (8, 971), (24, 763))
-        for several in (ClaimSubject("deit_small", heads=heads, explicit=explicit),)
-    )
-
-
-def area_claims() -> tuple[Claim, ...]:
-    """PatchConvNet's memory grows no faster than the area (arXiv 2112.13692); 5 % tolerance for noise."""
-    return tuple(
-        Claim(
-            f"PatchConvNet S60 at {size} / 224, area x{area(size):.2f}: linear",
-            "memory",
-            ClaimSubject("patchconvnet_s60", image_size=size),
-            S60,
-            megabytes / 1322,
-            above=1.0,
-            below=1.05 * area(size),
-        )
-        for size, megabytes in ((288, 2091), (384, 3604), (512, 6296))
-    )
-
+BASE_384, DISTILLED = ClaimSubject("deit_base_384"), ClaimSubject("deit_base_distilled")
+EXPLICIT, EXPLICIT_384 = ClaimSubject("deit_base", explicit=True), ClaimSubject("deit_base_384", explicit=True)
+LARGE, HUGE, HUGE_126 = ClaimSubject("vit_large"), ClaimSubject("deit3_huge"), ClaimSubject("deit3_huge", 126)
+S60, S120, B60 = (ClaimSubject(f"patchconvnet_{size}") for size in ("s60", "s120", "b60"))
+HEADS = ((6, 989), (8, 971), (24, 763))  # images/s at DeiT-S's width; one head: 1079 (CaiT, arXiv 2103.17239)
+MEGABYTES = ((288, 2091), (384, 3604), (512, 6296))  # of S60 by image size; 224: 1322 (PatchConvNet, arXiv 2112.13692)
+AREA = {size: (size / 224) ** 2 for size in (288, 384, 512)}  # how many times as many pixels as at 224
 
 CLAIMS: tuple[Claim, ...] = (
     Claim("DeiT-Ti / DeiT-B", "speed", TINY, BASE, 8.7, above=1.0),
     Claim("DeiT-S / DeiT-B", "speed", SMALL, BASE, 3.2, above=1.0),
     Claim("DeiT-Ti / DeiT-S", "speed", TINY, SMALL, 8.7 / 3.2, above=1.0),
-    Claim("DeiT-B with / without distillation token: < 1 %", "speed", BASE_DISTILLED, BASE, 290.9 / 292.3, above=0.99),
+    Claim("DeiT-B with / without distillation token: < 1 %", "speed", DISTILLED, BASE, 290.9 / 292.3, above=0.99),
     Claim("DeiT-B at 224 / 384", "speed", BASE, BASE_384, 292.3 / 85.9, above=1.0),
-    *head_claims(explicit=False),
-    *head_claims(explicit=True),
-    Claim("ViT-L / DeiT-B", "memory", ClaimSubject("vit_large"), BASE, 3789 / 2078, above=1.0),
+    *(  # the same MACs, fewer images/s
+        Claim(
+            f"{heads} heads / 1 head, DeiT-S width, {'explicit' if explicit else 'fused'}",
+            "speed",
+            ClaimSubject("deit_small", heads=heads, explicit=explicit),
+            ClaimSubject("deit_small", heads=1, explicit=explicit),
+            speed / 1079,
+            below=1.0,
+        )
+        for explicit in (False, True)
+        for heads, speed in HEADS
+    ),
+    Claim("ViT-L / DeiT-B", "memory", LARGE, BASE, 3789 / 2078, above=1.0),
     Claim("DeiT-B / PatchConvNet S60", "memory", BASE, S60, 2078 / 1321, above=1.0),
-    Claim("PatchConvNet B60 / S60", "memory", ClaimSubject("patchconvnet_b60"), S60, 2790 / 1321, above=1.0),
+    Claim("PatchConvNet B60 / S60", "memory", B60, S60, 2790 / 1321, above=1.0),
     # Flat: nearer to 1 than to 2, the ratio of the depths.
-    Claim("PatchConvNet S120 / S60: flat", "memory", ClaimSubject("patchconvnet_s120"), S60, 1450 / 1321, below=2**0.5),
-    *area_claims(),
-    Claim(
-        f"ViT-B at 384 / 224, explicit, area x{area(384):.2f}: faster",
-        "memory",
-        EXPLICIT_BASE_384,
-        EXPLICIT_BASE,
-        8956 / 2078,
-        above=area(384),
+    Claim("PatchConvNet S120 / S60: flat", "memory", S120, S60, 1450 / 1321, below=2**0.5),
+    *(  # no faster than the area; 5 % tolerance for noise
+        Claim(
+            f"PatchConvNet S60 at {size} / 224, area x{AREA[size]:.2f}: linear",
+            "memory",
+            ClaimSubject("patchconvnet_s60", size),
+            S60,
+            megabytes / 1322,
+            above=1.0,
+            below=1.05 * AREA[size],
+        )
+        for size, megabytes in MEGABYTES
     ),
-    Claim(f"ViT-B at 384 / 224, fused, area x{area(384):.2f}: faster", "memory", BASE_384, BASE, None, above=area(384)),
-    Claim(
-        "ViT-H at 224 / 126",
-        "macs",
-        ClaimSubject("deit3_huge"),
-        ClaimSubject("deit3_huge", image_size=126),
-        167.3 / 52.2,
-        above=1.0,
+    *(
+        Claim(
+            f"ViT-B at 384 / 224, {how}, area x{AREA[384]:.2f}: faster", "memory", large, small, says, above=AREA[384]
+        )
+        for how, large, small, says in (
+            ("explicit", EXPLICIT_384, EXPLICIT, 8956 / 2078),
+            ("fused", BASE_384, BASE, None),
+        )
     ),
+    Claim("ViT-H at 224 / 126", "macs", HUGE, HUGE_126, 167.3 / 52.2, above=1.0),
 )
 
 
-@dataclass(frozen=True)
-class Measures:
-    """How each quantity is measured; a sentence in place of a number says why it was not."""
-
-    speed: Callable[[Sequence[ClaimSubject]], Callable[[ClaimSubject, ClaimSubject], Ratio | str]]
-    """Times all subjects in turns; gives the ratio of any two."""
-    memory: Callable[[ClaimSubject], int | str]
-    macs: Callable[[ClaimSubject], int | str]
-
-
-def check_claims(claims: Sequence[Claim], measures: Measures) -> tuple[Checked, ...]:
+def check_claims(claims: Sequence[Claim], meter: DeviceMeter) -> tuple[Checked, ...]:
     """Every claim with its ratio here; each subject is measured once for all claims that name it."""
-    timed = subjects(claims, "speed")
-    compared = measures.speed(timed) if timed else None
-    memory = {subject: measures.memory(subject) for subject in subjects(claims, "memory")}
-    macs = {subject: measures.macs(subject) for subject in subjects(claims, "macs")}
-    found = []
-    for claim in claims:
+    speed = meter.speed(timed) if (timed := claim_subjects(claims, "speed")) else None
+    values: dict[str, dict[ClaimSubject, int | str]] = {
+        "memory": {subject: meter.memory(subject) for subject in claim_subjects(claims, "memory")},
+        "macs": {subject: meter.macs(subject) for subject in claim_subjects(claims, "macs")},
+    }
+
+    def measured(claim: Claim) -> Ratio | str:
         if claim.quantity == "speed":
-            assert compared is not None
-            result = compared(claim.subject, claim.to)
-        else:
-            result = _quotient(
-                *((memory if claim.quantity == "memory" else macs)[s] for s in (claim.subject, claim.to))
-            )
-        found.append(Checked(claim, None, result) if isinstance(result, str) else Checked(claim, result))
-    return tuple(found)
+            assert speed is not None
+            return speed(claim.subject, claim.to)
+        over, under = (values[claim.quantity][subject] for subject in (claim.subject, claim.to))
+        if isinstance(over, str) or isinstance(under, str):
+            return over if isinstance(over, str) else str(under)
+        return Ratio(over / under, over / under, over / under)
+
+    results = [(claim, measured(claim)) for claim in claims]
+    return tuple(Checked(c, None, r) if isinstance(r, str) else Checked(c, r) for c, r in results)
 
 
-def subjects(claims: Sequence[Claim], quantity: Quantity) -> list[ClaimSubject]:
-    """Whom claims of a quantity speak of, each once, in order."""
+def claim_subjects(claims: Sequence[Claim], quantity: Quantity) -> list[ClaimSubject]:
+    """Subjects of the claims of a quantity, each once, in order."""
     return list(dict.fromkeys(s for c in claims if c.quantity == quantity for s in (c.subject, c.to)))
 
 
-def on_device(
-    device: torch.device, autocast: torch.dtype | None, *, batch: int, rounds: int, seconds: float, tell: Tell
-) -> Measures:
-    """Measures of eager inference on a device; `tell` is called before each subject and each round."""
+@dataclass(frozen=True)
+class DeviceMeter:
+    """Measures eager inference on a device; a sentence in place of a number says why it could not.
 
-    def run(model: Classifier, images: Sequence[Tensor], i: int) -> Tensor:
-        with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None):
-            return model(images[i % len(images)])
+    `report` is called before each subject and each round.
+    """
 
-    def speed(asked: Sequence[ClaimSubject]) -> Callable[[ClaimSubject, ClaimSubject], Ratio | str]:
-        try:
-            timings = timed(asked)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            return lambda one, to: f"speeds at batch {batch} do not fit into memory; use a smaller batch"
-        return lambda one, to: ratio(timings[_called(one)], timings[_called(to)])
+    device: torch.device
+    autocast: torch.dtype | None
+    batch: int
+    rounds: int
+    seconds: float
+    report: Callable[[str], object]
 
-    def timed(asked: Sequence[ClaimSubject]) -> dict[str, Timing]:
-        ways: dict[str, Way] = {}
-        images: dict[int, list[Tensor]] = {}
-        for subject in asked:
-            tell(f"{_called(subject)}: speed")
-            model = make(subject, device)
-            size = model.preprocess.size
-            images[size] = images.get(size) or fresh_images(batch, size, device)
-            ways[_called(subject)] = Way(partial(run, model, images[size]), batch)
-        return in_turns(
-            ways, device, rounds=rounds, seconds=seconds, warm_up=1, turn=lambda done, _: tell(f"speed, round {done}")
-        )
+    def speed(self, subjects: Sequence[ClaimSubject]) -> Callable[[ClaimSubject, ClaimSubject], Ratio | str]:
+        """Times all subjects in turns; gives the ratio of any two."""
+        timings = fitting(self._timings, subjects)
+        if timings is None:
+            return lambda *_: f"speeds at batch {self.batch} do not fit into memory; use a smaller batch"
+        return lambda subject, to: ratio(timings[str(subject)], timings[str(to)])
 
-    def peak(subject: ClaimSubject) -> int | str:
-        watch = MemoryWatch(device)
-        model = make(subject, device)
-        images = fresh_images(batch, model.preprocess.size, device, sets=1)
-        run(model, images, 0)
-        watch.again()  # the first call also chose kernels
-        run(model, images, 0)
-        return watch.peak() or NEEDS_GPU
-
-    def memory(subject: ClaimSubject) -> int | str:
-        tell(f"{_called(subject)}: memory")
-        if device.type != "cuda":
+    def memory(self, subject: ClaimSubject) -> int | str:
+        self.report(f"{subject}: memory")
+        if self.device.type != "cuda":
             return NEEDS_GPU
-        try:
-            found = peak(subject)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            found = f"{_called(subject)} does not fit into memory at batch {batch}"
+        peak = fitting(self._peak, subject)
         free_memory()
-        return found
+        return peak or f"{subject} does not fit into memory at batch {self.batch}"
 
-    def macs(subject: ClaimSubject) -> int:
-        tell(f"{_called(subject)}: MACs")
-        model = make(subject, torch.device("meta"))
+    def macs(self, subject: ClaimSubject) -> int:
+        self.report(f"{subject}: MACs")
+        model = build_subject(subject, torch.device("meta"))
         return cost(model, model.preprocess.size).macs
 
-    return Measures(speed, memory, macs)
+    def _forward(self, model: Classifier, images: Sequence[Tensor], call: int) -> Tensor:
+        enabled = self.autocast is not None
+        with torch.inference_mode(), torch.autocast(self.device.type, self.autocast, enabled=enabled):
+            return model(images[call % len(images)])
+
+    def _timings(self, subjects: Sequence[ClaimSubject]) -> dict[str, Timing]:
+        ways: dict[str, Way] = {}
+        images: dict[int, list[Tensor]] = {}
+        for subject in subjects:
+            self.report(f"{subject}: speed")
+            model = build_subject(subject, self.device)
+            size = model.preprocess.size
+            images[size] = images.get(size) or fresh_images(self.batch, size, self.device)
+            ways[str(subject)] = Way(partial(self._forward, model, images[size]), self.batch)
+        return in_turns(
+            ways,
+            self.device,
+            rounds=self.rounds,
+            seconds=self.seconds,
+            warm_up=1,
+            turn=lambda done, _: self.report(f"speed, round {done}"),
+        )
+
+    def _peak(self, subject: ClaimSubject) -> int | None:
+        watch = MemoryWatch(self.device)
+        model = build_subject(subject, self.device)
+        images = fresh_images(self.batch, model.preprocess.size, self.device, sets=1)
+        self._forward(model, images, 0)
+        watch.again()  # the first call also chose kernels
+        self._forward(model, images, 0)
+        return watch.peak()
 
 
-def make(subject: ClaimSubject, device: torch.device) -> Classifier:
+def build_subject(subject: ClaimSubject, device: torch.device) -> Classifier:
     """The model of a subject, with random weights, ready for inference."""
     changes: dict[str, Any] = {} if subject.heads is None else {"heads": subject.heads}
     model = create_model(subject.name, image_size=subject.image_size, device=device, **changes).eval()
@@ -277,16 +260,3 @@ def _explicit(mixer: SoftmaxMixer, x: Tensor, tokens: Tokens, layer: int = 0, pr
     """Attention whose map is stored, as it was computed before there were fused kernels."""
     q, k, v = mixer.project(x, tokens)
     return mixer.mix((q, k, v), tokens, mixer.attention(q, k, tokens))
-
-
-def _quotient(over: int | str, under: int | str) -> Ratio | str:
-    if isinstance(over, str) or isinstance(under, str):
-        return over if isinstance(over, str) else str(under)
-    return Ratio(over / under, over / under, over / under)
-
-
-def _called(subject: ClaimSubject) -> str:
-    parts = [subject.name]
-    parts += [f"{subject.heads} heads"] if subject.heads else []
-    parts += [f"{subject.image_size} px"] if subject.image_size else []
-    return ", ".join(parts + (["explicit"] if subject.explicit else []))

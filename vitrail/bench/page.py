@@ -1,175 +1,107 @@
-"""A benchmark as a picture: accuracy, or else multiply-accumulates, against the time of an image.
-
-A benchmark as tables for the terminal; each fits 80 columns.
-"""
+"""A benchmark as tables of 80 columns, and as a chart of accuracy, or else MACs, against time per image."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.bench.claims import NEEDS_GPU
-from vitrail.bench.measurements import Bench, BenchRow
-from vitrail.quantities import MISSING, amount, memory, number, percent, shorten
+from vitrail.bench.run import Bench, BenchRow
+from vitrail.files import write_text
+from vitrail.quantities import MISSING, amount, memory, number, percent
+from vitrail.report.html import standalone
+from vitrail.report.pareto import Point, pareto_chart
 
-INK, SOFT, LINE = "#1c1e24", "#5b606b", "#e4e1da"
-COLOURS = {"vitrail": "#2a4d9c", "timm": "#b23a48"}  # as in the report
-SUFFIXES = (".png", ".svg")
-CHARACTER, LINE_HEIGHT = 4.9, 9.0  # of a name, in points
-SHIFTS = (5, -12, 15, -22, 25, -32)  # heights of a name beside its point, in points
-
-
-def chart_path(path: str | Path) -> Path:
-    """`path`, if a picture can have that name; for asking before anything is measured. Raises `ValueError`."""
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path}: pictures are written as {' or '.join(SUFFIXES)}")
-    return path
-
-
-def save_chart(bench: Bench, path: str | Path) -> Path:
-    """Write the picture as .png or .svg; a point a row, with the quartiles of its time.
-
-    Raises `ValueError` for another ending and for a benchmark without rows.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    path = chart_path(path)
-    if not bench.rows:
-        raise ValueError("there is nothing to draw: no model was measured")
-    figure = Figure(figsize=(7.2, 4.6), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    accurate = all(row.top1 is not None for row in bench.rows)
-    for family, colour in COLOURS.items():
-        rows = [row for row in bench.rows if row.family == family]
-        for form, filled in (("eager", False), ("optimized", True)):
-            drawn = [row for row in rows if row.form == form]
-            if drawn:
-                x = [1e3 * row.seconds_per_image for row in drawn]
-                axes.errorbar(
-                    x,
-                    [_height(row, accurate) for row in drawn],
-                    xerr=_whiskers(drawn),
-                    fmt="o",
-                    elinewidth=1,
-                    color=colour,
-                    markerfacecolor=colour if filled else "white",
-                    capsize=2,
-                    label=f"{family}, {form}",
-                )
-    _scale(axes.xaxis, axes.set_xscale, [1e3 * row.seconds_per_image for row in bench.rows])
-    if not accurate:
-        _scale(axes.yaxis, axes.set_yscale, [row.macs / 1e9 for row in bench.rows])
-    what = "training step" if bench.train else "inference"
-    axes.set_xlabel(f"milliseconds an image, {what}", color=SOFT)
-    axes.set_ylabel("top-1 accuracy, %" if accurate else "MACs of an image, 10⁹", color=SOFT)
-    axes.set_title(f"{bench.device}, {bench.precision}", loc="left", fontsize=10, color=INK)
-    axes.grid(color=LINE, linewidth=0.6)
-    axes.margins(0.15)
-    axes.tick_params(colors=SOFT)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(LINE)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    _name_points(figure, axes, bench.rows, accurate)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(path)
-    return path
-
-
-def _name_points(figure: Any, axes: Any, rows: Sequence[BenchRow], accurate: bool) -> None:
-    """Each model's name beside its eager point, at the nearest height where no other name is."""
-    figure.draw_without_rendering()  # fixes where points lie
-    taken: list[tuple[float, float, float]] = []  # left, right and height, in points of the page
-    for row in rows:
-        if row.form != "eager":
-            continue
-        at = (1e3 * row.seconds_per_image, _height(row, accurate))
-        name = shorten(row.model, 32)
-        x, y = axes.transData.transform(at) * 72 / figure.dpi
-        left, right = x + 6, x + 6 + CHARACTER * len(name)
-        free = (
-            beside
-            for beside in SHIFTS
-            if all(abs(y + beside - h) >= LINE_HEIGHT or right < low or left > high for low, high, h in taken)
-        )
-        beside = next(free, SHIFTS[0])
-        taken.append((left, right, y + beside))
-        axes.annotate(name, at, (6, beside), textcoords="offset points", fontsize=8, color=COLOURS[row.family])
-
-
-def _scale(axis: Any, choose: Callable[[str], object], values: Sequence[float]) -> None:
-    """Logarithmic with plain numbers where the values differ much."""
-    if max(values) < 3 * min(values):
-        return
-    from matplotlib.ticker import LogLocator
-
-    choose("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.minorticks_off()
-
-
-def _height(row: BenchRow, accurate: bool) -> float:
-    return 100 * row.top1 if accurate and row.top1 is not None else row.macs / 1e9
-
-
-def _whiskers(rows: Sequence[BenchRow]) -> list[list[float]]:
-    """Distances of the quartiles from the median, in milliseconds an image: to the left, to the right."""
-    left, right = [], []
-    for row in rows:
-        low, high = row.timing.quartiles
-        middle = 1e3 * row.seconds_per_image
-        left.append(max(0.0, middle - 1e3 / high))
-        right.append(max(0.0, 1e3 / low - middle))
-    return [left, right]
-
-
+FAMILIES = ("vitrail", "timm")  # in the order of their colours
 SHOWN_PERCENTILES = (50, 99)
 QUANTITIES = {"speed": "img/s", "memory": "memory", "macs": "MACs"}
 
 Column = tuple[str, Callable[[BenchRow], str]]
 
 
+def chart_path(path: str | Path) -> Path:
+    """`path`, if a chart can have that name; for asking before anything is measured. Raises `ValueError`."""
+    path = Path(path)
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"{path}: charts are SVG now; name a file that ends in .svg")
+    return path
+
+
+def save_chart(bench: Bench, path: str | Path) -> Path:
+    """Write the chart as .svg; one point per row, with the quartiles of its time.
+
+    Raises `ValueError` for another ending and for a benchmark without rows.
+    """
+    path = chart_path(path)
+    if not bench.rows:
+        raise ValueError("there is nothing to draw: no model was measured")
+    accurate = all(row.top1 is not None for row in bench.rows)
+    points = [
+        Point(
+            row.model,
+            FAMILIES.index(row.family),
+            1e3 * row.seconds_per_image,
+            row.top1 if accurate and row.top1 is not None else row.macs / 1e9,
+            quartiles=(1e3 / row.timing.quartiles[1], 1e3 / row.timing.quartiles[0]),
+            hollow=row.form == "eager",
+            labelled=row.form == "eager",
+        )
+        for row in bench.rows
+    ]
+    quality = "top-1 accuracy" if accurate else "MACs per image, 10⁹"
+    forms = "hollow: eager, filled: optimized" if any(row.form != "eager" for row in bench.rows) else "eager"
+    axes = {} if accurate else {"tell_value": number, "tell_axis": "{:g}".format}
+    chart = pareto_chart(
+        points,
+        title=f"{quality} against time per image",
+        x_label=f"milliseconds per image, {'training step' if bench.train else 'inference'}",
+        y_label=f"{quality} ({bench.device}, {bench.precision}; {forms})",
+        log_values=not accurate,
+        size=(720, 460),
+        **axes,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, standalone(chart))
+    return path
+
+
 def bench_tables(bench: Bench) -> Group:
-    """Speed, cost, checks and what a person should know, as far as the benchmark has them."""
+    """Speed, cost, checks and remarks, as far as the benchmark has them."""
     parts: list[Table | Text] = []
-    where = f"{bench.precision}, {bench.device}"
+    conditions = f"{bench.precision}, {bench.device}"
     if bench.rows:
         batches = {row.batch for row in bench.rows}
         what = "training steps" if bench.train else "inference"
         size = f", batch {bench.rows[0].batch}" if len(batches) == 1 else ""
-        parts += [Text(f"{what}{size}, {where}", style="italic"), speed(bench), Text(), costs(bench), Text()]
+        heading = Text(f"{what}{size}, {conditions}", style="italic")
+        parts += [heading, _table(_speed(bench), bench), Text(), _table(_cost(bench), bench), Text()]
     if bench.checks:
-        title = f"claims of the literature as ratios, batch {bench.check_batch}, {where}"
+        title = f"claims of the literature as ratios, batch {bench.check_batch}, {conditions}"
         parts += [Text(title, style="italic"), checks(bench), Text()]
     return Group(*parts, *map(Text, remarks(bench)))
 
 
-def speed(bench: Bench) -> Table:
-    """Images a second and milliseconds a call, a row for each model and form."""
+def _speed(bench: Bench) -> list[Column]:
+    """Images/s and milliseconds per call."""
     columns: list[Column] = [
         ("img/s", lambda row: number(row.timing.images_per_second)),
         ("spread", lambda row: percent(row.timing.spread, 0)),
-        *((f"p{p} ms", _latency(p)) for p in SHOWN_PERCENTILES),
+        *((f"p{p} ms", lambda row, p=p: number(1e3 * row.timing.latency(p))) for p in SHOWN_PERCENTILES),
         ("of peak", lambda row: percent(row.product_share, 0)),
     ]
     if any(row.ratio is not None for row in bench.rows):
         columns.append((f"x {bench.against or 'first'}, quartiles", _ratio))
     if len({row.batch for row in bench.rows}) > 1:
         columns.insert(0, ("batch", lambda row: f"{row.batch}"))
-    return _table(columns, bench)
+    return columns
 
 
-def costs(bench: Bench) -> Table:
-    """What a model is and takes: counts, memory, energy, stated accuracy."""
+def _cost(bench: Bench) -> list[Column]:
+    """Size, memory, energy, stated accuracy."""
     columns: list[Column] = [
         ("parameters", lambda row: amount(row.parameters)),
         ("MACs", lambda row: amount(row.macs)),
@@ -180,49 +112,11 @@ def costs(bench: Bench) -> Table:
     ]
     if any(row.top1 is not None for row in bench.rows):
         columns.append(("top-1", lambda row: percent(row.top1)))
-    return _table(columns, bench)
+    return columns
 
 
-def checks(bench: Bench) -> Table:
-    """Hardware-relative claims of the DeiT, CaiT and PatchConvNet papers: published and measured ratios."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("of", no_wrap=True)
-    table.add_column("claim", no_wrap=True)
-    for name in ("says", "here", "holds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for check in bench.checks:
-        here = None if check.measured is None else check.measured.median
-        holds = MISSING if check.holds is None else "yes" if check.holds else "no"
-        told = Text(check.claim.text)
-        doubt = "" if check.holds is None or check.sure else " ?"
-        table.add_row(QUANTITIES[check.claim.quantity], told, number(check.claim.says), number(here), holds + doubt)
-    return table
-
-
-def remarks(bench: Bench) -> list[str]:
-    """Sentences below the tables: ceilings, noise, what was left out."""
-    said = []
-    if bench.ceiling is not None:
-        product, copy = bench.ceiling.product / 1e12, bench.ceiling.copy / 1e9
-        said.append(
-            f"of peak: share of {number(product)} TFLOP/s, a {bench.ceiling.precision} matrix product measured here"
-        )
-        said.append(
-            f"of copy: share of {number(copy)} GB/s, a copy measured here, that weights and images take at least"
-        )
-    if bench.noise is not None:
-        off = "" if bench.noise.control is None else f"; a model against itself: {1 + bench.noise.control:.3f}"
-        said.append(f"noisy machine: {'; '.join(bench.noise.reasons)}" if bench.noise.noisy else f"quiet machine{off}")
-    said += [
-        f"{name}: fastest batch {one['best']}, largest tried {one['largest']} (then: {one['limit']})"
-        for name, one in bench.searches.items()
-    ]
-    if any(check.holds is not None and not check.sure for check in bench.checks):
-        said.append("?: the quartiles of the rounds do not agree")
-    said += sorted({check.note for check in bench.checks if check.note and check.note != NEEDS_GPU})
-    if any(check.note == NEEDS_GPU for check in bench.checks):
-        said.append(f"memory: {NEEDS_GPU}")
-    return said + list(bench.notes)
+def _ratio(row: BenchRow) -> str:
+    return "" if row.ratio is None else f"{row.ratio.median:.3f} {row.ratio.low:.3f}-{row.ratio.high:.3f}"
 
 
 def _table(columns: list[Column], bench: Bench) -> Table:
@@ -232,18 +126,45 @@ def _table(columns: list[Column], bench: Bench) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     before = None
     for row in bench.rows:
-        again = row.model == before
-        told = Text(f"  {row.form}" if again else row.model, no_wrap=True, overflow="ellipsis")
-        table.add_row(told, *(tell(row) for _, tell in columns))
+        name = f"  {row.form}" if row.model == before else row.model
+        table.add_row(Text(name, no_wrap=True, overflow="ellipsis"), *(tell(row) for _, tell in columns))
         before = row.model
     return table
 
 
-def _ratio(row: BenchRow) -> str:
-    if row.ratio is None:
-        return ""
-    return f"{row.ratio.median:.3f} {row.ratio.low:.3f}-{row.ratio.high:.3f}"
+def checks(bench: Bench) -> Table:
+    """Hardware-relative claims of the DeiT, CaiT and PatchConvNet papers: published and measured ratios."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("of", "claim", "says", "here", "holds"):
+        table.add_column(name, justify="left" if name in ("of", "claim") else "right", no_wrap=True)
+    for check in bench.checks:
+        here = None if check.measured is None else check.measured.median
+        holds = MISSING if check.holds is None else "yes" if check.holds else "no"
+        doubt = "" if check.holds is None or check.sure else " ?"
+        claim = check.claim
+        table.add_row(QUANTITIES[claim.quantity], Text(claim.text), number(claim.says), number(here), holds + doubt)
+    return table
 
 
-def _latency(percentile: int) -> Callable[[BenchRow], str]:
-    return lambda row: number(1e3 * row.timing.latency(percentile))
+def remarks(bench: Bench) -> list[str]:
+    """Sentences below the tables: ceilings, noise, models left out."""
+    lines = []
+    if bench.ceiling is not None:
+        product, copy = number(bench.ceiling.product / 1e12), number(bench.ceiling.copy / 1e9)
+        lines += [
+            f"of peak: share of {product} TFLOP/s, a {bench.ceiling.precision} matrix product measured here",
+            f"of copy: share of {copy} GB/s, a copy measured here, that weights and images take at least",
+        ]
+    if bench.noise is not None:
+        off = "" if bench.noise.control is None else f"; a model against itself: {1 + bench.noise.control:.3f}"
+        lines.append(f"noisy machine: {'; '.join(bench.noise.reasons)}" if bench.noise.noisy else f"quiet machine{off}")
+    lines += [
+        f"{name}: fastest batch {search['best']}, largest tried {search['largest']} (then: {search['limit']})"
+        for name, search in bench.searches.items()
+    ]
+    if any(check.holds is not None and not check.sure for check in bench.checks):
+        lines.append("?: the quartiles of the rounds do not agree")
+    lines += sorted({check.note for check in bench.checks if check.note and check.note != NEEDS_GPU})
+    if any(check.note == NEEDS_GPU for check in bench.checks):
+        lines.append(f"memory: {NEEDS_GPU}")
+    return lines + list(bench.notes)

@@ -1,25 +1,36 @@
-"""Peak throughput of this machine: a large matrix product, and a copy larger than its caches.
+"""Limits of this machine: peak throughput, the fastest batch that fits into memory, energy per image.
 
-The best batch size: doubled until memory is out, then closed in on, and the fastest of all that were tried.
+Peak throughput is that of a large matrix product, and of a copy larger than the caches. Energy is what the driver
+counts (NVML on CUDA, RAPL on a Linux CPU); where it counts nothing there is no meter, and never an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from vitrail.measure.speed import Work, timed_calls
+from vitrail.measure.speed import Work, peak_memory, timed_calls
+
+MOST = {"cuda": 4096, "cpu": 64}  # batches beyond these are not faster; a CPU gives no sign before it is out of memory
+MEMORY_SHARE = 0.5  # of a CPU's memory that the process may have taken before the batch is doubled no more
+POWERCAP = Path("/sys/class/powercap")
+ENERGY_SECONDS = 1.5  # counters move in steps of up to a tenth of a second
+
+T = TypeVar("T")
+Meter = Callable[[], float | None]  # joules used since some fixed moment; none where the counter cannot be read
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed."""
+    """Sizes of the operations that are timed."""
 
     side: int  # of the square matrices
     copied: int  # bytes
@@ -34,8 +45,8 @@ ON_ACCELERATOR = Load(side=8192, copied=2**30, calls=20)
 class Ceiling:
     """Best of several calls: a ceiling is what nothing else should pass."""
 
-    product: float  # floating-point operations a second of a matrix product; a multiply-accumulate is two
-    copy: float  # bytes a second, read and written ones counted
+    product: float  # FLOP/s of a matrix product; a multiply-accumulate is two
+    copy: float  # bytes/s, read and written ones counted
     precision: str  # of the product
     side: int  # of its matrices
 
@@ -55,9 +66,14 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype = torch.float32, lo
     out = torch.empty_like(a)
     source = torch.ones(load.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+
+    def fastest(work: Work) -> float:
+        timed_calls(work, 2, device)
+        return min(timed_calls(work, load.calls, device))
+
     with torch.inference_mode():
-        product = _best(lambda _: torch.mm(a, b, out=out), load.calls, device)
-        copy = _best(lambda _: target.copy_(source), load.calls, device)
+        product = fastest(lambda _: torch.mm(a, b, out=out))
+        copy = fastest(lambda _: target.copy_(source))
     return Ceiling(2 * load.side**3 / product, 2 * load.copied / copy, str(dtype).removeprefix("torch."), load.side)
 
 
@@ -70,77 +86,69 @@ def product_share(macs: int, images_per_second: float, ceiling: Ceiling, *, trai
 
 
 def copy_share(needed: int, calls_per_second: float, ceiling: Ceiling) -> float:
-    """Share of the copy's speed that `needed` bytes a call take."""
+    """Share of the copy's speed that `needed` bytes per call take."""
     return needed * calls_per_second / ceiling.copy
 
 
-def _best(work: Work, calls: int, device: torch.device) -> float:
-    timed_calls(work, 2, device)
-    return min(timed_calls(work, calls, device))
-
-
-MOST = {"cuda": 4096, "cpu": 64}  # batches beyond these are not faster; a CPU gives no sign before it is out of memory
-MEMORY_SHARE = 0.5  # of a CPU's memory that the process may have taken before the batch is doubled no more
-
-Attempt = Callable[[int], float]  # batch -> images a second; raises `torch.OutOfMemoryError` where it does not fit
-
-
 @dataclass(frozen=True)
-class Found:
-    """What a search found."""
+class BatchSearch:
+    """Result of a search for the fastest batch."""
 
-    best: int  # the fastest batch
-    largest: int  # the largest that fits, to the closeness asked for
-    speeds: dict[int, float]  # images a second of every batch that fits, smallest first
-    limit: str  # what ended the search: "memory", "cap", or what `stop` said
+    best: int
+    largest: int  # that fits, to the closeness asked for
+    limit: str  # what ended the search: "memory", "cap", or the word of `stop`
+    images_per_second: dict[int, float]  # of every batch that fits, smallest first
 
     def to_json(self) -> dict[str, Any]:
-        tried = {str(batch): speed for batch, speed in self.speeds.items()}
-        return {"best": self.best, "largest": self.largest, "limit": self.limit, "images_per_second": tried}
+        return {**asdict(self), "images_per_second": {str(k): v for k, v in self.images_per_second.items()}}
 
 
 def search_batch(
-    attempt: Attempt,
+    attempt: Callable[[int], float],
     *,
     most: int,
     least: int = 1,
     closeness: float = 0.0,
     stop: Callable[[], str] = lambda: "",
-) -> Found:
+) -> BatchSearch:
     """Try `least`, twice that, ... up to `most`; after the first that is out of memory, halve the gap.
 
-    The gap is closed to `closeness` as a share of the batch (0: to the very last image). `stop` may end the doubling
-    with a word, where memory runs short without a sign. Raises `ValueError` where not even `least` fits.
+    `attempt` takes a batch and returns images/s. The gap is closed to `closeness` as a share of the batch (0: to the
+    very last image). `stop` may end the doubling with a word, where memory runs short without a sign. Raises
+    `ValueError` where not even `least` fits.
     """
     speeds: dict[int, float] = {}
-    failed: int | None = None
-    batch = least
-    while failed is None and batch <= most:
-        speed = _tried(attempt, batch)
+    batch, limit, failed = least, "", 0
+    while not limit:
+        speed = fitting(attempt, batch)
         if speed is None:
-            failed = batch
-            break
-        speeds[batch] = speed
-        reason = stop()
-        if reason:
-            return _found(speeds, reason)
-        if batch == most:
-            break
-        batch = min(2 * batch, most)
+            limit, failed = "memory", batch
+        else:
+            speeds[batch] = speed
+            limit = stop() or ("cap" if batch == most else "")
+            batch = min(2 * batch, most)
     if not speeds:
         raise ValueError(f"not even a batch of {least} fits into memory; use a smaller model or image size")
-    if failed is None:
-        return _found(speeds, "cap")
     largest = max(speeds)
     while failed - largest > max(1, closeness * largest):
-        middle = (largest + failed) // 2
-        speed = _tried(attempt, middle)
+        batch = (largest + failed) // 2
+        speed = fitting(attempt, batch)
         if speed is None:
-            failed = middle
+            failed = batch
         else:
-            speeds[middle] = speed
-            largest = middle
-    return _found(speeds, "memory")
+            speeds[batch], largest = speed, batch
+    return BatchSearch(max(sorted(speeds), key=speeds.__getitem__), largest, limit, dict(sorted(speeds.items())))
+
+
+def fitting(call: Callable[..., T], *args: Any) -> T | None:
+    """The result of a call, or none where memory was out."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    free_memory()  # outside the handler: inside it the error's frames still hold the tensors
+    return None
 
 
 def memory_is_short(device: torch.device) -> bool:
@@ -148,21 +156,17 @@ def memory_is_short(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        import resource
-
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    except (ImportError, ValueError, OSError):
-        return False  # the cap alone holds
-    return 2 * peak > MEMORY_SHARE * whole
+        return 2 * (peak_memory(device) or 0) > MEMORY_SHARE * whole
+    except (AttributeError, ValueError, OSError):  # not known here: the cap alone holds
+        return False
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is out, also where a library below torch says it in its own words."""
-    words = str(error).lower()
-    said = ("out of memory", "can't allocate memory", "alloc_failed", "not enough memory")
+    """Whether memory was out, also where a library below torch reports it in its own words."""
+    words = ("out of memory", "can't allocate memory", "alloc_failed", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(each in words for each in said)
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     )
 
 
@@ -173,16 +177,63 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _tried(attempt: Attempt, batch: int) -> float | None:
+def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> Meter | None:
+    """A meter for the whole device (all that runs on it counts), or none."""
     try:
-        return attempt(batch)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-    free_memory()  # outside the handler: inside it the error's frames still hold the tensors
-    return None
+        meter = _nvml(device) if device.type == "cuda" else _rapl(powercap) if device.type == "cpu" else None
+        return meter if meter is not None and meter() is not None else None
+    except Exception:  # a library that is not there, a driver of another age, a file that may not be read
+        return None
 
 
-def _found(speeds: dict[int, float], limit: str) -> Found:
-    ordered = dict(sorted(speeds.items()))
-    return Found(max(ordered, key=ordered.__getitem__), max(ordered), ordered, limit)
+def joules_per_image(
+    work: Work, batch: int, device: torch.device, meter: Meter | None, seconds: float = ENERGY_SECONDS
+) -> float | None:
+    """Energy of the device over the images of calls made for about `seconds`, its idle power included."""
+    if meter is None:
+        return None
+    once = max(1e-6, sum(timed_calls(work, 1, device)))
+    calls, began, before = 0, time.perf_counter(), meter()
+    while time.perf_counter() - began < seconds:
+        calls += len(timed_calls(work, max(1, round(seconds / 8 / once)), device, calls))
+    after = meter()
+    if before is None or after is None or after <= before:
+        return None
+    return (after - before) / (calls * batch)
+
+
+def _nvml(device: torch.device) -> Meter | None:
+    """NVML comes with the driver; its counter (Volta and later) is in millijoules."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle = ctypes.c_void_p()
+    name = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        return None
+
+    def read() -> float | None:
+        used = ctypes.c_ulonglong()
+        failed = library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
+        return None if failed else used.value / 1e3
+
+    return read
+
+
+def _rapl(powercap: Path) -> Meter | None:
+    """The packages' counters in microjoules; each begins anew at its range."""
+    packages = [p for p in sorted(powercap.glob("intel-rapl:*")) if p.name.count(":") == 1]
+    if not packages:
+        return None
+    ranges = [int((p / "max_energy_range_uj").read_text()) for p in packages]
+    turns, last = [0] * len(packages), [0] * len(packages)
+
+    def read() -> float | None:
+        try:
+            now = [int((p / "energy_uj").read_text()) for p in packages]
+        except (OSError, ValueError):
+            return None
+        for i, value in enumerate(now):
+            turns[i] += value < last[i]
+            last[i] = value
+        return sum(turn * size + value for turn, size, value in zip(turns, ranges, now, strict=True)) / 1e6
+
+    return read

@@ -1,87 +1,124 @@
-"""Models side by side on this machine: built, timed in turns, compared with timm's."""
+"""Models measured together on this machine: built, timed in turns, compared with timm's."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vitrail.bench.claims import CLAIMS, Checked, check_claims, on_device, subjects
-from vitrail.bench.measurements import Bench, BenchRow, energy_meter, joules_per_image
-from vitrail.bench.roofline import (
-    MOST,
-    Ceiling,
-    Found,
-    copy_share,
-    free_memory,
-    measure_ceiling,
-    memory_is_short,
-    out_of_memory,
-    product_share,
-    search_batch,
-)
+from vitrail.bench import roofline
+from vitrail.bench.claims import CLAIMS, Checked, DeviceMeter, check_claims, claim_subjects
 from vitrail.bench.subjects import (
     BenchSubject,
-    Call,
     Conditions,
     Form,
-    Ready,
     RealImages,
-    attacked,
     choose_subjects,
     make_call,
     owns_weights,
+    with_attacked,
 )
 from vitrail.engine.device import choose_device, choose_precision
-from vitrail.measure.speed import (
-    MemoryWatch,
-    Noise,
-    Ratio,
-    Timing,
-    Way,
-    Work,
-    fresh_images,
-    in_turns,
-    noise,
-    ratio,
-    timed_calls,
-)
+from vitrail.engine.progress import Progress
+from vitrail.measure import speed
 from vitrail.model.classifier import Classifier
 from vitrail.version import __version__
 
 BATCH = {False: 256, True: 128}  # on CUDA, by whether it trains
 CPU_BATCH = 8
-CPU_CALL_MACS = (
-    2e10  # of the default batch: such a call takes a quarter of a second on two quick cores, a second on slow
-)
+CPU_CALL_MACS = 2e10  # of the default batch: a call takes a quarter of a second on two quick cores, a second on slow
 ROUNDS, CPU_ROUNDS = 11, 7
 SECONDS = 2.0  # of each model's rounds together
 PATIENCE = 30.0  # seconds after which no further round begins, however slow the models are
 SLOW_CALL = 1.5  # seconds: a search tries nothing twice as large
-CHECK_BATCH, CHECK_ROUNDS, CHECK_SECONDS = 256, 7, 1.0  # the document's batch
+CHECK_BATCH, CHECK_ROUNDS, CHECK_SECONDS = 256, 7, 1.0  # the papers' batch
 CPU_CHECK_BATCH, CPU_CHECK_ROUNDS, CPU_CHECK_SECONDS = 2, 3, 0.3
 TRAIN_TRAFFIC = 10  # times a step reads or writes a weight, its gradient or AdamW's two states, at the least
 CONTROL = "control"
+PERCENTILES = (50, 90, 99)
 
-Progress = Callable[[int, int, str], None]  # told (steps done, steps in all, what comes next)
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One model in one form."""
+
+    model: str
+    form: str  # "eager" or "optimized"
+    family: str  # "vitrail" or "timm"
+    parameters: int
+    macs: int  # per image, forward
+    image_size: int
+    timing: speed.Timing
+    peak_memory: int | None  # bytes of weights, one batch and all between; none where it is not measured
+    product_share: float  # of the matrix product's speed
+    copy_share: float  # of the copy's speed, at the least: weights and images read once per call
+    joules_per_image: float | None
+    top1: float | None  # as stated by the model's folder
+    reference: str | None  # what `ratio` is to
+    ratio: speed.Ratio | None  # above 1: faster than the reference
+
+    @property
+    def batch(self) -> int:
+        return self.timing.batch
+
+    @property
+    def seconds_per_image(self) -> float:
+        return 1 / self.timing.images_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name != "timing"},
+            "batch": timing.batch,
+            "images_per_second": timing.images_per_second,
+            "images_per_second_quartiles": list(timing.quartiles),
+            "spread": timing.spread,
+            "latency_seconds": {f"p{p}": timing.latency(p) for p in PERCENTILES},
+            "rounds": len(timing.rounds),
+            "calls": len(timing.calls),
+            "ratio": None if self.ratio is None else asdict(self.ratio),
+        }
 
 
-class Steps:
-    """Counts what is done, for a progress bar; called before each step."""
+@dataclass(frozen=True)
+class Bench:
+    """Rows, and under which conditions they were measured."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total, self.progress = 0, total, progress
+    rows: tuple[BenchRow, ...]
+    train: bool
+    device: str
+    precision: str
+    versions: Mapping[str, str]
+    against: str | None = None
+    ceiling: roofline.Ceiling | None = None
+    noise: speed.Noise | None = None
+    searches: Mapping[str, Any] = field(default_factory=dict)  # of batch sizes, by model
+    checks: tuple[Checked, ...] = ()
+    check_batch: int | None = None
+    notes: tuple[str, ...] = ()  # forms left out, models without a twin
 
-    def __call__(self, note: str) -> None:
-        if self.progress is not None:
-            self.progress(min(self.done, self.total), self.total, note)
-        self.done += 1
+    def to_json(self) -> dict[str, Any]:
+        noise = self.noise
+        return {
+            "what": "training" if self.train else "inference",
+            "device": self.device,
+            "precision": self.precision,
+            "versions": dict(self.versions),
+            "against": self.against,
+            "ceiling": None if self.ceiling is None else self.ceiling.to_json(),
+            "noise": None if noise is None else {"noisy": noise.noisy, **asdict(noise), "reasons": list(noise.reasons)},
+            "rows": [row.to_json() for row in self.rows],
+            "searches": dict(self.searches),
+            "checks": [check.to_json() for check in self.checks],
+            "check_batch": self.check_batch,
+            "notes": list(self.notes),
+        }
 
 
 def bench(
@@ -99,7 +136,7 @@ def bench(
     checks: bool = False,
     data: str | Path | None = None,
     attack: str | Path | None = None,
-    progress: Progress | None = None,
+    quiet: bool = True,
 ) -> Bench:
     """How fast models are here: zoo names, `timm:NAME`s, run or model folders; or models themselves, by names for them.
 
@@ -108,303 +145,250 @@ def bench(
     the first model. `batch` is a number, `search` for the fastest that fits, or none for one that suits the device.
     Each model runs `eager` and, where `compile` (none: on CUDA), `optimized`. `checks` adds the hardware-relative
     claims of the DeiT, CaiT and PatchConvNet papers. `data` measures on test images of a data set; `attack` adds every
-    adaptive model under the patch of that folder: what serving it costs then. Raises `ValueError` for unknown names and
-    impossible settings.
+    adaptive model under the patch of that folder: what serving it costs then. Progress is shown unless `quiet`. Raises
+    `ValueError` for unknown names and impossible settings.
 
     >>> bench(["vit_micro_28"], batch=2, rounds=3, seconds=0.01).rows[0].batch
     2
     """
     names, given = [str(name) for name in models], models if isinstance(models, Mapping) else {}
-    _refuse(names, given, against, batch, precision, rounds, checks)
+    _validate(names, given, against, batch, precision, rounds, checks)
     if attack is not None and (data is None or train):
         raise ValueError("an attack is measured in inference, on images: name --data, and leave --train")
     real = None if data is None else RealImages(str(data))
-    place = choose_device(device)
-    small = place.type != "cuda"
+    on = choose_device(device)
+    small = on.type != "cuda"
     compiled = not small if compile is None else compile
-    autocast = choose_precision(precision, place)
-    conditions = Conditions(place, autocast, train, ("eager", "optimized") if compiled else ("eager",))
+    conditions = Conditions(
+        on, choose_precision(precision, on), train, ("eager", "optimized") if compiled else ("eager",)
+    )
     rounds = rounds or (CPU_ROUNDS if small else ROUNDS)
-    with _settings(conditions, precision):
-        chosen, notes = choose_subjects(names, against, image_size, place, given)
-        if data is not None:  # what a run stated was of its own data
-            for one in chosen:
-                one.top1 = one.top1 if one.of == str(data) else None
+    check_batch = batch if isinstance(batch, int) else CPU_CHECK_BATCH if small else CHECK_BATCH
+    check_rounds = CPU_CHECK_ROUNDS if small else CHECK_ROUNDS
+    check_seconds = CPU_CHECK_SECONDS if small else CHECK_SECONDS
+    measured: dict[str, Any] = {"rows": ()}
+    checked: tuple[Checked, ...] = ()
+    with _torch_settings(conditions, precision):
+        subjects, notes = choose_subjects(names, against, image_size, on, given)
+        if data is not None:  # a run's stated accuracy is on its own data
+            for subject in subjects:
+                subject.top1 = subject.top1 if subject.data == str(data) else None
         if attack is not None:
-            chosen = attacked(chosen, Path(attack))
-        searched = batch == "search"
-        steps = Steps(_count(len(chosen), conditions, rounds, searched, checks), progress)
-        found = _measure(chosen, batch, conditions, rounds, seconds, against, steps, notes, real) if chosen else None
-        chosen.clear()  # their memory is for the checks
-        check_batch = batch if isinstance(batch, int) else CPU_CHECK_BATCH if small else CHECK_BATCH
-        checked = _check(conditions, check_batch, steps) if checks else ()
-    if progress is not None:
-        progress(steps.total, steps.total, "done")
+            subjects = with_attacked(subjects, Path(attack))
+        steps = 1 + len(subjects) * ((batch == "search") + 2 * len(conditions.forms)) + rounds if subjects else 0
+        if checks:
+            steps += check_rounds + sum(len(claim_subjects(CLAIMS, q)) for q in ("speed", "memory", "macs"))
+        with Progress("bench", steps, quiet=quiet) as progress:
+            if subjects:
+                progress.advance(note="machine ceiling")
+                ceiling = roofline.measure_ceiling(on, conditions.dtype)
+                searches = _choose_batches(subjects, batch, conditions, progress)
+                _prepare(subjects, conditions, progress, notes, real)
+                timings, control = _time(subjects, conditions, rounds, seconds, progress)
+                rows = _rows(subjects, timings, against, ceiling, conditions, progress)
+                measured = {"rows": rows, "ceiling": ceiling, "noise": speed.noise(timings, control)}
+                measured["searches"] = {name: search.to_json() for name, search in searches.items()}
+            if checks:
+                subjects.clear()  # their memory is for the checks
+                roofline.free_memory()
+                report = lambda note: progress.advance(note=note)  # noqa: E731
+                meter = DeviceMeter(on, conditions.autocast, check_batch, check_rounds, check_seconds, report)
+                checked = check_claims(CLAIMS, meter)
+            progress.advance(progress.total - progress.done, "done")
     return Bench(
-        rows=() if found is None else found.rows,
+        **measured,
         train=train,
-        device=_place(place),
+        device=_device_name(on),
         precision=str(conditions.dtype).removeprefix("torch."),
         versions=_versions(),
         against=against,
-        ceiling=None if found is None else found.ceiling,
-        noise=None if found is None else found.noise,
-        searches={} if found is None else {name: one.to_json() for name, one in found.searches.items()},
         checks=checked,
         check_batch=check_batch if checks else None,
         notes=tuple(notes),
     )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is known of the models when all were timed."""
-
-    rows: tuple[BenchRow, ...]
-    ceiling: Ceiling
-    noise: Noise
-    searches: Mapping[str, Found]
-
-
-def _measure(
-    chosen: Sequence[BenchSubject],
-    batch: int | str | None,
-    conditions: Conditions,
-    rounds: int,
-    seconds: float,
-    against: str | None,
-    steps: Steps,
-    notes: list[str],
-    real: RealImages | None = None,
-) -> Measured:
-    steps("machine ceiling")
-    ceiling = measure_ceiling(conditions.device, conditions.dtype)
-    searches = _choose_batches(chosen, batch, conditions, steps)
-    _prepare(chosen, conditions, steps, notes, real)
-    timings, control = _time(chosen, conditions, rounds, seconds, steps)
-    joules = {}
-    meter = energy_meter(conditions.device)
-    for one in chosen:
-        for form, ready in one.forms.items():
-            steps(f"{_label(one.name, form)}: energy")
-            joules[_label(one.name, form)] = joules_per_image(ready.way.work, one.batch, conditions.device, meter)
-    rows = _rows(chosen, timings, joules, against, ceiling, conditions)
-    return Measured(rows, ceiling, noise(timings, control), searches)
-
-
-# What they run on
-
-
 def _choose_batches(
-    chosen: Sequence[BenchSubject], batch: int | str | None, conditions: Conditions, steps: Steps
-) -> dict[str, Found]:
+    subjects: Sequence[BenchSubject], batch: int | str | None, conditions: Conditions, progress: Progress
+) -> dict[str, roofline.BatchSearch]:
     """Give every subject its batch: with `search` the fastest eager one of each, else the same for all."""
     if batch != "search":
-        heaviest = max(one.cost.macs for one in chosen) * (3 if conditions.train else 1)
-        fitting = max(1, min(CPU_BATCH, int(CPU_CALL_MACS // heaviest)))
-        usual = BATCH[conditions.train] if conditions.device.type == "cuda" else fitting
-        for one in chosen:
-            one.batch = int(batch or usual)
+        heaviest = max(subject.cost.macs for subject in subjects) * (3 if conditions.train else 1)
+        cpu_batch = max(1, min(CPU_BATCH, int(CPU_CALL_MACS // heaviest)))
+        default = BATCH[conditions.train] if conditions.device.type == "cuda" else cpu_batch
+        for subject in subjects:
+            subject.batch = int(batch or default)
         return {}
-    found = {}
-    for one in chosen:
-        one.module.to("cpu")  # each is searched alone
-    for one in chosen:
-        steps(f"{one.name}: batch size")
-        found[one.name] = _search(one, conditions)
-        one.batch = found[one.name].best
-        one.module.zero_grad(set_to_none=True)
-        one.module.to("cpu")
-        free_memory()
-    return found
+    searches = {}
+    for subject in subjects:
+        subject.module.to("cpu")  # each is searched alone
+    for subject in subjects:
+        progress.advance(note=f"{subject.name}: batch size")
+        searches[subject.name] = _search(subject, conditions)
+        subject.batch = searches[subject.name].best
+        subject.module.zero_grad(set_to_none=True)
+        subject.module.to("cpu")
+        roofline.free_memory()
+    return searches
 
 
-def _search(one: BenchSubject, conditions: Conditions) -> Found:
+def _search(subject: BenchSubject, conditions: Conditions) -> roofline.BatchSearch:
     device = conditions.device
-    one.module.to(device)
+    subject.module.to(device)
+    longest = 0.0  # seconds of a call
 
     def attempt(batch: int) -> float:
-        one.module.zero_grad(set_to_none=True)  # left by an attempt that did not fit
-        call = make_call(one.module, "eager", conditions, one.multilabel)
-        work = _work(call, fresh_images(batch, one.size, device, sets=1), _targets(one, batch, device))
+        nonlocal longest
+        subject.module.zero_grad(set_to_none=True)  # left by an attempt that did not fit
+        work = _work(subject, "eager", speed.fresh_images(batch, subject.size, device, sets=1), batch, conditions)
         work(0)
-        once = sum(timed_calls(work, 1, device))
-        taken = timed_calls(work, max(1, min(20, round(0.2 / max(once, 1e-6)))), device)
-        longest[0] = max(longest[0], *taken)
-        return batch * len(taken) / sum(taken)
+        once = sum(speed.timed_calls(work, 1, device))
+        seconds = speed.timed_calls(work, max(1, min(20, round(0.2 / max(once, 1e-6)))), device)
+        longest = max(longest, *seconds)
+        return batch * len(seconds) / sum(seconds)
 
     def stop() -> str:
-        return "memory" if memory_is_short(device) else "time" if longest[0] > SLOW_CALL else ""
+        return "memory" if roofline.memory_is_short(device) else "time" if longest > SLOW_CALL else ""
 
-    longest = [0.0]  # seconds of a call
-    most = MOST.get(device.type, MOST["cuda"])
-    return search_batch(attempt, most=most, closeness=1 / 16, stop=stop)
+    most = roofline.MOST.get(device.type, roofline.MOST["cuda"])
+    return roofline.search_batch(attempt, most=most, closeness=1 / 16, stop=stop)
 
 
 def _prepare(
-    chosen: Sequence[BenchSubject], conditions: Conditions, steps: Steps, notes: list[str], real: RealImages | None
+    subjects: Sequence[BenchSubject],
+    conditions: Conditions,
+    progress: Progress,
+    notes: list[str],
+    real: RealImages | None,
 ) -> None:
     """Make every form of every subject ready and warm; what does not fit or compile is left out with a note."""
     pool: dict[tuple[int, int], list[Tensor]] = {}  # images are shared: of many models they would take much memory
-    for one in chosen:
-        one.module.to(conditions.device)
-        shape = (one.batch, one.size)
-        own = None if real is None else real(one, conditions.device)
+    for subject in subjects:
+        subject.module.to(conditions.device)
+        shape = (subject.batch, subject.size)
+        images = None if real is None else real(subject, conditions.device)
         for form in conditions.forms:
-            steps(f"{_label(one.name, form)}: warm-up")
-            if own is None and shape not in pool:
-                pool[shape] = fresh_images(*shape, conditions.device)
-            problem = _try(one, form, own or pool[shape], conditions)
+            progress.advance(note=f"{_label(subject.name, form)}: warm-up")
+            if images is None and shape not in pool:
+                pool[shape] = speed.fresh_images(*shape, conditions.device)
+            problem = _try(subject, form, images or pool[shape], conditions)
             if problem:  # outside the handler, whose frames hold what did not fit
                 notes.append(problem)
-                one.module.zero_grad(set_to_none=True)
-                free_memory()
-    if not any(one.forms for one in chosen):
+                subject.module.zero_grad(set_to_none=True)
+                roofline.free_memory()
+    if not any(subject.work for subject in subjects):
         raise ValueError("nothing could be measured: " + "; ".join(notes))
 
 
-def _try(one: BenchSubject, form: Form, images: Sequence[Tensor], conditions: Conditions) -> str:
-    """Make a form ready; returns what a person should know where that cannot be."""
+def _try(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions: Conditions) -> str:
+    """Make a form ready; returns a note where that cannot be."""
     try:
-        one.forms[form] = _ready(one, form, images, conditions)
+        _warm_up(subject, form, images, conditions)
     except Exception as error:
-        if out_of_memory(error):
-            return f"{_label(one.name, form)} does not fit into memory at batch {one.batch}; use a smaller batch"
+        if roofline.out_of_memory(error):
+            return (
+                f"{_label(subject.name, form)} does not fit into memory at batch {subject.batch}; use a smaller batch"
+            )
         if form == "eager":
             raise
-        # No compiler here, or a model that cannot be compiled: the eager form still tells something.
-        said = (str(error).strip() or "no reason given").splitlines()[0][:120]
-        return f"{one.name} could not be optimized ({type(error).__name__}: {said})"
+        # No compiler here, or a model that cannot be compiled: the eager form is measured all the same.
+        reason = (str(error).strip() or "no reason given").splitlines()[0][:120]
+        return f"{subject.name} could not be optimized ({type(error).__name__}: {reason})"
     return ""
 
 
-def _ready(one: BenchSubject, form: Form, images: Sequence[Tensor], conditions: Conditions) -> Ready:
-    device = conditions.device
-    weights = sum(t.nbytes for t in (*one.module.parameters(), *one.module.buffers()))
-    watch = MemoryWatch(device)
-    call = make_call(one.module, form, conditions, one.multilabel)
-    work = _work(call, images, _targets(one, one.batch, device))
-    for i in range(conditions.warm_up):
-        work(i)
-    if form == "eager" and device.type == "cuda":
+def _warm_up(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions: Conditions) -> None:
+    weights = sum(t.nbytes for t in (*subject.module.parameters(), *subject.module.buffers()))
+    watch = speed.MemoryWatch(conditions.device)
+    work = _work(subject, form, images, subject.batch, conditions)
+    for call in range(conditions.warm_up):
+        work(call)
+    if form == "eager" and conditions.device.type == "cuda":
         watch.again()  # the first calls also chose kernels; a CUDA graph, though, takes its memory while it is captured
         work(0)
     peak = watch.peak()
     if peak is not None:
-        peak += images[0].nbytes + (0 if owns_weights(one.module, form, conditions) else weights)
-    return Ready(Way(work, one.batch), peak)
+        peak += images[0].nbytes + (0 if owns_weights(subject.module, form, conditions) else weights)
+    subject.work[form], subject.peak_memory[form] = work, peak
 
 
-def _targets(one: BenchSubject, batch: int, device: torch.device) -> Tensor:
-    if one.multilabel:
-        return torch.randint(2, (batch, one.classes), device=device).float()
-    return torch.randint(one.classes, (batch,), device=device)
-
-
-def _work(call: Call, images: Sequence[Tensor], targets: Tensor) -> Work:
+def _work(
+    subject: BenchSubject, form: Form, images: Sequence[Tensor], batch: int, conditions: Conditions
+) -> speed.Work:
+    call = make_call(subject.module, form, conditions, subject.multilabel)
+    targets = subject.targets(batch, conditions.device)
     return lambda i: call(images[i % len(images)], targets)
 
 
-# What came out
-
-
 def _time(
-    chosen: Sequence[BenchSubject], conditions: Conditions, rounds: int, seconds: float, steps: Steps
-) -> tuple[dict[str, Timing], Ratio]:
+    subjects: Sequence[BenchSubject], conditions: Conditions, rounds: int, seconds: float, progress: Progress
+) -> tuple[dict[str, speed.Timing], speed.Ratio]:
     """Timings of all forms in turns, and the first of them against itself."""
-    ways = {_label(one.name, form): ready.way for one in chosen for form, ready in one.forms.items()}
+    ways = {_label(s.name, form): speed.Way(work, s.batch) for s in subjects for form, work in s.work.items()}
     first = next(iter(ways))
-    timings = in_turns(
+    timings = speed.in_turns(
         {**ways, CONTROL: ways[first]},
         conditions.device,
         rounds=rounds,
         seconds=seconds,
         warm_up=0,
         patience=PATIENCE,
-        turn=lambda done, all_: steps(f"round {done} of {all_}"),
+        turn=lambda done, total: progress.advance(note=f"round {done} of {total}"),
     )
-    return {name: timings[name] for name in ways}, ratio(timings[CONTROL], timings[first])
+    return {name: timings[name] for name in ways}, speed.ratio(timings[CONTROL], timings[first])
 
 
 def _rows(
-    chosen: Sequence[BenchSubject],
-    timings: Mapping[str, Timing],
-    joules: Mapping[str, float | None],
+    subjects: Sequence[BenchSubject],
+    timings: Mapping[str, speed.Timing],
     against: str | None,
-    ceiling: Ceiling,
+    ceiling: roofline.Ceiling,
     conditions: Conditions,
+    progress: Progress,
 ) -> tuple[BenchRow, ...]:
-    first = next(iter(timings))
-    rows = []
-    for one in chosen:
-        for form, ready in one.forms.items():
-            label = _label(one.name, form)
+    first, meter, rows = next(iter(timings)), roofline.energy_meter(conditions.device), []
+    for subject in subjects:
+        macs = subject.macs or subject.cost.macs
+        bytes_per_weight = TRAIN_TRAFFIC * 4 if conditions.train else conditions.dtype.itemsize
+        needed = subject.cost.parameters * bytes_per_weight + subject.batch * 3 * subject.size**2 * 4
+        for form, work in subject.work.items():
+            label = _label(subject.name, form)
+            progress.advance(note=f"{label}: energy")
             timing = timings[label]
             reference: str | None = first
             if against is not None:  # like with like: the twin in the same form, where it has one
-                twins = [_label(one.twin, f) for f in (form, "eager")] if one.twin else []
+                twins = [_label(subject.twin, f) for f in (form, "eager")] if subject.twin else []
                 reference = next((twin for twin in twins if twin in timings), None)
             if reference == label:
                 reference = None
-            width = conditions.dtype.itemsize
-            needed = (
-                one.cost.parameters * (TRAIN_TRAFFIC * 4 if conditions.train else width)
-                + one.batch * 3 * one.size**2 * 4
-            )
-            rate = timing.images_per_second
-            macs = one.macs or one.cost.macs
             rows.append(
                 BenchRow(
-                    model=one.name,
+                    model=subject.name,
                     form=form,
-                    family=one.family,
-                    parameters=one.cost.parameters,
+                    family=subject.family,
+                    parameters=subject.cost.parameters,
                     macs=macs,
-                    image_size=one.size,
+                    image_size=subject.size,
                     timing=timing,
-                    peak_memory=ready.peak_memory,
-                    product_share=product_share(macs, rate, ceiling, train=conditions.train),
-                    copy_share=copy_share(needed, rate / one.batch, ceiling),
-                    joules_per_image=joules.get(label),
-                    top1=one.top1,
+                    peak_memory=subject.peak_memory[form],
+                    product_share=roofline.product_share(
+                        macs, timing.images_per_second, ceiling, train=conditions.train
+                    ),
+                    copy_share=roofline.copy_share(needed, timing.images_per_second / subject.batch, ceiling),
+                    joules_per_image=roofline.joules_per_image(work, subject.batch, conditions.device, meter),
+                    top1=subject.top1,
                     reference=reference,
-                    ratio=None if reference is None else ratio(timing, timings[reference]),
+                    ratio=None if reference is None else speed.ratio(timing, timings[reference]),
                 )
             )
     return tuple(rows)
-
-
-def _check(conditions: Conditions, batch: int, steps: Steps) -> tuple[Checked, ...]:
-    free_memory()
-    small = conditions.device.type != "cuda"
-    measures = on_device(
-        conditions.device,
-        conditions.autocast,
-        batch=batch,
-        rounds=CPU_CHECK_ROUNDS if small else CHECK_ROUNDS,
-        seconds=CPU_CHECK_SECONDS if small else CHECK_SECONDS,
-        tell=steps,
-    )
-    return check_claims(CLAIMS, measures)
-
-
-def _count(models: int, conditions: Conditions, rounds: int, searched: bool, checks: bool) -> int:
-    """Steps of a whole benchmark."""
-    steps = 1 + models * (searched + 2 * len(conditions.forms)) + rounds if models else 0
-    if checks:
-        steps += CPU_CHECK_ROUNDS if conditions.device.type != "cuda" else CHECK_ROUNDS
-        steps += sum(len(subjects(CLAIMS, quantity)) for quantity in ("speed", "memory", "macs"))
-    return steps
 
 
 def _label(name: str, form: str) -> str:
     return name if form == "eager" else f"{name} ({form})"
 
 
-# Conditions
-
-
-def _refuse(
+def _validate(
     names: Sequence[str],
     given: Mapping[str, Classifier],
     against: str | None,
@@ -429,8 +413,8 @@ def _refuse(
 
 
 @contextmanager
-def _settings(conditions: Conditions, precision: str) -> Iterator[None]:
-    """What is global in torch, as in training (`vitrail.engine.device.prepare`), and put back afterwards."""
+def _torch_settings(conditions: Conditions, precision: str) -> Iterator[None]:
+    """Global settings of torch, as in training (`vitrail.engine.device.prepare`), restored afterwards."""
     before = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         if conditions.device.type == "cuda":
@@ -449,11 +433,11 @@ def _settings(conditions: Conditions, precision: str) -> Iterator[None]:
 def _versions() -> dict[str, str]:
     import timm
 
-    found = {"vitrail": __version__, "torch": torch.__version__, "timm": timm.__version__}
-    return {**found, "python": platform.python_version()}
+    versions = {"vitrail": __version__, "torch": torch.__version__, "timm": timm.__version__}
+    return {**versions, "python": platform.python_version()}
 
 
-def _place(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = torch.get_num_threads()

@@ -1,8 +1,7 @@
-"""How a model is called when it is measured: eager or optimized, for inference or for a whole training step.
+"""Models that are measured: by name, folder or object, with timm's model of the same architecture compared with them.
 
-Who is measured: models by name or folder, and timm's model of the same architecture beside them.
-
-Images of a data set for a benchmark, with a patch or without: what an adaptive model takes depends on them.
+A model is called eager or optimized, for inference or for a whole training step, on random images or on those of a
+data set, with an attacker's patch or without: the compute of an adaptive model depends on them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from vitrail.learn.attack import load_patch
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.measure.compute import Change, spent
-from vitrail.measure.speed import FRESH_SETS, Way
+from vitrail.measure.speed import FRESH_SETS, Work
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import TrunkConfig
@@ -48,7 +47,7 @@ OPTIM = OptimConfig(name="adamw", lr=1e-4, schedule="constant", warmup=0, steps=
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is the same for all models of one benchmark."""
+    """The same for all models of one benchmark."""
 
     device: torch.device
     autocast: torch.dtype | None  # none: float32
@@ -69,80 +68,6 @@ class Conditions:
         return 1 if self.device.type == "cpu" else WARM_UP_STEPS + 2
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A model made ready and warm in one form."""
-
-    way: Way
-    peak_memory: int | None  # bytes: weights, one batch and all between; none where it is not measured
-
-
-def make_call(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool = False) -> Call:
-    """What one call does: a forward pass, or a training step.
-
-    Our models are optimized by `Classifier.optimize` and trained by the engine's own step; timm's, as anybody would who
-    has only PyTorch: `torch.compile`, autocast, fused AdamW.
-    """
-    if conditions.train:
-        model = copy.deepcopy(model) if owns_weights(model, form, conditions) else model
-        return (_engine_step if isinstance(model, Classifier) else _plain_step)(model, form, conditions, multilabel)
-    return _forward(model.eval(), form, conditions)
-
-
-def owns_weights(model: nn.Module, form: Form, conditions: Conditions) -> bool:
-    """Whether a form holds a copy of the weights: `optimize` makes one, a captured step wants no other beside it."""
-    return form == "optimized" and (conditions.train or isinstance(model, Classifier))
-
-
-def _forward(model: nn.Module, form: Form, conditions: Conditions) -> Call:
-    if form == "optimized" and isinstance(model, Classifier):
-        optimized = model.optimize("bf16" if conditions.autocast is torch.bfloat16 else "float32", compile=True)
-        return lambda images, _: optimized(images)
-    run = torch.compile(model, dynamic=False) if form == "optimized" else model
-
-    def once(images: Tensor, _: Tensor) -> object:
-        with torch.inference_mode(), conditions.context():
-            return run(images)
-
-    return once
-
-
-def _engine_step(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool) -> Call:
-    assert isinstance(model, Classifier)
-    assert model.multilabel == multilabel
-    fast = form == "optimized"
-    step = TrainStep(
-        Supervised(model, SupervisedConfig()),
-        OPTIM,
-        make_schedule(OPTIM, batch=1, images=1),
-        device=conditions.device,
-        autocast=conditions.autocast,
-        compile=fast,
-        graph=fast,
-    )
-
-    def once(images: Tensor, targets: Tensor) -> object:
-        return step.feed(Batch((images,), targets, targets, index=targets if targets.ndim == 1 else targets[:, 0]))
-
-    return once
-
-
-def _plain_step(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool) -> Call:
-    run = torch.compile(model.train(), dynamic=False) if form == "optimized" else model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, fused=True)
-    criterion = F.binary_cross_entropy_with_logits if multilabel else F.cross_entropy
-
-    def once(images: Tensor, targets: Tensor) -> object:
-        with conditions.context():
-            loss = criterion(run(images), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return once
-
-
 @dataclass
 class BenchSubject:
     """One model that is measured."""
@@ -155,15 +80,151 @@ class BenchSubject:
     twin: str | None = None  # name of the timm model that is its reference
     multilabel: bool = False
     top1: float | None = None  # as its folder states
-    of: str = ""  # the data that this was of
+    data: str = ""  # that top1 was measured on
     batch: int = 0
-    change: Change | None = None  # laid on its images
-    macs: int | None = None  # an image, where it depends on the images and was measured
-    forms: dict[Form, Ready] = field(default_factory=dict)
+    change: Change | None = None  # applied to its images
+    macs: int | None = None  # per image, where it depends on the images and was measured
+    work: dict[Form, Work] = field(default_factory=dict)  # of each form that is ready and warm
+    peak_memory: dict[Form, int | None] = field(default_factory=dict)
+    """Bytes of weights, one batch and all between; none where it is not measured."""
 
     @cached_property
     def cost(self) -> Cost:
         return cost(self.module, self.size)
+
+    def targets(self, batch: int, device: torch.device) -> Tensor:
+        """Random labels."""
+        if self.multilabel:
+            return torch.randint(2, (batch, self.classes), device=device).float()
+        return torch.randint(self.classes, (batch,), device=device)
+
+
+def make_call(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool = False) -> Call:
+    """A forward pass, or a training step.
+
+    Our models are optimized by `Classifier.optimize` and trained by the engine's own step; timm's, as anybody would who
+    has only PyTorch: `torch.compile`, autocast, fused AdamW.
+    """
+    if conditions.train:
+        model = copy.deepcopy(model) if owns_weights(model, form, conditions) else model
+        return (_engine_step if isinstance(model, Classifier) else _plain_step)(model, form, conditions, multilabel)
+    model = model.eval()
+    if form == "optimized" and isinstance(model, Classifier):
+        optimized = model.optimize("bf16" if conditions.autocast is torch.bfloat16 else "float32", compile=True)
+        return lambda images, _: optimized(images)
+    forward = torch.compile(model, dynamic=False) if form == "optimized" else model
+
+    def call(images: Tensor, _: Tensor) -> object:
+        with torch.inference_mode(), conditions.context():
+            return forward(images)
+
+    return call
+
+
+def owns_weights(model: nn.Module, form: Form, conditions: Conditions) -> bool:
+    """Whether a form holds a copy of the weights: `optimize` makes one, a captured step wants no other beside it."""
+    return form == "optimized" and (conditions.train or isinstance(model, Classifier))
+
+
+def _engine_step(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool) -> Call:
+    assert isinstance(model, Classifier)
+    assert model.multilabel == multilabel
+    optimized = form == "optimized"
+    step = TrainStep(
+        Supervised(model, SupervisedConfig()),
+        OPTIM,
+        make_schedule(OPTIM, batch=1, images=1),
+        device=conditions.device,
+        autocast=conditions.autocast,
+        compile=optimized,
+        graph=optimized,
+    )
+
+    def call(images: Tensor, targets: Tensor) -> object:
+        return step.feed(Batch((images,), targets, targets, index=targets if targets.ndim == 1 else targets[:, 0]))
+
+    return call
+
+
+def _plain_step(model: nn.Module, form: Form, conditions: Conditions, multilabel: bool) -> Call:
+    forward = torch.compile(model.train(), dynamic=False) if form == "optimized" else model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, fused=True)
+    criterion = F.binary_cross_entropy_with_logits if multilabel else F.cross_entropy
+
+    def call(images: Tensor, targets: Tensor) -> object:
+        with conditions.context():
+            loss = criterion(forward(images), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return call
+
+
+def choose_subjects(
+    names: Sequence[str],
+    against: str | None,
+    image_size: int | None,
+    device: torch.device,
+    models: Mapping[str, Classifier],
+) -> tuple[list[BenchSubject], list[str]]:
+    """Every named model once, each with its twin behind it where that is asked for; and notes for the reader.
+
+    `models` has those that were given themselves; copies of them are measured.
+    """
+    subjects: dict[str, BenchSubject] = {}
+    notes = []
+    for name in dict.fromkeys(names):
+        if name not in subjects:  # it may be another one's twin
+            subjects[name] = load_subject(name, image_size, device, models.get(name))
+        subject = subjects[name]
+        if against is None or subject.family == "timm":
+            continue
+        subject.twin = None if name in models else twin_of(name)
+        if subject.twin is None:
+            known = name in ZOO and name not in models
+            reason = "timm has no model of this architecture" if known else "only names of the zoo have one"
+            notes.append(f"{name} has no timm twin: {reason}")
+        elif subject.twin not in subjects:
+            subjects[subject.twin] = twin(subject, device)
+    return list(subjects.values()), notes
+
+
+def load_subject(
+    name: str, image_size: int | None, device: torch.device, model: Classifier | None = None
+) -> BenchSubject:
+    """A model of the zoo, of timm, of a folder, or a copy of `model`. Raises `ValueError` with near matches."""
+    if model is not None:  # training steps change weights, and the model may be on another device
+        model = copy.deepcopy(model)
+    elif name.startswith("timm:"):
+        return _timm_subject(name, image_size, device)
+    elif name in ZOO:
+        model = create_model(name, image_size=image_size, device=device)
+    elif Path(name).exists():
+        model = load_model(name, device)
+    elif not name.startswith("text:"):
+        raise ValueError(f"no model and no folder {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
+    if model is None or reads_texts(model):
+        raise ValueError(
+            f"{name} reads texts, and bench measures models of images; how fast it trained stands in metrics.jsonl of "
+            "its run"
+        )
+    return BenchSubject(
+        name,
+        model.to(device),
+        image_size or model.preprocess.size,
+        len(model.classes),
+        multilabel=model.multilabel,
+        top1=model.stated.get("figures", {}).get("top1"),
+        data=str(model.stated.get("data", "")),
+    )
+
+
+def _timm_subject(name: str, image_size: int | None, device: torch.device, **options: Any) -> BenchSubject:
+    """timm's own module, without ours around it."""
+    model = create_model(name, image_size=image_size, device=device, **options)
+    return BenchSubject(name, to_timm(model), model.preprocess.size, len(model.classes), family="timm")
 
 
 def twin_of(name: str) -> str | None:
@@ -172,110 +233,31 @@ def twin_of(name: str) -> str | None:
     return None if known is None else f"timm:{known}"
 
 
-def choose_subjects(
-    names: Sequence[str],
-    against: str | None,
-    image_size: int | None,
-    device: torch.device,
-    given: Mapping[str, Classifier] | None = None,
-) -> tuple[list[BenchSubject], list[str]]:
-    """Every named model once, each with its twin behind it where that is asked for; and what a person should know.
-
-    `given` has the models that are no names but themselves; copies of them are measured.
-    """
-    given = given or {}
-    found: dict[str, BenchSubject] = {}
-    notes = []
-    for name in dict.fromkeys(names):
-        if name not in found:  # a twin that was named, too
-            own = given.get(name)
-            found[name] = subject(name, image_size, device) if own is None else _copied(name, own, image_size, device)
-        one = found[name]
-        if against is None or one.family == "timm":
-            continue
-        one.twin = None if name in given else twin_of(name)
-        if one.twin is None:
-            named = name in ZOO and name not in given
-            why = "timm has no model of this architecture" if named else "only names of the zoo have one"
-            notes.append(f"{name} has no timm twin: {why}")
-        elif one.twin not in found:
-            found[one.twin] = twin(one, device)
-    return list(found.values()), notes
-
-
-def subject(name: str, image_size: int | None, device: torch.device) -> BenchSubject:
-    """A model of the zoo, of timm, or of a folder. Raises `ValueError` with near matches."""
-    if name.startswith("timm:"):
-        return timm_subject(name, image_size, device)
-    if name in ZOO:
-        model = create_model(name, image_size=image_size, device=device)
-    elif name.startswith("text:"):
-        raise _reads_texts(name)
-    elif Path(name).exists():
-        model = load_model(name, device)
-        if reads_texts(model):
-            raise _reads_texts(name)
-    else:
-        raise ValueError(f"no model and no folder {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
-    return _of(name, model, image_size)
-
-
-def _copied(name: str, model: Classifier, image_size: int | None, device: torch.device) -> BenchSubject:
-    """A copy: training steps change weights, and the model may live elsewhere."""
-    if reads_texts(model):
-        raise _reads_texts(name)
-    return _of(name, copy.deepcopy(model).to(device), image_size)
-
-
-def _of(name: str, model: Classifier, image_size: int | None) -> BenchSubject:
-    return BenchSubject(
-        name,
-        model,
-        image_size or model.preprocess.size,
-        len(model.classes),
-        multilabel=model.multilabel,
-        top1=model.stated.get("figures", {}).get("top1"),
-        of=str(model.stated.get("data", "")),
-    )
-
-
-def _reads_texts(name: str) -> ValueError:
-    return ValueError(
-        f"{name} reads texts, and bench measures models of images; how fast it trained stands in metrics.jsonl of its "
-        "run"
-    )
-
-
-def timm_subject(name: str, image_size: int | None, device: torch.device, **options: Any) -> BenchSubject:
-    """timm's own module, without ours around it."""
-    model = create_model(name, image_size=image_size, device=device, **options)
-    return BenchSubject(name, to_timm(model), model.preprocess.size, len(model.classes), family="timm")
-
-
-def twin(one: BenchSubject, device: torch.device) -> BenchSubject:
+def twin(subject: BenchSubject, device: torch.device) -> BenchSubject:
     """timm's model of the same architecture with the same image size, classes and drop path."""
-    assert one.twin is not None
-    trunk = ZOO[one.name].trunk
-    options: dict[str, Any] = {"classes": one.classes}
+    assert subject.twin is not None
+    trunk = ZOO[subject.name].trunk
+    options: dict[str, Any] = {"classes": subject.classes}
     if isinstance(trunk, TrunkConfig) and trunk.drop_path:
         options["drop_path_rate"] = trunk.drop_path
-    return timm_subject(one.twin, one.size, device, **options)
+    return _timm_subject(subject.twin, subject.size, device, **options)
 
 
-def attacked(chosen: Sequence[BenchSubject], folder: Path) -> list[BenchSubject]:
-    """Every subject, and each adaptive model a second time behind itself, under the patch of `folder`.
+def with_attacked(subjects: Sequence[BenchSubject], folder: Path) -> list[BenchSubject]:
+    """Every subject, and behind each adaptive model a second one, under the patch of `folder`.
 
     Raises `ValueError` where no model is adaptive or the patch does not fit one.
     """
-    found: list[BenchSubject] = []
-    for one in chosen:
-        found.append(one)
-        if isinstance(one.module, Classifier) and one.module.policy is not None:
-            change = load_patch(folder, one.module.preprocess)[0].to(next(one.module.parameters()).device)
-            found.append(replace(one, name=f"{one.name}, attacked", change=change, forms={}))
-    if len(found) == len(chosen):
+    rows: list[BenchSubject] = []
+    for subject in subjects:
+        rows.append(subject)
+        model = subject.module
+        if isinstance(model, Classifier) and model.policy is not None:
+            change = load_patch(folder, model.preprocess)[0].to(next(model.parameters()).device)
+            rows.append(replace(subject, name=f"{subject.name}, attacked", change=change, work={}, peak_memory={}))
+    if len(rows) == len(subjects):
         raise ValueError("--attack: every model named spends the same on every image; name an adaptive one")
-    return found
+    return rows
 
 
 class RealImages:
@@ -290,24 +272,24 @@ class RealImages:
             raise ValueError(f"{uri} has neither test nor val images to measure on")
         self.rows = data[split]
 
-    def __call__(self, one: BenchSubject, device: torch.device) -> list[Tensor]:
-        """Batches for a subject, changed as it says; its mean cost on them is noted where it is adaptive."""
-        model = one.module
+    def __call__(self, subject: BenchSubject, device: torch.device) -> list[Tensor]:
+        """Batches for a subject, with its patch; sets the subject's mean MACs on them where it is adaptive."""
+        model = subject.module
         if not isinstance(model, Classifier):
-            raise ValueError(f"{one.name}: --data needs to know how images are prepared; name a model of ours")
-        if one.size != model.preprocess.size:
+            raise ValueError(f"{subject.name}: --data needs to know how images are prepared; name a model of ours")
+        if subject.size != model.preprocess.size:
             raise ValueError(
-                f"{one.name}: --data is at the model's own {model.preprocess.size} pixels; leave image_size"
+                f"{subject.name}: --data is at the model's own {model.preprocess.size} pixels; leave image_size"
             )
-        wanted = [int(i) % len(self.rows) for i in range(one.batch * FRESH_SETS)]
+        wanted = [i % len(self.rows) for i in range(subject.batch * FRESH_SETS)]
         rows = self.rows.take(wanted[: len(self.rows)])
         preprocess = Preprocess(model.preprocess)
-        with EvalLoader(rows, preprocess, batch=one.batch, device=device, workers=0) as loader, torch.no_grad():
-            read = [(model._images(batch.images), batch.label) for batch in loader]
-            images, label = (torch.cat(parts) for parts in zip(*read, strict=True))
-            images = images if one.change is None else one.change(images)
+        with EvalLoader(rows, preprocess, batch=subject.batch, device=device, workers=0) as loader, torch.no_grad():
+            batches = [(model._images(batch.images), batch.label) for batch in loader]
+            images, label = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            images = images if subject.change is None else subject.change(images)
         if model.policy is not None:
             index = torch.arange(len(images), device=images.device)
-            parts = zip(*(t.split(one.batch) for t in (images, label, index)), strict=True)
-            one.macs = round(spent(model, (Batch((x,), y, y, i) for x, y, i in parts)).macs)
-        return list(images[torch.tensor(wanted, device=images.device)].split(one.batch))
+            parts = zip(*(t.split(subject.batch) for t in (images, label, index)), strict=True)
+            subject.macs = round(spent(model, (Batch((x,), y, y, i) for x, y, i in parts)).macs)
+        return list(images[torch.tensor(wanted, device=images.device)].split(subject.batch))

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Nothing is computed here; one file per group of commands.
+"""The command line: parse, call, print. Nothing is computed here; a command with a folder has its flags there.
 
 A command is a frozen dataclass: its docstring and fields are what `--help` prints and the flags are read into, calling
 it carries it out. Exit codes: 0 done; 1 problems in data (check, predict); 2 the request cannot be carried out; 130
@@ -13,25 +13,28 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
 
-from vitrail.cli.console import aligned, command_help, fail
+from vitrail.console import aligned, command_help, fail
 from vitrail.schema import ConfigError, near, read_command
 from vitrail.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: its class, what it does
-    "train": ("train:TrainCommand", "images in, a run folder with model, metrics and report out"),
-    "evaluate": ("evaluate:EvaluateCommand", "metrics of a trained model on any data"),
-    "predict": ("evaluate:PredictCommand", "predictions of a trained model for images or texts"),
+    "train": ("cli.train:TrainCommand", "images in, a run folder with model, metrics and report out"),
+    "evaluate": ("cli.evaluate:EvaluateCommand", "metrics of a trained model on any data"),
+    "predict": ("cli.evaluate:PredictCommand", "predictions of a trained model for images or texts"),
     "compare": ("compare:CompareCommand", "a study or finished runs: one table, one report"),
-    "inspect": ("inspect:InspectCommand", "attention maps, kept tokens, embeddings and weights, as pictures"),
-    "app": ("app:AppCommand", "a local page to drop a picture on: prediction, map, tokens kept, cost"),
-    "attack": ("attack:AttackCommand", "make an adaptive model spend its full compute, with one patch for all images"),
-    "augment": ("augment:AugmentCommand", "make images where classes are rare or confused, by diffusion or mixing"),
+    "inspect": ("cli.inspect:InspectCommand", "attention maps, kept tokens, embeddings and weights, as pictures"),
+    "app": ("cli.app:AppCommand", "a local page to drop a picture on: prediction, map, tokens kept, cost"),
+    "attack": (
+        "cli.attack:AttackCommand",
+        "make an adaptive model spend its full compute, with one patch for all images",
+    ),
+    "augment": ("generate:AugmentCommand", "make images where classes are rare or confused, by diffusion or mixing"),
     "bench": ("bench:BenchCommand", "how fast models are on this machine"),
-    "export": ("export:ExportCommand", "a trained model as a torch or ONNX file, or its adapter alone"),
-    "check": ("data:CheckCommand", "look for trouble in a data set before training on it"),
-    "pack": ("data:PackCommand", "decode a data set once, so that no epoch decodes it again"),
-    "list": ("catalogue:ListCommand", "names of models, heads, mixers, adapters, recipes, data sources"),
-    "show": ("catalogue:ShowCommand", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
+    "export": ("cli.export:ExportCommand", "a trained model as a torch or ONNX file, or its adapter alone"),
+    "check": ("cli.data:CheckCommand", "look for trouble in a data set before training on it"),
+    "pack": ("cli.data:PackCommand", "decode a data set once, so that no epoch decodes it again"),
+    "list": ("cli.catalogue:ListCommand", "names of models, heads, mixers, adapters, recipes, data sources"),
+    "show": ("cli.catalogue:ShowCommand", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
 }
 
 EXAMPLES = (
@@ -77,7 +80,7 @@ def _call(name: str = "--help", *words: str) -> int:
     if name not in COMMANDS:
         return fail(f"no command {name!r}{near(name, COMMANDS)}; vitrail --help lists all")
     module, _, cls = COMMANDS[name][0].partition(":")
-    command = getattr(import_module(f"vitrail.cli.{module}"), cls)
+    command = getattr(import_module(f"vitrail.{module}"), cls)
     if {"-h", "--help"} & set(takewhile(lambda word: word != "--", words)):
         if name == "train":  # its flags are a whole configuration, too many for one page
             return int(command.help(words))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from vitrail.cli.console import fail
+from vitrail.console import fail
 from vitrail.schema import Positional
 
 

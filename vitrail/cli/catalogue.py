@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from vitrail.cli.console import fail, output
+from vitrail.console import fail, output
 from vitrail.schema import Positional, near
 
 What = Literal["models", "heads", "mixers", "objectives", "evaluators", "adapters", "recipes", "data"]

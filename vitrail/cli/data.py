@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from vitrail.cli.console import fail, output, progress
+from vitrail.console import fail, output, progress
 from vitrail.files import refuse_unwritable
 from vitrail.schema import Positional
 

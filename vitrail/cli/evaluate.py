@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vitrail.cli.console import fail, output
+from vitrail.console import fail, output
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.schema import Positional, Unprefixed
 

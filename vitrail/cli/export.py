@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitrail.cli.console import output
+from vitrail.console import output
 from vitrail.files import refuse_unwritable
 from vitrail.schema import Positional
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vitrail.cli.console import fail, output
+from vitrail.console import fail, output
 from vitrail.schema import Positional
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Annotated, Any
 
-from vitrail.cli.console import aligned, fail, settings_help, show
+from vitrail.console import aligned, fail, settings_help, show
 from vitrail.schema import Positional, near, settings
 
 FIRST = ("demo", "finetune", "vit", "small-deit", "small-moco")  # recipes of the page

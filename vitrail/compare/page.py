@@ -1,102 +1,122 @@
-"""A comparison as one self-contained HTML page: table, paired tests, cost, curves, disagreement, classes, seeds.
+"""A comparison as one self-contained HTML page, and as tables for the terminal.
 
-A comparison as tables for the terminal; each fits 80 columns. In fewer, names are cut before numbers are.
+Each table fits 80 columns; in fewer, names are cut before numbers are. Classes of the charts besides those of
+`vitrail.report.charts`: `v0` ... `v7` give a variant its colour, the same in every chart; `gain`, `loss`.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.catalogue import WIDE
-from vitrail.compare.statistics import Against, Comparison, StudyRow, pareto
-from vitrail.compare.study_charts import Point, curves_chart, disagreement_chart, gains_chart, pareto_chart
+from vitrail.compare.comparison import Comparison, Price, StudyRow
+from vitrail.compare.statistics import pareto
 from vitrail.files import write_text
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
+from vitrail.report.charts import CHARACTER, Scale, _box, _svg, _text, curves_chart
 from vitrail.report.html import render_page
+from vitrail.report.pareto import COLOURS, Point, pareto_chart
 
-FIGURES = {"top1": "top-1", "map": "mAP"}
-MOST_GAINS = 8  # variants whose classes are drawn
-ENOUGH = 5  # seeds from which a rank correlation is worth a picture: of three it is 1, a half or their negatives
+METRICS = {"top1": "top-1", "map": "mAP"}
+MOST_VARIANTS = 8  # whose per-class gains are drawn
+MOST_CLASSES = 24  # of a chart of gains: the best and the worst half
+ENOUGH = 5  # seeds from which a rank correlation is worth a chart: of three it is 1, a half or their negatives
+LONGEST_NAME, LONGEST_CHART_NAME = 16, 18
+PER_TABLE = 4  # further metrics in 80 columns
+
+Chart = tuple[str, Markup]  # with its heading
+COSTS: tuple[tuple[str, str, Callable[[Price], float | None], Callable[[float], str]], ...] = (
+    ("Multiply-accumulates", "multiply-accumulates per image", lambda p: p.macs, amount),
+    ("Parameters", "parameters", lambda p: p.parameters, amount),
+    (
+        "Time of inference",
+        "milliseconds per image, inference",
+        lambda p: None if p.images_per_second is None else 1e3 / p.images_per_second,
+        number,
+    ),
+    ("Time of training", "seconds of training", lambda p: p.seconds, number),
+)
 
 
-def write_comparison(path: str | Path, found: Comparison, environment: Mapping[str, Any]) -> None:
+def write_comparison(path: str | Path, comparison: Comparison, environment: Mapping[str, Any]) -> None:
     """Write the report; a reader sees the old file or the new one."""
-    write_text(Path(path), render_comparison(found, environment))
+    write_text(Path(path), render_comparison(comparison, environment))
 
 
-def render_comparison(found: Comparison, environment: Mapping[str, Any]) -> str:
+def render_comparison(comparison: Comparison, environment: Mapping[str, Any]) -> str:
     """The HTML of a comparison."""
+    rows, metric = comparison.rows, comparison.metric
     sections: dict[str, Any] = {
-        "results": [_result(row, place, found) for place, row in enumerate(found.rows)],
-        "further figures": _further(found),
-        "cost": _cost_charts(found),
-        "learning curves": _curves(found),
-        "disagreement": _disagreement(found),
-        "classes": _gains(found),
-        "seeds": _seeds(found),
-        "runs": [
-            (m.variant, m.seed, m.figures[found.figure], m.seconds, m.path) for r in found.rows for m in r.members
-        ],
+        "results": [_result(row, index, comparison) for index, row in enumerate(rows)],
+        "further metrics": _further(comparison),
+        "cost": _cost_charts(comparison),
+        "learning curves": _curves(comparison),
+        "disagreement": _disagreement(comparison),
+        "classes": _gains(comparison),
+        "seeds": _seeds(comparison),
+        "runs": [(m.variant, m.seed, m.metrics[metric], m.seconds, m.path) for r in rows for m in r.members],
         "conditions": [(str(k), str(v)) for k, v in environment.items()],
     }
     return render_page(
         "compare/compare.html.jinja",
         ("report/report.css", "report/compare.css"),
-        found=found,
-        figure=FIGURES[found.figure],
-        verdict=verdict(found).replace(" %", "\N{NO-BREAK SPACE}%"),
-        tiles=_tiles(found),
+        comparison=comparison,
+        metric=METRICS[metric],
+        verdict=verdict(comparison).replace(" %", "\N{NO-BREAK SPACE}%"),
+        tiles=_tiles(comparison),
         sections=sections,
-        several=sum(row.against is not None for row in found.rows) > 1,
+        several=sum(row.against is not None for row in rows) > 1,
         created=str(environment.get("started", "")),
     )
 
 
-def verdict(found: Comparison) -> str:
-    """What the comparison says, in a few sentences."""
-    figure = FIGURES[found.figure]
-    known = [row for row in found.rows if row.spread is not None]
-    base = next((row for row in known if row.variant == found.baseline), None)
-    best = max(known, key=lambda row: row.spread.mean if row.spread is not None else -1)
-    assert best.spread is not None
-    if len(found.rows) == 1:
-        low, high = percent(best.spread.low, 2), percent(best.spread.high, 2)
-        seeds = f"{best.spread.count} seeds" if best.spread.count > 1 else "one seed"
-        return f"{figure} on {found.split} is {mean_and_spread(best)} over {seeds}, from {low} to {high}."
-    said = f"{best.variant} has the best {figure}: {mean_and_spread(best)} on {found.split}"
-    said += f", the mean of {best.spread.count} seeds." if best.spread.count > 1 else ", with one seed only."
-    if base is None:
-        return said + f" The baseline {found.baseline} has no finished run, so nothing is tested against it."
-    sure = [(row, row.against.difference) for row in known if row.against is not None and _sure(row.against)]
-    better, worse = ([row for row, gain in sure if sign * gain > 0] for sign in (1, -1))
-    for rows, word in ((better, "above"), (worse, "below")):
-        if rows:
-            names = ", ".join(row.variant for row in rows)
-            verb = "is" if len(rows) == 1 else "are"
-            said += f" Clearly {word} {base.variant} {verb} {names}."
-    if better or worse:
-        said += " Clearly: the 95 % interval of the difference leaves out zero, and p over images is at most 0.05."
-    if not better and not worse and len(known) > 1:
-        said += f" No variant differs clearly from {base.variant}."
-    alone = max(row.spread.count for row in known if row.spread is not None) == 1
-    if alone and len(known) > 1:
-        said += " With one seed, intervals are over test images alone: training again may turn the order around."
-    if found.failures:
-        said += f" {len(found.failures)} {'run' if len(found.failures) == 1 else 'runs'} failed."
-    return said
+def verdict(comparison: Comparison) -> str:
+    """The result in a few sentences."""
+    known = [(row, row.spread) for row in comparison.rows if row.spread is not None]
+    best, spread = max(known, key=lambda pair: pair[1].mean)
+    metric, baseline = METRICS[comparison.metric], comparison.baseline
+    if len(comparison.rows) == 1:
+        low, high = percent(spread.low, 2), percent(spread.high, 2)
+        seeds = f"{spread.count} seeds" if spread.count > 1 else "one seed"
+        return f"{metric} on {comparison.split} is {mean_and_std(best)} over {seeds}, from {low} to {high}."
+    text = f"{best.variant} has the best {metric}: {mean_and_std(best)} on {comparison.split}"
+    text += f", the mean of {spread.count} seeds." if spread.count > 1 else ", with one seed only."
+    if all(row.variant != baseline for row, _ in known):
+        return text + f" The baseline {baseline} has no finished run, so nothing is tested against it."
+    text += _clear_differences(comparison) or (
+        f" No variant differs clearly from {baseline}." if len(known) > 1 else ""
+    )
+    if len(known) > 1 and max(spread.count for _, spread in known) == 1:
+        text += " With one seed, intervals are over test images alone: training again may turn the order around."
+    failed = len(comparison.failures)
+    return text + (f" {failed} {'run' if failed == 1 else 'runs'} failed." if failed else "")
 
 
-def mean_and_spread(row: StudyRow, digits: int = 2) -> str:
+def _clear_differences(comparison: Comparison) -> str:
+    """Which variants differ from the baseline beyond chance; of few images an interval alone would not do."""
+    tests = {row.variant: row.against for row in comparison.rows if row.against is not None and row.against.clear}
+    clear = {n: test.difference for n, test in tests.items() if test.p_images is None or test.p_images <= 0.05}
+    text = ""
+    for word, sign in (("above", 1), ("below", -1)):
+        names = [name for name, difference in clear.items() if sign * difference > 0]
+        if names:
+            text += f" Clearly {word} {comparison.baseline} {'is' if len(names) == 1 else 'are'} {', '.join(names)}."
+    explanation = " Clearly: the 95 % interval of the difference leaves out zero, and p over images is at most 0.05."
+    return text and text + explanation
+
+
+def mean_and_std(row: StudyRow, digits: int = 2) -> str:
     """`86.12 ± 0.31 %`, one standard deviation over seeds."""
     if row.spread is None:
         return MISSING
@@ -105,7 +125,7 @@ def mean_and_spread(row: StudyRow, digits: int = 2) -> str:
     return f"{100 * row.spread.mean:.{digits}f} ± {100 * row.spread.std:.{digits}f} %"
 
 
-def share_and_spread(value: tuple[float, float] | None) -> str:
+def share_and_std(value: tuple[float, float] | None) -> str:
     """`0.512 ± 0.004`, without the second where there is one seed."""
     if value is None:
         return MISSING
@@ -119,10 +139,10 @@ def points(share: float | None, digits: int = 2) -> str:
     return f"{100 * share:+.{digits}f}".replace("-", "−")  # noqa: RUF001
 
 
-def chance(p: float | None) -> str:
+def p_value(p: float | None) -> str:
     """A p-value.
 
-    >>> chance(0.0312), chance(0.00001)
+    >>> p_value(0.0312), p_value(0.00001)
     ('0.031', '< 0.001')
     """
     if p is None or not math.isfinite(p):
@@ -130,209 +150,240 @@ def chance(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.2g}" if p >= 0.1 else f"{p:.3f}"
 
 
-def _tiles(found: Comparison) -> list[tuple[str, str, str]]:
-    known = [row for row in found.rows if row.spread is not None]
-    best = max(known, key=lambda row: row.spread.mean if row.spread is not None else -1)
-    runs = sum(len(row.members) for row in found.rows)
-    seeds = sorted({m.seed for row in found.rows for m in row.members})
+# The page
+
+
+def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
+    known = [(row.spread.mean, row.variant) for row in comparison.rows if row.spread is not None]
+    mean, best = max(known, key=lambda pair: pair[0])
+    members = [m for row in comparison.rows for m in row.members]
+    seeds = sorted({m.seed for m in members})
+    failed = len(comparison.failures)
     tiles = [
-        (f"best {FIGURES[found.figure]}", percent(best.spread.mean, 2) if best.spread else MISSING, best.variant),
-        ("variants", f"{len(found.rows)}", f"against {found.baseline}"),
+        (f"best {METRICS[comparison.metric]}", percent(mean, 2), best),
+        ("variants", f"{len(comparison.rows)}", f"against {comparison.baseline}"),
         ("seeds", f"{len(seeds)}", shorten(", ".join(map(str, seeds)), 24)),
-        ("runs", f"{runs}", f"{len(found.failures)} failed" if found.failures else "all finished"),
+        ("runs", f"{len(members)}", f"{failed} failed" if failed else "all finished"),
     ]
-    times = [m.seconds for row in found.rows for m in row.members if m.seconds is not None]
-    if times:
-        tiles.append(("training", duration(sum(times)), "all runs together"))
-    return tiles
+    times = [m.seconds for m in members if m.seconds is not None]
+    return [*tiles, ("training", duration(sum(times)), "all runs together")] if times else tiles
 
 
-def _result(row: StudyRow, place: int, found: Comparison) -> dict[str, Any]:
-    against, price = row.against, row.price
+def _result(row: StudyRow, index: int, comparison: Comparison) -> dict[str, Any]:
+    test = row.against
     return {
         "name": row.variant,
-        "colour": place % 8,
-        "baseline": row.variant == found.baseline,
+        "colour": index % COLOURS,
+        "baseline": row.variant == comparison.baseline,
         "front": row.front,
-        "figure": mean_and_spread(row),
+        "metric": mean_and_std(row),
         "seeds": row.spread.count if row.spread else 0,
         "length": row.length,
-        "difference": None if against is None else points(against.difference),
-        "way": "" if against is None or not against.clear else "better" if against.difference > 0 else "worse",
-        "interval": "" if against is None or against.interval is None else " to ".join(map(points, against.interval)),
-        "p": [] if against is None else [(chance(p), chance(raised)) for p, raised in against.chances],
-        "price": price,
+        "difference": None if test is None else points(test.difference),
+        "direction": "" if test is None or not test.clear else "better" if test.difference > 0 else "worse",
+        "interval": "" if test is None or test.interval is None else " to ".join(map(points, test.interval)),
+        "p": [] if test is None else [(p_value(p), p_value(corrected)) for p, corrected in test.p_values],
+        "price": row.price,
         "failures": row.failures,
     }
 
 
-def _further(found: Comparison) -> dict[str, Any] | None:
-    figures = found.further()
-    if not figures:
-        return None
-    rows = [(r.variant, [share_and_spread(figures[n].get(r.variant)) for n in figures]) for r in found.rows]
-    return {"names": list(figures), "rows": rows}
+def _further(comparison: Comparison) -> dict[str, Any] | None:
+    metrics = comparison.further()
+    rows = [(r.variant, [share_and_std(metrics[n].get(r.variant)) for n in metrics]) for r in comparison.rows]
+    return {"names": list(metrics), "rows": rows} if metrics else None
 
 
-def _cost_charts(found: Comparison) -> list[tuple[str, Markup]]:
-    priced = [(i, row) for i, row in enumerate(found.rows) if row.price is not None and row.spread is not None]
+def _cost_charts(comparison: Comparison) -> list[Chart]:
     charts = []
-    for heading, cost_of, label, tell in (
-        ("Multiply-accumulates", lambda p: p.macs, "multiply-accumulates of an image", amount),
-        ("Parameters", lambda p: p.parameters, "parameters", amount),
-        (
-            "Time of inference",
-            lambda p: None if p.images_per_second is None else 1e3 / p.images_per_second,
-            "milliseconds an image, inference",
-            number,
-        ),
-        ("Time of training", lambda p: p.seconds, "seconds of training", number),
-    ):
-        known = [(i, row, cost_of(row.price)) for i, row in priced]
-        rows = [(i, row, float(cost)) for i, row, cost in known if cost is not None]
-        costs = [cost for _, _, cost in rows]
-        if len(rows) < 2 or max(costs) <= 1.01 * min(costs):  # no axis without a difference
-            continue
-        values = [row.spread.mean for _, row, _ in rows if row.spread is not None]
-        drawn = [
-            Point(row.variant, i, cost, value, row.spread.std if row.spread else math.nan, front)
-            for (i, row, _), cost, value, front in zip(rows, costs, values, pareto(costs, values), strict=True)
+    for heading, label, cost_of, tell in COSTS:
+        known = [
+            (index, row.variant, float(cost), row.spread)
+            for index, row in enumerate(comparison.rows)
+            if row.price is not None and row.spread is not None and (cost := cost_of(row.price)) is not None
         ]
-        title = f"{FIGURES[found.figure]} against {label}"
+        costs = [cost for _, _, cost, _ in known]
+        if len(known) < 2 or max(costs) <= 1.01 * min(costs):  # no axis without a difference
+            continue
+        front = pareto(costs, [spread.mean for *_, spread in known])
+        drawn = [
+            Point(name, index, cost, spread.mean, spread.std, on)
+            for (index, name, cost, spread), on in zip(known, front, strict=True)
+        ]
+        title = f"{METRICS[comparison.metric]} against {label}"
         charts.append((heading, pareto_chart(drawn, title=title, x_label=label, tell_cost=tell)))
     return charts
 
 
-def _curves(found: Comparison) -> list[tuple[str, Markup]]:
-    colours = {row.variant: i for i, row in enumerate(found.rows)}
-
+def _curves(comparison: Comparison) -> list[Chart]:
     def whole(share: float) -> str:
         return f"{100 * share:.4g} %"
 
-    made = []
-    for heading, figure, split, tell, axis in (
-        (f"Validation {FIGURES[found.figure]}", found.figure, "val", percent, whole),
+    colours = {row.variant: i for i, row in enumerate(comparison.rows)}
+    charts = []
+    for heading, metric, split, tell, axis in (
+        (f"Validation {METRICS[comparison.metric]}", comparison.metric, "val", percent, whole),
         ("Validation loss", "loss", "val", number, "{:g}".format),
         ("Training loss", "loss", "train", number, "{:g}".format),
     ):
-        curves = {row.variant: [m.course(figure, split) for m in row.members] for row in found.rows if row.members}
+        curves = {row.variant: [m.course(metric, split) for m in row.members] for row in comparison.rows if row.members}
         if any(len(seed) > 1 for seeds in curves.values() for seed in seeds):
             chart = curves_chart(curves, title=f"{heading} over epochs", tell=tell, tell_axis=axis, colours=colours)
-            made.append((heading, chart))
-    return made
+            charts.append((heading, chart))
+    return charts
 
 
-def _sure(against: Against) -> bool:
-    """Of few images an interval can leave out zero where an exact test does not."""
-    return against.clear and (against.p_images is None or against.p_images <= 0.05)
-
-
-def _disagreement(found: Comparison) -> dict[str, Any] | None:
-    rates = found.disagreement
+def _disagreement(comparison: Comparison) -> dict[str, Any] | None:
+    rates, names = comparison.disagreement, comparison.predicted
     if rates is None or not np.isfinite(rates).any():
         return None
-    pairs = [
-        (found.judged[i], found.judged[j], float(rates[i, j]))
-        for i in range(len(found.judged))
-        for j in range(i + 1, len(found.judged))
-        if math.isfinite(rates[i, j])
+    upper = [(i, j) for i, j in zip(*np.triu_indices(len(names), 1), strict=True) if math.isfinite(rates[i, j])]
+    pairs = sorted(((names[i], names[j], float(rates[i, j])) for i, j in upper), key=lambda pair: -pair[2])
+    chart = disagreement_chart(rates, names, title="Share of images that two classify differently, in percent")
+    return {"chart": chart, "pairs": pairs[:10], "seeds": np.isfinite(rates.diagonal()).any()}
+
+
+def disagreement_chart(rates: NDArray[np.float64], names: Sequence[str], *, title: str) -> Markup:
+    """A square of shares [variants, variants], darker where two classify differently more often."""
+    count = len(names)
+    cell = min(84.0, max(46.0, 480 / count))
+    short = [shorten(n, LONGEST_CHART_NAME) for n in names]
+    longest = CHARACTER * max(map(len, short))
+    left, top = 14 + longest, 14 + 0.75 * longest
+    size = (round(left + cell * count + max(0.75 * longest - cell / 2, 4)), round(top + cell * count + 4))
+    highest = float(np.nanmax(rates)) if np.isfinite(rates).any() else 1.0
+    leaning = Markup('<text class="axis" transform="translate({:.1f} {:.1f}) rotate(-45)">{}</text>')
+    parts = [_text(left - 6, top + cell * (i + 0.5) + 4, name, "axis", "end") for i, name in enumerate(short)]
+    parts += [leaning.format(left + cell * (i + 0.5), top - 6, name) for i, name in enumerate(short)]
+    shaded = Markup('<g><title>{}</title><rect class="{}" {} fill-opacity="{:.2f}"/>{}</g>')
+    for i, j in np.argwhere(np.isfinite(rates)).tolist():
+        rate, x, y = float(rates[i, j]), left + cell * j, top + cell * i
+        pair = f"two seeds of {names[i]}" if i == j else f"{names[i]} and {names[j]}"
+        parts.append(
+            shaded.format(
+                f"{pair} classify {percent(rate, 2)} of the images differently",
+                "wrong" if i == j else "right",
+                _box(x, y, cell - 1, cell - 1),
+                0.05 + 0.5 * rate / max(highest, 1e-9),
+                _text(x + cell / 2, y + cell / 2 + 4, f"{100 * rate:.1f}", "count", "middle"),
+            )
+        )
+    return _svg(size, title, *parts)
+
+
+def _gains(comparison: Comparison) -> list[Chart]:
+    variants = [row.variant for row in comparison.rows if row.variant != comparison.baseline]
+    gains = {name: values for name in variants if (values := comparison.class_gains(name)) is not None}
+    title = "Gain of {} over {}, class by class".format
+    return [
+        (name, gains_chart(values, comparison.classes, title=title(name, comparison.baseline)))
+        for name, values in list(gains.items())[:MOST_VARIANTS]
     ]
-    chart = disagreement_chart(rates, found.judged, title="Share of images on which two decide differently, in percent")
-    return {
-        "chart": chart,
-        "pairs": sorted(pairs, key=lambda p: -p[2])[:10],
-        "seeds": np.isfinite(rates.diagonal()).any(),
-    }
 
 
-def _gains(found: Comparison) -> list[tuple[str, Markup]]:
-    made: list[tuple[str, Markup]] = []
-    for row in found.rows:
-        gains = found.class_gains(row.variant)
-        if row.variant != found.baseline and gains is not None and len(made) < MOST_GAINS:
-            title = f"Gain of {row.variant} over {found.baseline}, class by class"
-            made.append((row.variant, gains_chart(gains, found.classes, title=title)))
-    return made
+def gains_chart(gains: NDArray[np.float64], names: Sequence[str], *, title: str, width: int = 440) -> Markup:
+    """One bar per class to the right (gained) or to the left (lost), best first; of many classes both ends."""
+    order = [int(i) for i in np.argsort(-gains, kind="stable") if math.isfinite(gains[i])]
+    if len(order) > MOST_CLASSES:
+        order = order[: MOST_CLASSES // 2] + order[-MOST_CLASSES // 2 :]
+    if not order:
+        return _svg((width, 40), title, _text(width / 2, 24, "nothing to compare", "axis", "middle"))
+    short, labels = [shorten(names[i], 22) for i in order], [points(float(gains[i]), 1) for i in order]
+    left, end = 12 + CHARACTER * max(map(len, short)), width - 8.0
+    middle, room = (left + end) / 2, 8 + CHARACTER * max(map(len, labels))
+    length = Scale(0, max(1e-9, float(np.abs(gains[order]).max())), 0, (end - left) / 2 - room)
+    parts = [Markup('<path class="grid" d="M{0:.1f} 2V{1:.1f}"/>').format(middle, 20 * len(order) + 2)]
+    bar = Markup('<g><title>{}</title>{}<rect class="{}" {}/>{}</g>')
+    for row, i in enumerate(order):
+        long, better = length(abs(float(gains[i]))), gains[i] >= 0
+        start, at, anchor = (
+            (middle, middle + long + 6, "start") if better else (middle - long, middle - long - 6, "end")
+        )
+        parts.append(
+            bar.format(
+                f"{names[i]}: {labels[row]} points",
+                _text(left - 6, 20 * row + 14, short[row], "axis", "end"),
+                "gain" if better else "loss",
+                _box(start, 20 * row + 4, long, 13),
+                _text(at, 20 * row + 14, labels[row], "axis", anchor),
+            )
+        )
+    return _svg((width, 20 * len(order) + 4), title, *parts)
 
 
-def _seeds(found: Comparison) -> dict[str, Any] | None:
-    if not found.seed_study:
+def _seeds(comparison: Comparison) -> dict[str, Any] | None:
+    studies = comparison.seed_study
+    if not studies:
         return None
-    colours = {row.variant: i for i, row in enumerate(found.rows)}
-    rows, between = [], []
     early: dict[str, Sequence[Mapping[float, float]]] = {}
-    for variant, study in found.seed_study.items():
-        for name, one in study["sets"].items():
-            rows.append((variant, name, one))
-        between += [(variant, pair) for pair in study.get("between", ())]
+    for variant, study in studies.items():
         course = {e["epoch"]: e["spearman"] for e in study.get("early", ()) if e["spearman"] is not None}
         if len(course) > 1 and len(study["seeds"]) >= ENOUGH:
             early[variant] = [course]
-    chart = None
-    if early:
-        chart = curves_chart(early, title="Rank correlation of an early look with the final figure", colours=colours)
-    return {"rows": rows, "between": between, "early": chart, "enough": ENOUGH}
+    colours = {row.variant: i for i, row in enumerate(comparison.rows)}
+    title = "Rank correlation of early evaluations with the final metric"
+    return {
+        "rows": [
+            (variant, name, values) for variant, study in studies.items() for name, values in study["sets"].items()
+        ],
+        "between": [(variant, pair) for variant, study in studies.items() for pair in study.get("between", ())],
+        "early": curves_chart(early, title=title, colours=colours) if early else None,
+        "enough": ENOUGH,
+    }
 
 
-LONGEST_NAME = 16
-SIDE_BY_SIDE = 4  # further figures in 80 columns
+# Tables for the terminal
 
 
-def comparison_tables(found: Comparison) -> Group:
-    """Accuracy, cost, spread over seeds, failures and what a person should know."""
-    parts: list[Table | Text] = [accuracy(found), Text(), costs(found), Text(lengths(found))]
-    parts += [part for table in further(found) for part in (Text(), table)]
-    if found.seed_study:
-        parts += [Text(), seeds(found)]
-    parts += [Text(line, style="red") for line in failures(found)]
-    parts += [Text(), Text(verdict(found)), *map(Text, found.notes)]
-    tested = sum(row.against is not None for row in found.rows)
-    if tested > 1:
-        parts.append(Text(f"p is of each comparison alone; the report also has it raised for all {tested} (Holm)"))
+def comparison_tables(comparison: Comparison) -> Group:
+    """Accuracy, cost, spread over seeds, failures and notes."""
+    parts: list[Table | Text] = [accuracy(comparison), Text(), costs(comparison), Text(lengths(comparison))]
+    parts += [part for table in further(comparison) for part in (Text(), table)]
+    if comparison.seed_study:
+        parts += [Text(), seeds(comparison)]
+    parts += [Text(line, style="red") for line in failures(comparison)]
+    parts += [Text(), Text(verdict(comparison)), *map(Text, comparison.notes)]
+    tests = sum(row.against is not None for row in comparison.rows)
+    if tests > 1:
+        parts.append(Text(f"p is of each comparison alone; the report also has it corrected for all {tests} (Holm)"))
     return Group(*parts)
 
 
-def accuracy(found: Comparison) -> Table:
-    """Mean and spread of each variant, and what speaks for a difference from the baseline."""
-    table = _table(
-        f"{found.name}: {FIGURES[found.figure]} on {found.split} in percent, points against {found.baseline}"
-    )
+def accuracy(comparison: Comparison) -> Table:
+    """Mean and spread of each variant, and the evidence for a difference from the baseline."""
+    metric = METRICS[comparison.metric]
+    title = f"{comparison.name}: {metric} on {comparison.split} in percent, points against {comparison.baseline}"
     names = ("mean ± std", "seeds", "points", "95 % interval", "p seeds", "p images")
     shown = names[: None if shutil.get_terminal_size().columns >= WIDE else -2]  # the report has them all
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found.rows:
-        against = row.against
+    table = _table(title, *shown)
+    for row in comparison.rows:
         cells = [MISSING] * 4
-        if against is not None:
-            interval = MISSING if against.interval is None else " to ".join(points(v, 1) for v in against.interval)
-            cells = [points(against.difference), interval, *(chance(p) for p, _ in against.chances)]
-        cells = [mean_and_spread(row).removesuffix(" %"), f"{len(row.members)}", *cells]
+        if (test := row.against) is not None:
+            interval = MISSING if test.interval is None else " to ".join(points(v, 1) for v in test.interval)
+            cells = [points(test.difference), interval, *(p_value(p) for p, _ in test.p_values)]
+        cells = [mean_and_std(row).removesuffix(" %"), f"{len(row.members)}", *cells]
         table.add_row(_name(row.variant), *cells[: len(shown)])
     return table
 
 
-def further(found: Comparison) -> list[Table]:
-    """What evaluators found beside classification, as many figures side by side as fit."""
-    figures = found.further()
-    names, tables = list(figures), []
-    for start in range(0, len(names), SIDE_BY_SIDE):
-        some = names[start : start + SIDE_BY_SIDE]
-        table = _table("further figures, mean ± std over seeds")
-        for name in some:
-            table.add_column(shorten(name, 15), justify="right", no_wrap=True)
-        for row in found.rows:
-            table.add_row(_name(row.variant), *(share_and_spread(figures[n].get(row.variant)) for n in some))
+def further(comparison: Comparison) -> list[Table]:
+    """Metrics of evaluators other than classification, as many per table as fit."""
+    metrics = comparison.further()
+    names, tables = list(metrics), []
+    for start in range(0, len(names), PER_TABLE):
+        shown = names[start : start + PER_TABLE]
+        table = _table("further metrics, mean ± std over seeds", *(shorten(name, 15) for name in shown))
+        for row in comparison.rows:
+            table.add_row(_name(row.variant), *(share_and_std(metrics[n].get(row.variant)) for n in shown))
         tables.append(table)
     return tables
 
 
-def costs(found: Comparison) -> Table:
-    """What each variant takes."""
-    table = _table("cost" + (f": {found.conditions}" if found.conditions else ""))
-    for name in ("parameters", "MACs", "img/s", "memory", "training"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found.rows:
+def costs(comparison: Comparison) -> Table:
+    """Size, speed, memory and training time of each variant."""
+    title = "cost" + (f": {comparison.conditions}" if comparison.conditions else "")
+    table = _table(title, "parameters", "MACs", "img/s", "memory", "training")
+    for row in comparison.rows:
         price = row.price
         cells = [MISSING] * 5
         if price is not None:
@@ -342,42 +393,43 @@ def costs(found: Comparison) -> Table:
     return table
 
 
-def lengths(found: Comparison) -> str:
-    """How long each variant trained, in a word where that is the same for all."""
-    told = {row.variant: row.length for row in found.rows if row.length}
-    rule = f" ({found.budget})" if found.budget else ""
-    if len(set(told.values())) == 1:
-        return f"length: {next(iter(told.values()))}{rule}"
-    return f"length{rule}: " + ", ".join(f"{name} {length}" for name, length in told.items()) if told else ""
+def lengths(comparison: Comparison) -> str:
+    """How long each variant trained, once where that is the same for all."""
+    texts = {row.variant: row.length for row in comparison.rows if row.length}
+    rule = f" ({comparison.budget})" if comparison.budget else ""
+    if len(set(texts.values())) == 1:
+        return f"length: {next(iter(texts.values()))}{rule}"
+    return f"length{rule}: " + ", ".join(f"{name} {length}" for name, length in texts.items()) if texts else ""
 
 
-def seeds(found: Comparison) -> Table:
-    """What only the seed changed."""
-    table = _table("over seeds, in percent")
-    for name in ("images", "seeds", "mean", "std", "lowest", "highest", "range"):
-        table.add_column(name, justify="left" if name == "images" else "right", no_wrap=True)
-    for variant, study in found.seed_study.items():
-        for name, one in study["sets"].items():
-            values = (one["mean"], one["std"], one["low"], one["high"], one["range"])
+def seeds(comparison: Comparison) -> Table:
+    """Effect of the seed alone."""
+    table = _table("over seeds, in percent", "images", "seeds", "mean", "std", "lowest", "highest", "range")
+    table.columns[1].justify = "left"
+    for variant, study in comparison.seed_study.items():
+        for name, spread in study["sets"].items():
+            values = (spread[key] for key in ("mean", "std", "low", "high", "range"))
             cells = [MISSING if v is None else f"{100 * v:.2f}" for v in values]
-            table.add_row(_name(variant), Text(shorten(name, 16)), f"{one['count']}", *cells)
+            table.add_row(_name(variant), Text(shorten(name, 16)), f"{spread['count']}", *cells)
     return table
 
 
-def failures(found: Comparison) -> list[str]:
-    """One line a variant and reason."""
-    seeds: dict[tuple[str, str], list[str]] = {}
-    for one in found.failures:
-        seeds.setdefault((one.variant, one.reason), []).append(str(one.seed))
+def failures(comparison: Comparison) -> list[str]:
+    """One line per variant and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for failure in comparison.failures:
+        groups.setdefault((failure.variant, failure.reason), []).append(str(failure.seed))
     return [
-        f"{variant} failed (seed{'s' if len(which) > 1 else ''} {', '.join(which)}): {reason}"
-        for (variant, reason), which in seeds.items()
+        f"{variant} failed (seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}): {reason}"
+        for (variant, reason), seeds in groups.items()
     ]
 
 
-def _table(title: str) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column("variant")  # the one that is cut where the terminal is narrow
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -9,9 +9,9 @@
     budget: epochs                   # epochs, time, macs: the same for all; none: as each variant says
     baseline: plain                  # what the others are compared with (none: the first)
 
-Runs are named by what they depend on, so studies that have a run in common share it. Only what is not at its default
-enters the name, so a new version with more settings still finds the runs of the one before. Where a version changes a
-*default*, the name says nothing of it; the values that a run stored do, and it is then not shared (`run_folder`).
+Runs are named by a hash of all they depend on, so studies that have a run in common share it. Only what is not at its
+default enters the name, so a new version with more settings still finds the runs of the one before. Where a version
+changes a *default*, the name does not show it; the stored values do, and the run is then not shared (`run_folder`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from vitrail.config import RunConfig, from_mapping, load_yaml
+from vitrail.files import write_text
 from vitrail.recipes import RECIPES, recipe
 from vitrail.schema import ConfigError, build, near, plain
 
@@ -36,17 +37,18 @@ Budget = Literal["epochs", "time", "macs", "none"]
 STUDIES = Path("runs") / "studies"
 KEYS = ("name", "base", "variants", "seeds", "budget", "baseline", "test_sets")
 SHARED = "run-"  # how folders of shared runs begin
-# Where a run is made and kept does not change what comes out.
+# Settings of the machine, which do not change the result of a run.
 MACHINE = (
-    *(("out",), ("data", "workers"), ("engine", "device")),
-    *(("engine", "keep"), ("engine", "checkpoint_every"), ("engine", "track")),
+    ("out",),
+    ("data", "workers"),
+    *(("engine", name) for name in ("device", "keep", "checkpoint_every", "track")),
 )
 LENGTHS = ("epochs", "steps")
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared. Every problem is raised at once, as `ConfigError`, when it is made.
+    """Variants of one configuration over seeds. Every problem is raised at once, as `ConfigError`, on construction.
 
     >>> study = Study("flips", recipe("demo"), {"none": {}, "half": {"data": {"augment": {"flip": 0.5}}}}, seeds=(0, 1))
     >>> study.baseline, study.configs["half"].data.augment.flip
@@ -59,7 +61,7 @@ class Study:
     seeds: Sequence[int] = (0, 1, 2)
     budget: Budget = "epochs"
     baseline: str = ""  # empty: the first variant
-    test_sets: Sequence[str] = ()  # further data on which finished runs are judged
+    test_sets: Sequence[str] = ()  # further data on which finished runs are evaluated
     configs: Mapping[str, RunConfig] = field(init=False, repr=False)  # of each variant, before seed and budget
 
     def __post_init__(self) -> None:
@@ -73,25 +75,19 @@ class Study:
         if self.budget == "epochs" and len({_length(c) for c in configs.values()}) > 1:
             problems.append("budget: epochs means the same length for all; use none to let variants differ in length")
         if not any(problem.startswith("variants.") for problem in problems):
-            problems += _twins(configs)
+            first: dict[str, str] = {}
+            for name, config in configs.items():  # one of two equal variants is probably not what was meant
+                if (same := first.setdefault(run_hash(config, seed=False), name)) != name:
+                    problems.append(f"variants.{name}: the same runs as {same}; nothing that changes a result differs")
         if problems:
             raise ConfigError(problems)
-        object.__setattr__(self, "configs", configs)
-        object.__setattr__(self, "seeds", tuple(self.seeds))
-        object.__setattr__(self, "test_sets", tuple(self.test_sets))
-        object.__setattr__(self, "baseline", self.baseline or next(iter(self.variants)))
+        checked = {"configs": configs, "seeds": tuple(self.seeds), "test_sets": tuple(self.test_sets)}
+        for name, value in {**checked, "baseline": self.baseline or next(iter(self.variants))}.items():
+            object.__setattr__(self, name, value)
 
     def to_mapping(self) -> dict[str, Any]:
-        """What `read_study` reads; the base written out in full."""
-        return {
-            "name": self.name,
-            "base": plain(replace(self.base, out=None)),
-            "variants": {name: plain(changes) for name, changes in self.variants.items()},
-            "seeds": list(self.seeds),
-            "budget": self.budget,
-            "baseline": self.baseline,
-            "test_sets": list(self.test_sets),
-        }
+        """As `read_study` reads it; the base written out in full."""
+        return {key: plain(replace(self.base, out=None) if key == "base" else getattr(self, key)) for key in KEYS}
 
 
 SMOKE = {
@@ -102,17 +98,17 @@ SMOKE = {
 
 
 def smoke(study: Study) -> Study:
-    """The same variants, two steps each on a few images with one seed: whether all of it can be made at all."""
+    """The same variants, two steps each on a few images with one seed: whether all of them can be trained at all."""
     variants = {name: _merged(_settings(changes), SMOKE) for name, changes in study.variants.items()}
     return replace(study, name=f"{study.name}-smoke", variants=variants, seeds=tuple(study.seeds)[:1], budget="none")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(below)
+    merged = dict(below)
     for key, value in above.items():
-        inner = made.get(key)
-        made[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
-    return made
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
+    return merged
 
 
 @dataclass(frozen=True)
@@ -130,18 +126,17 @@ class Planned:
 
 
 def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -> list[Planned]:
-    """Every run of a study, seed by seed, so that an early look sees all variants (where that many are made at a time:
-    see `vitrail.compare.jobs.run_missing`).
+    """Every run of a study, seed by seed, so that all variants have results early (see `run_missing`).
 
     `lengths` holds what the budget rule set: `{"wide": {"epochs": 7.3}}`.
     """
-    made = []
+    runs = []
     for seed in study.seeds:
         for name, config in study.configs.items():
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
             config = replace(config, seed=seed, out=None, optim=optim)  # noqa: PLW2901
-            made.append(Planned(name, seed, config, run_folder(config, root)))
-    return made
+            runs.append(Planned(name, seed, config, run_folder(config, root)))
+    return runs
 
 
 def run_folder(config: RunConfig, root: Path) -> Path:
@@ -160,7 +155,7 @@ def run_folder(config: RunConfig, root: Path) -> Path:
 def _agree(wanted: Mapping[str, Any], stored: Mapping[str, Any], *above: str) -> bool:
     """Whether a run stored the values that are wanted, of the settings that both know.
 
-    One that is younger than the run is at its default, which is to do as before; `auto` was stored as what it became.
+    A setting that is newer than the run is at its default, which changes nothing; `auto` was stored as resolved.
     """
     for key, value in wanted.items():
         if key not in stored or (*above, key) in MACHINE or value == "auto":
@@ -174,7 +169,7 @@ def _agree(wanted: Mapping[str, Any], stored: Mapping[str, Any], *above: str) ->
 
 
 def run_hash(config: RunConfig, *, seed: bool = True) -> str:
-    """Twelve characters that say what a run depends on; where it is made and kept is left out.
+    """Twelve characters that identify everything a run depends on; settings of the machine are left out.
 
     Two configurations with equal hashes give the same run; `seed=False` gives that of the recipe, whatever its seed.
     What is at its default is left out, so a setting that is added later changes no hash.
@@ -182,10 +177,10 @@ def run_hash(config: RunConfig, *, seed: bool = True) -> str:
     values = _chosen(_typed(config))
     for path in (*MACHINE, *(() if seed else (("seed",),))):
         *groups, last = path
-        place = values
+        inner = values
         for group in groups:
-            place = place.get(group, {})
-        place.pop(last, None)
+            inner = inner.get(group, {})
+        inner.pop(last, None)
     # A group whose every choice is of the machine is as one without choices.
     values = {key: value for key, value in values.items() if value != {}}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
@@ -200,13 +195,13 @@ def _typed(config: RunConfig) -> RunConfig:
 def _chosen(value: Any) -> Any:
     """As `plain`, without the fields of dataclasses that are at their defaults; `kind` says which class it is."""
     if is_dataclass(value) and not isinstance(value, type):
-        made = {}
-        for one in fields(value):
-            usual = one.default if one.default_factory is MISSING else one.default_factory()
-            inner = getattr(value, one.name)
-            if one.name == "kind" or inner != usual:
-                made[one.name] = _chosen(inner)
-        return made
+        chosen = {}
+        for setting in fields(value):
+            default = setting.default if setting.default_factory is MISSING else setting.default_factory()
+            inner = getattr(value, setting.name)
+            if setting.name == "kind" or inner != default:
+                chosen[setting.name] = _chosen(inner)
+        return chosen
     if isinstance(value, (list, tuple)):
         return [_chosen(v) for v in value]
     if isinstance(value, Mapping):
@@ -268,8 +263,6 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
 
 def write_study(study: Study, folder: Path) -> Path:
     """`study.yaml`, from which the same study can be read again."""
-    from vitrail.files import write_text
-
     path = folder / "study.yaml"
     write_text(path, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
     return path
@@ -284,21 +277,20 @@ def _base(given: Any) -> RunConfig:
         given = load_yaml(given)
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a recipe, a configuration file or settings, got {given!r}")
-    named = str(given.get("recipe", "vit"))
-    return from_mapping({**given, "out": None}, recipe(named))
+    return from_mapping({**given, "out": None}, recipe(str(given.get("recipe", "vit"))))
 
 
 def _from_module(text: str) -> Study:
     module, _, name = text.partition(":")
     try:
-        found = getattr(import_module(module), name)
+        study = getattr(import_module(module), name)
     except ImportError as error:
         raise ValueError(f"{text}: cannot import {module} ({error})") from None
     except AttributeError:
         raise ValueError(f"{text}: {module} has no {name!r}") from None
-    if not isinstance(found, Study):
-        raise ValueError(f"{text} is {type(found).__name__} and no vitrail.compare.study.Study")
-    return found
+    if not isinstance(study, Study):
+        raise ValueError(f"{text} is {type(study).__name__} and no vitrail.compare.study.Study")
+    return study
 
 
 def _problems(study: Study) -> list[str]:
@@ -343,14 +335,12 @@ def _settings(changes: Any) -> Mapping[str, Any]:
 
 def _over(base: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """`changes` with what the base overrides kept: a variant's `trunk: {width: 96}` leaves the base's depth."""
-    made = dict(changes)
+    merged = dict(changes)
     for name, value in changes.items():
         before = getattr(base, str(name), None)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            made[name] = {**before, **value}
-        elif isinstance(value, Mapping) and before is not None:
-            made[name] = _over(before, value)
-    return made
+        if isinstance(value, Mapping) and before is not None:
+            merged[name] = {**before, **value} if isinstance(before, Mapping) else _over(before, value)
+    return merged
 
 
 def _seed_problems(seeds: Any) -> list[str]:
@@ -362,17 +352,6 @@ def _seed_problems(seeds: Any) -> list[str]:
     if not seeds:
         return ["seeds: at least one is needed (seeds: 3 means 0, 1 and 2)"]
     return ["seeds: one is given twice"] if len(set(seeds)) < len(seeds) else []
-
-
-def _twins(configs: Mapping[str, RunConfig]) -> list[str]:
-    """Variants that differ in nothing that counts: one of them is probably not what was meant."""
-    seen: dict[str, str] = {}
-    problems = []
-    for name, config in configs.items():
-        first = seen.setdefault(run_hash(config, seed=False), name)
-        if first != name:
-            problems.append(f"variants.{name}: the same runs as {first}; nothing that changes a result differs")
-    return problems
 
 
 def _length(config: RunConfig) -> tuple[str, float]:

@@ -1,13 +1,12 @@
-"""Plans of generated images: how many, from which sources, for which classes (as in GeNIe, arXiv 2312.02548).
+"""Generation jobs: images planned by source and target class, generated batch by batch (GeNIe, arXiv 2312.02548).
 
-A plan is a table of whole numbers: it can be stored, inspected, and followed in any order. Everything in it
-follows from a seed and from what each row is made of, so a part of a plan makes the same images as the whole.
+A plan is a table of whole numbers: it can be stored, inspected, and carried out in any order. Everything in it follows
+from a seed and from the sources of each row, so a part of a plan generates the same images as the whole. Each image is
+a file of its own, so that a kill loses one batch at most.
 
-Following a plan: images made batch by batch, each a file of its own, so that a kill loses one batch at most.
-
-OUT/plan.json        what is to be made, and how
-OUT/made/00012.png   number 12 of the plan; what it was made of stands in the file itself
-OUT/manifest.jsonl   the same for all, when all are there
+OUT/plan.json         the job
+OUT/made/000012.png   sample 12 of the plan; its record (source, method, noise, seed) is in the file itself
+OUT/manifest.jsonl    the records of all, when all are there
 """
 
 from __future__ import annotations
@@ -22,22 +21,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
-from torch import Tensor
 
 from vitrail.data.counter import seed_of
+from vitrail.engine.progress import Progress
 from vitrail.files import replacing, write_text
-from vitrail.generate.methods import OF_ITS_OWN, OF_NOTHING, Made, Request, Tools, make
+from vitrail.generate.methods import OF_ITS_OWN, OF_NOTHING, Request, Samples, Tools, generate
+
+PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
+COLUMNS = ("source", "own", "target", "seeds")
+RECORD = "vitrail"  # name of the text in a PNG
 
 Policy = Literal["all", "random", "confused"]
 Ints = NDArray[np.int64]
+ReadImage = Callable[[int], NDArray[np.uint8]]  # row of the training split -> image [side, side, 3]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Images to be made, one a row. Places are rows of the training split."""
+    """Images to be generated, one per row. Images are given as rows of the training split."""
 
-    source: Ints  # [rows] place of an image of another class
-    own: Ints  # [rows] place of an image of the target class
+    source: Ints  # [rows] an image of another class
+    own: Ints  # [rows] an image of the target class
     target: Ints  # [rows] class
     seeds: Ints  # [rows]
 
@@ -49,18 +53,18 @@ class Plan:
         return np.bincount(self.target, minlength=classes).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name).tolist() for name in ("source", "own", "target", "seeds")}
+        return {name: getattr(self, name).tolist() for name in COLUMNS}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
         """Raises `ValueError` for what is no plan."""
         try:
-            parts = [np.asarray(values[name], np.int64) for name in ("source", "own", "target", "seeds")]
+            columns = [np.asarray(values[name], np.int64) for name in COLUMNS]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan of images to be made ({type(error).__name__}: {error})") from None
-        if len({part.shape for part in parts}) != 1 or parts[0].ndim != 1:
+        if len({column.shape for column in columns}) != 1 or columns[0].ndim != 1:
             raise ValueError("this is no plan of images to be made: its columns have different lengths")
-        return cls(*parts)
+        return cls(*columns)
 
 
 def make_plan(
@@ -78,10 +82,10 @@ def make_plan(
 ) -> Plan:
     """A plan for a training split with `labels` [images].
 
-    `each` new images a class, or as many as bring it `up_to` so many; only for classes with fewer than `below` images
+    `each` new images per class, or as many as bring it `up_to` so many; only for classes with fewer than `below` images
     (none: all), or for those named by `only`. Sources: images of `all` other classes in turn, of other classes drawn at
-    `random`, or of the `top` classes that `confusion` [true, said] mixes up with the target most, in either direction.
-    Raises `ValueError` where nothing is left to do, or nothing can be made.
+    `random`, or of the `top` classes that `confusion` [true, predicted] confuses with the target most, in either
+    direction. Raises `ValueError` where nothing is left to do, or nothing can be generated.
     """
     counts = np.bincount(labels, minlength=len(classes))
     if (each is None) == (up_to is None):
@@ -96,25 +100,29 @@ def make_plan(
         raise ValueError(f"no policy {policy!r}; there are {', '.join(get_args(Policy))}")
     if policy == "confused" and (confusion is None or confusion.shape != (len(classes), len(classes))):
         raise ValueError(f"the policy confused needs a confusion matrix of {len(classes)} classes")
-    places = [np.flatnonzero(labels == c) for c in range(len(classes))]
+    members = [np.flatnonzero(labels == c) for c in range(len(classes))]
     rows: list[tuple[int, int, int, int]] = []
     for target in np.flatnonzero(wanted).tolist():
-        others = _others(target, places, policy, confusion, top)
-        if not len(others):
+        others = [c for c in range(len(classes)) if c != target and len(members[c])]
+        if policy == "confused":
+            assert confusion is not None
+            confused = confusion[target] + confusion[:, target]
+            others = sorted(others, key=lambda c: (-int(confused[c]), c))[:top]
+        if not others:
             raise ValueError(f"class {classes[target]} has no other class to be made from")
         for number in range(int(wanted[target])):
+            pool = members[others[number % len(others)]]  # classes in turn, an image of each drawn by seed
             if policy == "random":
-                source = int(others[seed_of("augment", seed, target, number, 0) % len(others)])
-            else:
-                source = _in_turn(others, labels, number, seed, target)
-            own = int(places[target][number % len(places[target])])
+                pool = np.concatenate([members[c] for c in others])
+            draw = seed_of("augment", seed, target, number, 0 if policy == "random" else 1)
+            source = int(pool[draw % len(pool)])
+            own = int(members[target][number % len(members[target])])
             rows.append((source, own, target, seed_of("genie", seed, source, target, number) >> 1))
     return Plan(*(np.array(column, np.int64) for column in zip(*rows, strict=True)))
 
 
-def _wanted(
-    counts: Ints, each: int | None, up_to: int | None, below: int | None, only: Sequence[int] | None
-) -> NDArray[np.int64]:
+def _wanted(counts: Ints, each: int | None, up_to: int | None, below: int | None, only: Sequence[int] | None) -> Ints:
+    """New images of each class."""
     for name, value in (("each", each), ("up_to", up_to), ("below", below)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is a number of images and must be at least 1, not {value}")
@@ -126,34 +134,13 @@ def _wanted(
     return np.asarray(wanted, np.int64)
 
 
-def _others(target: int, places: Sequence[Ints], policy: str, confusion: Ints | None, top: int) -> Ints:
-    """Places of images that the target's may be made from; of the most confused classes first."""
-    kinds = [c for c in range(len(places)) if c != target and len(places[c])]
-    if policy == "confused":
-        assert confusion is not None
-        mixed = confusion[target] + confusion[:, target]
-        kinds = sorted(kinds, key=lambda c: (-int(mixed[c]), c))[:top]
-    return np.concatenate([places[c] for c in kinds]) if kinds else np.zeros(0, np.int64)
-
-
-def _in_turn(others: Ints, labels: Ints, number: int, seed: int, target: int) -> int:
-    """An image of the classes of `others` in turn, drawn by seed."""
-    order = list(dict.fromkeys(labels[others].tolist()))
-    of = others[labels[others] == order[number % len(order)]]
-    return int(of[seed_of("augment", seed, target, number, 1) % len(of)])
-
-
-PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
-FACTS = "vitrail"  # name of the text in a PNG
-
-
 @dataclass(frozen=True)
 class GenerationJob:
-    """A plan, and what it is to be followed with."""
+    """A plan, and how it is carried out."""
 
     plan: Plan
     method: str
-    model: str  # of the images, in words
+    model: str  # that generates, in words
     data: str
     classes: tuple[str, ...]
     prompts: tuple[str, ...]  # empty where the model takes classes by number
@@ -162,17 +149,17 @@ class GenerationJob:
     r_schedule: str | None = None  # on which r is stated (none: that of the model)
 
     def to_json(self) -> dict[str, Any]:
-        facts = {name: getattr(self, name) for name in ("method", "model", "data", "r", "seed")}
-        facts |= {"r_schedule": self.r_schedule} if self.r_schedule else {}  # older plans have none
-        return {**facts, "classes": list(self.classes), "prompts": list(self.prompts), "plan": self.plan.to_json()}
+        values = {name: getattr(self, name) for name in ("method", "model", "data", "r", "seed")}
+        values |= {"r_schedule": self.r_schedule} if self.r_schedule else {}  # older plans have none
+        return {**values, "classes": list(self.classes), "prompts": list(self.prompts), "plan": self.plan.to_json()}
 
 
-def begin(folder: Path, order: GenerationJob) -> None:
+def store_plan(folder: Path, job: GenerationJob) -> None:
     """Write the plan into `folder`, or make sure that the one there is the same.
 
-    Raises `ValueError` where the folder holds what another order made.
+    Raises `ValueError` where the folder holds images of another job.
     """
-    text = json.dumps(order.to_json(), ensure_ascii=False)
+    text = json.dumps(job.to_json(), ensure_ascii=False)
     path = folder / PLAN
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) != json.loads(text):
@@ -183,104 +170,85 @@ def begin(folder: Path, order: GenerationJob) -> None:
     write_text(path, text)
 
 
-def follow(
-    folder: Path,
-    order: GenerationJob,
-    read: Callable[[int], NDArray[np.uint8]],
-    labels: NDArray[np.int64],
-    tools: Tools,
-    *,
-    batch: int = 64,
-    advance: Callable[[int], None] | None = None,
+def run_job(
+    folder: Path, job: GenerationJob, read: ReadImage, labels: Ints, tools: Tools, progress: Progress, batch: int = 64
 ) -> int:
-    """Make what is missing; returns how many images were made now.
+    """Generate what is missing; returns how many images are new.
 
-    `read(place)` gives a training image as the model takes it, [side, side, 3]. Batches are those of the plan whatever
-    is missing, so that an image is the same bits however often the work was interrupted.
+    Batches are those of the plan whatever is missing, so that an image is the same bits however often the job was
+    interrupted.
     """
     new = 0
-    for first in range(0, len(order.plan), batch):
-        numbers = range(first, min(first + batch, len(order.plan)))
-        missing = [n for n in numbers if not place_of(folder, n).is_file()]
+    for first in range(0, len(job.plan), batch):
+        numbers = range(first, min(first + batch, len(job.plan)))
+        missing = [n for n in numbers if not image_path(folder, n).is_file()]
         if missing:
-            made = make(order.method, _request(order, numbers, read, labels), tools)
+            samples = generate(job.method, _request(job, numbers, read, labels), tools)
             for n in missing:
-                _write(place_of(folder, n), made, n - first, _facts(order, n, made, n - first, labels))
+                _write(image_path(folder, n), samples, n - first, _record(job, n, samples, n - first, labels))
             new += len(missing)
-        if advance is not None:
-            advance(len(numbers))
+        progress.advance(len(numbers))
     return new
 
 
-def finish(folder: Path, count: int) -> list[dict[str, Any]]:
-    """The manifest of all images, read from their files and written beside them."""
-    rows = [read_facts(place_of(folder, n)) for n in range(count)]
-    write_text(folder / MANIFEST, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return rows
+def write_manifest(folder: Path, count: int) -> list[dict[str, Any]]:
+    """The records of all images, read from their files and written next to them."""
+    records = [read_record(image_path(folder, n)) for n in range(count)]
+    write_text(folder / MANIFEST, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return records
 
 
-def place_of(folder: Path, number: int) -> Path:
+def image_path(folder: Path, number: int) -> Path:
     return folder / MADE / f"{number:06d}.png"
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """What a made image says of itself. Raises `ValueError` for a file that says nothing."""
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in a generated image. Raises `ValueError` for a file without one."""
     try:
         with Image.open(path) as image:
-            found: dict[str, Any] = json.loads(image.info[FACTS])
+            record: dict[str, Any] = json.loads(image.info[RECORD])
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is damaged or was not made here; delete it and run the same command again") from error
-    return found
+    return record
 
 
-def _request(
-    order: GenerationJob, numbers: Sequence[int], read: Callable[[int], NDArray[np.uint8]], labels: NDArray[np.int64]
-) -> Request:
+def _request(job: GenerationJob, numbers: Sequence[int], read: ReadImage, labels: Ints) -> Request:
     """The rows of one batch, with the images that they need and no others."""
     rows = np.asarray(numbers)
-    source, own = order.plan.source[rows], order.plan.own[rows]
-    pool, where = np.unique(np.concatenate([source, own]), return_inverse=True)
-    images = torch.from_numpy(np.stack([read(int(place)) for place in pool])).permute(0, 3, 1, 2).contiguous()
-    spots = torch.from_numpy(where)
-    return Request(
-        images,
-        torch.from_numpy(labels[pool]),
-        spots[: len(rows)],
-        spots[len(rows) :],
-        torch.from_numpy(order.plan.target[rows]),
-        torch.from_numpy(order.plan.seeds[rows]),
-        len(order.classes),
-    )
+    pool, index = np.unique(np.concatenate([job.plan.source[rows], job.plan.own[rows]]), return_inverse=True)
+    images = torch.from_numpy(np.stack([read(int(i)) for i in pool])).permute(0, 3, 1, 2).contiguous()
+    source, own = torch.from_numpy(index).split(len(rows))
+    target, seeds = (torch.from_numpy(column[rows]) for column in (job.plan.target, job.plan.seeds))
+    return Request(images, torch.from_numpy(labels[pool]), source, own, target, seeds, len(job.classes))
 
 
-def _facts(order: GenerationJob, number: int, made: Made, row: int, labels: NDArray[np.int64]) -> dict[str, Any]:
-    plan, target = order.plan, int(order.plan.target[number])
-    levels: Tensor | None = made.r
-    r = float(levels[row]) if levels is not None else order.r if order.method == "genie" else None
-    place = int((plan.own if order.method in OF_ITS_OWN else plan.source)[number])
-    source = None if order.method in OF_NOTHING else place
-    weights = made.weights[row]
-    mixed = {order.classes[c]: round(float(weights[c]), 6) for c in weights.nonzero()[:, 0].tolist()}
+def _record(job: GenerationJob, number: int, samples: Samples, row: int, labels: Ints) -> dict[str, Any]:
+    plan, target = job.plan, int(job.plan.target[number])
+    r = float(samples.r[row]) if samples.r is not None else job.r if job.method == "genie" else None
+    sources = plan.own if job.method in OF_ITS_OWN else plan.source
+    source = None if job.method in OF_NOTHING else int(sources[number])
+    weights = samples.weights[row]
+    mixed = {job.classes[c]: round(float(weights[c]), 6) for c in weights.nonzero()[:, 0].tolist()}
     return {
         "number": number,
-        "method": order.method,
-        "target": order.classes[target],
+        "method": job.method,
+        "target": job.classes[target],
         "source": source,
-        "source_class": None if source is None else order.classes[int(labels[source])],
-        **({"with": int(plan.own[number])} if order.method in ("mixup", "cutmix") else {}),
+        "source_class": None if source is None else job.classes[int(labels[source])],
+        **({"with": int(plan.own[number])} if job.method in ("mixup", "cutmix") else {}),
         "r": r,
-        **({"r_schedule": order.r_schedule} if order.r_schedule and r is not None else {}),
+        **({"r_schedule": job.r_schedule} if job.r_schedule and r is not None else {}),
         "seed": int(plan.seeds[number]),
-        "prompt": order.prompts[target] if order.prompts else None,
-        "model": order.model,
-        "evaluations": made.evaluations,
+        "prompt": job.prompts[target] if job.prompts else None,
+        "model": job.model,
+        "evaluations": samples.evaluations,
         **({"classes": mixed} if len(mixed) > 1 else {}),
     }
 
 
-def _write(path: Path, made: Made, row: int, facts: dict[str, Any]) -> None:
+def _write(path: Path, samples: Samples, row: int, record: dict[str, Any]) -> None:
     text = PngImagePlugin.PngInfo()
-    text.add_itxt(FACTS, json.dumps(facts, ensure_ascii=False))
-    pixels = made.images[row].permute(1, 2, 0).cpu().numpy()
+    text.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+    pixels = samples.images[row].permute(1, 2, 0).cpu().numpy()
     with replacing(path) as temporary:
         Image.fromarray(np.ascontiguousarray(pixels)).save(temporary, "png", pnginfo=text)

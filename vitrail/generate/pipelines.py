@@ -1,10 +1,10 @@
 """Published text-to-image models as a `Diffuser`: Stable Diffusion 1.x and 2.x, SDXL and SDXL-Turbo, SD3, by diffusers.
 
-Images are noised and denoised as latents. What does not change is computed once: the text of a class, the latents of an
-image. Many images are denoised in one call, guided and unguided rows together.
+Images are noised and denoised as latents. Text embeddings of classes and latents of images are computed once. Many
+images are denoised in one call, guided and unguided rows together.
 
-Weights have licences of their own, which say what may be made with them; read the model's card. No safety filter runs
-on what is made: look at it before it is shown to anybody.
+Weights have licences of their own, which restrict their use; read the model's card. No safety filter runs on the
+samples: look at them before they are shown to anybody.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import normal_noise
-from vitrail.generate.diffusion_model import PURE_NOISE, as_given, as_signed, check_request, steps_run
+from vitrail.generate.diffusion_model import PURE_NOISE, Diffuser, as_signed, steps_run
 
 Kind = Literal["sd", "sdxl", "sd3"]
 KINDS: dict[str, Kind] = {
@@ -31,7 +31,7 @@ KINDS: dict[str, Kind] = {
 }
 GUIDANCE: dict[Kind, float] = {"sd": 7.5, "sdxl": 7.5, "sd3": 7.0}
 STEPS, TURBO_STEPS = 50, 10
-KEPT_LATENTS = 4096  # images whose latents are remembered
+KEPT_LATENTS = 4096  # images whose latents are cached
 
 
 def load_pipeline(
@@ -47,16 +47,15 @@ def load_pipeline(
     """
     diffusers = _diffusers()
     try:
-        found = diffusers.DiffusionPipeline.from_pretrained(
-            str(name), torch_dtype=dtype, local_files_only=local_files_only
-        )
+        options = {"torch_dtype": dtype, "local_files_only": local_files_only}
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise FileNotFoundError(
             f"no diffusion pipeline {str(name)!r} could be read ({reason}); give a folder that holds one, or fetch it "
             "once with local_files_only=False"
         ) from None
-    return found.to(device)
+    return pipeline.to(device)
 
 
 def _diffusers() -> Any:
@@ -69,13 +68,13 @@ def _diffusers() -> Any:
         ) from None
 
 
-class PipelineDiffuser:
+class PipelineDiffuser(Diffuser):
     """A diffusers pipeline, with a prompt for each class (`vitrail.generate.methods`).
 
     As GeNIe's code (arXiv 2312.02548): images at the pipeline's own size (shorter side resized, centre cropped);
     the mode of the VAE's posterior times its scale; DPM-Solver++ of second order over `steps` times, of which those
     with time - 1 > 1000 r are left out; r above 0.999 is noise alone. SD3 is a flow whose times are uneven, so there
-    the last floor(r * steps) are made, from the noise that the first of them has. SDXL-Turbo, too, is solved by
+    the last floor(r * steps) are taken, from the noise of the first of them. SDXL-Turbo, too, is solved by
     DPM-Solver++, which draws no new noise on the way. Images come out at the pipeline's size.
 
     `steps` and `guidance` are, where not given, 50 and 7.5 (SD3: 7); for SDXL-Turbo 10 and 1, which is none.
@@ -105,6 +104,7 @@ class PipelineDiffuser:
         self.steps = steps or (TURBO_STEPS if turbo else STEPS)
         self.guidance = guidance if guidance is not None else 1.0 if turbo else GUIDANCE[kind]
         self.network = pipeline.transformer if kind == "sd3" else pipeline.unet
+        self.size = int(self.network.config.sample_size) * 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
         if pipeline.vae.config.get("force_upcast"):  # SDXL's overflows in half precision
             pipeline.vae.to(torch.float32)
         for part in (self.network, pipeline.vae):
@@ -119,40 +119,14 @@ class PipelineDiffuser:
         return next(self.network.parameters()).device
 
     @property
-    def shrinks(self) -> int:
-        """Pixels of a latent."""
-        return 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
-
-    @property
-    def size(self) -> int:
-        """Side of the images that it makes."""
-        return int(self.network.config.sample_size) * self.shrinks
-
-    @property
     def guided(self) -> bool:
         return self.guidance != 1
 
-    def evaluations(self, r: float) -> int:
-        return self.steps_made(r) * (2 if self.guided else 1)
+    def steps_taken(self, r: float) -> int:
+        return len(self._scheduler(r)[1])
 
-    def steps_made(self, r: float) -> int:
-        """Steps from noise level r on."""
-        return len(self._way(r)[1])
-
-    def __call__(self, images: Tensor, target: Tensor, r: float, seeds: Tensor) -> Tensor:
-        target, seeds = check_request(self.classes, target, seeds, images)
-        pieces = [slice(first, first + self.batch) for first in range(0, len(images), self.batch)]
-        made = [self._run(images[rows], target[rows], r, seeds[rows]).to(images.device) for rows in pieces]
-        return as_given(torch.cat(made), images.dtype) if made else images.clone()
-
-    def txt2img(self, target: Tensor, seeds: Tensor) -> Tensor:
-        target, seeds = check_request(self.classes, target, seeds)
-        pieces = [slice(first, first + self.batch) for first in range(0, len(target), self.batch)]
-        made = [self._run(None, target[rows], 1.0, seeds[rows]).cpu() for rows in pieces]
-        return as_given(torch.cat(made) if made else torch.empty(0, 3, self.size, self.size), torch.uint8)
-
-    def _way(self, r: float) -> tuple[Any, Tensor]:
-        """A scheduler and the times to be made, largest first."""
+    def _scheduler(self, r: float) -> tuple[Any, Tensor]:
+        """A scheduler and the times of its steps, largest first."""
         settings = self.pipeline.scheduler.config
         if self.kind == "sd3":
             flow = self.diffusers.FlowMatchEulerDiscreteScheduler
@@ -170,87 +144,80 @@ class PipelineDiffuser:
 
     @torch.inference_mode()
     def _run(self, images: Tensor | None, target: Tensor, r: float, seeds: Tensor) -> Tensor:
-        """Images in -1..1."""
-        scheduler, times = self._way(r)
+        scheduler, times = self._scheduler(r)
         channels, side = int(self.network.config.in_channels), int(self.network.config.sample_size)
         noise = normal_noise(seeds.to(self.device), channels, side, side)
         if images is None or r > PURE_NOISE:
             z = noise
         else:
             z = self._noised(scheduler, self.latents(images), noise, r, len(times))
-        given = self._texts([self.prompts[int(t)] for t in target])
+        text = self._text_inputs([self.prompts[int(t)] for t in target])
         for time in times:
-            z = scheduler.step(self._guess(z, time, given), time, z, return_dict=False)[0]
+            z = scheduler.step(self._network_output(z, time, text), time, z, return_dict=False)[0]
         return self._decoded(z)
 
-    def _noised(self, scheduler: Any, latents: Tensor, noise: Tensor, r: float, made: int) -> Tensor:
+    def _noised(self, scheduler: Any, latents: Tensor, noise: Tensor, r: float, steps: int) -> Tensor:
         if self.kind == "sd3":
-            share = scheduler.sigmas[self.steps - made].to(latents)  # 0 after the last step: nothing is added
+            share = scheduler.sigmas[self.steps - steps].to(latents)  # 0 after the last step: nothing is added
             return share * noise + (1 - share) * latents
         last = scheduler.config.num_train_timesteps
-        if made == 0:
+        if steps == 0:
             return latents
         kept = scheduler.alphas_cumprod[min(int(last * r), last - 1)].to(latents)
         return kept.sqrt() * latents + (1 - kept).sqrt() * noise
 
-    def _guess(self, z: Tensor, time: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """What the network says of latents, guided, in float32."""
+    def _network_output(self, z: Tensor, time: Tensor, text: dict[str, Tensor]) -> Tensor:
+        """The guided output of the network on latents, in float32."""
         dtype = next(self.network.parameters()).dtype
         rows = (torch.cat([z, z]) if self.guided else z).to(dtype)
+        options: dict[str, Any] = {"encoder_hidden_states": text["text"], "return_dict": False}
         if self.kind == "sd3":
-            guessed = self.network(
-                hidden_states=rows,
-                timestep=time.expand(len(rows)),
-                encoder_hidden_states=given["text"],
-                pooled_projections=given["pooled"],
-                return_dict=False,
-            )[0]
+            times = time.expand(len(rows))
+            output = self.network(hidden_states=rows, timestep=times, pooled_projections=text["pooled"], **options)[0]
         else:
-            more = {}
             if self.kind == "sdxl":
                 sizes = torch.tensor([[self.size, self.size, 0, 0, self.size, self.size]], device=z.device, dtype=dtype)
-                more["added_cond_kwargs"] = {"text_embeds": given["pooled"], "time_ids": sizes.expand(len(rows), -1)}
-            guessed = self.network(rows, time, encoder_hidden_states=given["text"], return_dict=False, **more)[0]
-        guessed = guessed.float()
+                options["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": sizes.expand(len(rows), -1)}
+            output = self.network(rows, time, **options)[0]
+        output = output.float()
         if self.guided:
-            with_text, without = guessed.chunk(2)
-            guessed = without + self.guidance * (with_text - without)
-        return guessed
+            conditional, unconditional = output.chunk(2)
+            output = unconditional + self.guidance * (conditional - unconditional)
+        return output
 
-    def _texts(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """What the network reads, for the rows of one call: with the prompts, then (guided) without."""
+    def _text_inputs(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Text embeddings for the rows of one call: with the prompts, then (guided) without."""
         for prompt in dict.fromkeys(prompts):
             if prompt not in self._text:
-                self._text[prompt] = self._read(prompt)
-        found = [self._text[prompt] for prompt in prompts]
-        rows = [with_text for with_text, _ in found] + ([without for _, without in found] if self.guided else [])
+                self._text[prompt] = self._encode_prompt(prompt)
+        pairs = [self._text[prompt] for prompt in prompts]
+        rows = [positive for positive, _ in pairs] + ([negative for _, negative in pairs] if self.guided else [])
         return {part: torch.cat([row[part] for row in rows]) for part in rows[0]}
 
-    def _read(self, prompt: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _encode_prompt(self, prompt: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         more = {"prompt_2": None, "prompt_3": None} if self.kind == "sd3" else {}
         options = {"num_images_per_prompt": 1, "do_classifier_free_guidance": self.guided, **more}
         with torch.inference_mode():
-            found = self.pipeline.encode_prompt(prompt, device=self.device, **options)
+            text = self.pipeline.encode_prompt(prompt, device=self.device, **options)
         self.read += 1
         if self.kind == "sd":
-            return {"text": found[0]}, {"text": found[1]}
-        return {"text": found[0], "pooled": found[2]}, {"text": found[1], "pooled": found[3]}
+            return {"text": text[0]}, {"text": text[1]}
+        return {"text": text[0], "pooled": text[2]}, {"text": text[1], "pooled": text[3]}
 
     @torch.inference_mode()
     def latents(self, images: Tensor) -> Tensor:
-        """Latents [batch, channels, rows, columns] in float32; those of an image that was seen before are kept."""
-        keys = [hashlib.sha256(one.cpu().contiguous().numpy().tobytes()).hexdigest() for one in images]
+        """Latents [batch, channels, rows, columns] in float32; those of recent images are cached."""
+        keys = [hashlib.sha256(image.cpu().contiguous().numpy().tobytes()).hexdigest() for image in images]
         fresh = list(dict.fromkeys(key for key in keys if key not in self._latents))
         if fresh:
-            rows = [keys.index(key) for key in fresh]
-            for key, one in zip(fresh, self._encoded(images[rows]), strict=True):
-                self._latents[key] = one
+            encoded = self._encoded(images[[keys.index(key) for key in fresh]])
+            self._latents.update(zip(fresh, encoded, strict=True))
         for key in keys:
             self._latents.move_to_end(key)
-        found = torch.stack([self._latents[key] for key in keys])
+        latents = torch.stack([self._latents[key] for key in keys])
         while len(self._latents) > KEPT_LATENTS:
             self._latents.popitem(last=False)
-        return found
+        return latents
 
     def _encoded(self, images: Tensor) -> Tensor:
         vae = self.pipeline.vae
@@ -266,7 +233,7 @@ class PipelineDiffuser:
 
 
 def square(images: Tensor, side: int) -> Tensor:
-    """Images [batch, 3, height, width] with the shorter side resized and the centre cut out: [batch, 3, side, side]."""
+    """Images [batch, 3, height, width] with the shorter side resized and the centre cropped: [batch, 3, side, side]."""
     height, width = images.shape[-2:]
     if (height, width) != (side, side):
         scale = side / min(height, width)

@@ -15,13 +15,8 @@ from rich.text import Text
 from vitrail.files import write_text
 from vitrail.inspect.section import Chart, Inspection
 from vitrail.quantities import amount, percent
-from vitrail.report.html import render_page, style_sheets
+from vitrail.report.html import STYLES, render_page, standalone
 from vitrail.report.sheets import Sheet
-
-STYLES = ("report/report.css", "report/compare.css", "report/sheet.css")
-DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.DOTALL)
-BOX = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
-MARGIN = 12  # on a page, names may stand out of their chart
 
 
 def write_inspection(folder: str | Path, inspection: Inspection, environment: Mapping[str, Any]) -> list[Path]:
@@ -38,17 +33,6 @@ def write_inspection(folder: str | Path, inspection: Inspection, environment: Ma
         write_text(files[-1], standalone(chart))
     write_text(files[0], render_inspection(inspection, environment))
     return files
-
-
-def standalone(chart: Markup) -> str:
-    """The text of an .svg file: the chart with the page's style, in its light colours, on white."""
-    box = BOX.search(chart)
-    assert box is not None
-    width, height = (int(side) + 2 * MARGIN for side in box.groups())
-    tag, _, rest = BOX.sub(f'viewBox="{-MARGIN} {-MARGIN} {width} {height}"', str(chart), count=1).partition(">")
-    tag = tag.replace("<svg", f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"', 1)
-    style = f"{DARK.sub('', style_sheets(*STYLES))}.chart {{ width: auto; max-width: none; background: #fff; }}"
-    return f"{tag}><style><![CDATA[{style}]]></style>{rest}"
 
 
 def named(charts: Iterable[tuple[str, Markup]]) -> dict[str, Markup]:

@@ -1,4 +1,4 @@
-"""How fast something runs on this machine: several ways in turns, so that a slow moment falls on all of them."""
+"""Timing of work on this machine: several ways take turns, so that a slow moment affects all of them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from vitrail.model.optimize import captured
 
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
-MOST_CALLS = 1000  # of a round
+MOST_CALLS = 1000  # per round
 LEAD_CYCLES = 40_000_000  # about 20 ms of an idle device, in which the host queues what is timed
 FRESH_SETS = 4  # different inputs, used in turn, so that no call finds its own input in a cache
 FRESH_BYTES = 2**31  # of all sets together; large batches fill the caches anyway
 NOISY_SPREAD, NOISY_DRIFT, NOISY_CONTROL = 0.10, 0.05, 0.03  # shares from which a machine is called noisy
 
 Work = Callable[[int], object]  # called with the number of the call, so that inputs can change from call to call
-Turn = Callable[[int, int], None]  # told (rounds done, rounds in all)
 Clock = Callable[[], float]  # seconds since some moment
 
 
 @dataclass(frozen=True)
 class Way:
-    """One of several things to time; `batch` images a call."""
+    """One of several things to time; `batch` images per call."""
 
     work: Work
     batch: int = 1
@@ -48,7 +47,7 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Of a call: median of the rounds' means."""
+        """Per call: median of the rounds' means."""
         return statistics.median(self.rounds) * len(self.rounds) / len(self.calls)
 
     @property
@@ -137,13 +136,13 @@ def in_turns(
     patience: float = float("inf"),
     lead: bool = False,
     clock: Clock = time.perf_counter,
-    turn: Turn | None = None,
+    turn: Callable[[int, int], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time every way once a round, in an order that is turned around from round to round.
+    """Time every way once per round, in an order that is turned around from round to round.
 
     A round makes `calls` calls of a way (none: as many as make its rounds take about `seconds` together). After
-    `patience` seconds no further round begins; three are always made, if as many are asked for. `lead` and `clock` are
-    as in `timed_calls`.
+    `patience` seconds no further round begins; three are always made, if as many are asked for. `turn` is called with
+    the rounds done and their total. `lead` and `clock` are as in `timed_calls`.
     """
     counts: dict[str, int] = {}
     for name, way in ways.items():
@@ -162,8 +161,8 @@ def in_turns(
         if done >= 2 and time.perf_counter() - began > patience:
             break
     return {
-        name: Timing(ways[name].batch, tuple(map(sum, found)), tuple(s for one in found for s in one))
-        for name, found in every.items()
+        name: Timing(ways[name].batch, tuple(map(sum, seconds)), tuple(s for calls in seconds for s in calls))
+        for name, seconds in every.items()
     }
 
 
@@ -208,17 +207,17 @@ def timed_calls(
         marks[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
     _wait(device)
-    found = []
+    seconds = []
     for i in range(calls):
         start = clock()
         work(first + i)
         _wait(device)
-        found.append(clock() - start)
-    return found
+        seconds.append(clock() - start)
+    return seconds
 
 
 def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
-    """Whether the machine was quiet enough for these figures, and if not, why.
+    """Whether the machine was quiet enough for these timings, and if not, why.
 
     `control` is one of the ways against itself in the same rounds: how far from 1 chance alone goes.
     """
@@ -226,7 +225,7 @@ def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
     spread, count = timings[widest].spread, len(timings[widest].rounds)
     # One course for all ways: each round's time over the way's median, which drift of the machine moves alike.
     courses = [[s / statistics.median(t.rounds) for s in t.rounds] for t in timings.values()]
-    course = [statistics.fmean(one) for one in zip(*courses, strict=True)]
+    course = [statistics.fmean(times) for times in zip(*courses, strict=True)]
     half = count // 2
     drift = statistics.median(course[count - half :]) / statistics.median(course[:half]) - 1 if half else 0.0
     reasons = []
@@ -251,7 +250,7 @@ def fresh_images(batch: int, size: int, device: torch.device, sets: int = FRESH_
 
 
 class MemoryWatch:
-    """Bytes that tensors take on a CUDA device beyond what was there when the watch began; elsewhere none is known."""
+    """Bytes that tensors take on a CUDA device beyond what was there when the watch began; elsewhere unknown."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, 0
@@ -261,7 +260,7 @@ class MemoryWatch:
         self.again()
 
     def again(self) -> None:
-        """Forget the highest value so far."""
+        """Reset the highest value so far."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -301,28 +300,28 @@ def throughput(
     distance of their quartiles over it. `peak_memory` is in bytes: on CUDA what tensors took (weights included),
     elsewhere the highest resident memory the whole process ever had (none where the system does not tell).
     """
-    place = torch.device(device)
-    images = fresh_images(batch, image_size, place)
+    device = torch.device(device)
+    images = fresh_images(batch, image_size, device)
     flags = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
     for module in flags:
         module.training = False
-    if place.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(place)
-    with torch.inference_mode(), torch.autocast(place.type, autocast, enabled=autocast is not None):
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None):
         way = Way(lambda i: model(images[i % len(images)]), batch)
-        timing = in_turns({"model": way}, place, seconds=seconds)["model"]
+        timing = in_turns({"model": way}, device, seconds=seconds)["model"]
     for module, training in flags.items():
         module.training = training
-    peak = _peak_memory(place)
-    if peak is not None and place.type == "cuda":
-        peak -= sum(one.nbytes for one in images[1:])  # one batch of images is what inference needs
+    peak = peak_memory(device)
+    if peak is not None and device.type == "cuda":
+        peak -= sum(sets.nbytes for sets in images[1:])  # one batch of images is what inference needs
     return {
         "images_per_second": timing.images_per_second,
         "spread": timing.spread,
         "rounds": len(timing.rounds),
         "batch": batch,
         "image_size": image_size,
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(autocast or torch.get_default_dtype()).removeprefix("torch."),
         "peak_memory": peak,
     }
@@ -333,9 +332,10 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _peak_memory(place: torch.device) -> int | None:
-    if place.type == "cuda":
-        return torch.cuda.max_memory_allocated(place)
+def peak_memory(device: torch.device) -> int | None:
+    """Highest bytes so far: of tensors on CUDA, elsewhere of the whole process; none where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         return None
     import resource

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,10 @@ from vitrail.report.sheets import Picture, Sheet, data_uri
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
+STYLES = ("report/report.css", "report/compare.css", "report/sheet.css")  # of pages with charts of every kind
+DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*?\n\}", re.DOTALL)
+BOX = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
+MARGIN = 12  # on a page, names may stand out of their chart
 
 MOST_SKIPPED = 50  # bad images that are listed one by one
 
@@ -128,6 +133,17 @@ def write_report(path: str | Path, report: Report) -> None:
 def style_sheets(*names: str) -> str:
     """The text of style sheets, paths below the package such as `report/report.css`."""
     return "".join((PACKAGE / name).read_text(encoding="utf-8") for name in names)
+
+
+def standalone(chart: Markup) -> str:
+    """The text of an .svg file: the chart with the page's style, in its light colours, on white."""
+    box = BOX.search(chart)
+    assert box is not None
+    width, height = (int(side) + 2 * MARGIN for side in box.groups())
+    tag, _, rest = BOX.sub(f'viewBox="{-MARGIN} {-MARGIN} {width} {height}"', str(chart), count=1).partition(">")
+    tag = tag.replace("<svg", f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"', 1)
+    style = f"{DARK.sub('', style_sheets(*STYLES))}.chart {{ width: auto; max-width: none; background: #fff; }}"
+    return f"{tag}><style><![CDATA[{style}]]></style>{rest}"
 
 
 def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
