@@ -1,4 +1,4 @@
-"""How a whole batch is changed where it lies: the operations of `vitrail.data.augment.host`, batched, on any device.
+"""Augmentation of a whole batch on its device: the operations of `vitrail.data.augment.host`, batched.
 
 What is random is drawn on the host, for all images at once and as a function of each image's key; it goes to the device
 in one small copy, and from there on there are only tensor operations. So an image does not depend on the batch, the
@@ -17,28 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.augment.crops import BOX_DRAWS, crop_boxes, erasing_boxes
-from vitrail.data.augment.device_policies import (
-    BIG_VISION_DRAWS,
-    TIMM_DRAWS,
-    RandTurn,
-    Smooth,
-    big_vision_augmented,
-    draw_auto,
-    draw_big_vision,
-    draw_timm,
-    draw_trivial,
-    draw_turn,
-    rand_augmented,
-)
-from vitrail.data.augment.host import affine_interpolation, blur_range, check_possible, fill_colour
 from vitrail.data.augment.pixel_ops import (
+    BOX_DRAWS,
     CropBoxes,
+    blur_range,
     blur_reach,
     blur_weights,
     blurred,
+    crop_boxes,
+    enhanced,
+    erasing_boxes,
     hue_turned,
-    jittered,
     luminance,
     normal_noise,
     reflected_window,
@@ -46,7 +35,17 @@ from vitrail.data.augment.pixel_ops import (
     solarised,
     within,
 )
-from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.augment.policies import (
+    RAND_STYLES,
+    RandTurn,
+    Rendering,
+    draw_auto,
+    draw_trivial,
+    draw_turn,
+    rand_augmented,
+    rendering,
+)
+from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import bits, seed_of, uniform
 
 _HUE = 3  # after brightness, contrast and saturation
@@ -79,11 +78,11 @@ class Drawn:
         return replace(self, columns=dict(zip(self.columns, packed.unbind(), strict=True)))
 
     def turns(self) -> Iterator[RandTurn]:
-        """What the policy does, one operation an image at a time."""
+        """Turns of the policy, one operation per image each."""
         for number, bounds in enumerate(self.bounds):
             prefix = f"rand_{number}_"
-            own = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
-            yield RandTurn(own, bounds)
+            columns = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
+            yield RandTurn(columns, bounds)
 
     def boxes(self, what: str) -> CropBoxes:
         """The rectangles of `crop` or `erase`."""
@@ -176,7 +175,7 @@ class DeviceAugment:
         check_possible(config, preprocess.size)
         self.config, self.preprocess = config, preprocess
         self._blur_reach = blur_reach(blur_range(preprocess.size)[1])
-        self._colours: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._colours: dict[torch.device, tuple[Tensor, Tensor, Rendering | None]] = {}
 
     def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
         """Augment images with keys [batch, 5] of (seed, epoch, index, view, repeat)."""
@@ -218,12 +217,8 @@ class DeviceAugment:
         """Colours and policies, in the order of `Augment`."""
         if self.config.three:
             images = self._with_looks(images, drawn)
-        smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
-        if style == "timm" and drawn.bounds:
-            smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
-        for operations in drawn.turns():
-            big = style == "big_vision"
-            images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
+        for turn in drawn.turns():
+            images = rand_augmented(images, turn, self._colours_on(images.device)[2])
         if "jitter_0" in drawn.columns:
             images = _all_jittered(images, drawn)
         return images if self.config.three else self._with_looks(images, drawn)
@@ -249,14 +244,14 @@ class DeviceAugment:
         inside = within(CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
         return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
 
-    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and deviation as fractions, and the mean in bytes."""
-        if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
+    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Rendering | None]:
+        """Mean and deviation as fractions, and how RandAugment fills and interpolates."""
+        if device not in self._colours:  # copied once per device: a copy in every batch would make the host wait
             mean, std = (
                 torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std)
             )
-            filled = torch.tensor(fill_colour(self.preprocess), device=device, dtype=torch.float32)
-            self._colours[device] = mean, std, filled
+            style = self.config.rand_style if self.config.rand_ops else ""
+            self._colours[device] = mean, std, rendering(style, self.preprocess, device)
         return self._colours[device]
 
 
@@ -264,7 +259,7 @@ def _all_jittered(images: Tensor, drawn: Drawn) -> Tensor:
     """Brightness, contrast, saturation and hue, in the order of each image."""
     columns, begin = drawn.columns, 0
     for turn in range(len(drawn.hues) or _HUE):
-        images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        images = enhanced(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
         if drawn.hues and drawn.hues[turn] > begin:
             rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
             images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
@@ -277,15 +272,9 @@ def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> 
         return [draw_trivial(_uniform(key, "trivial", 3), size)]
     if config.auto:
         return list(draw_auto(_uniform(key, "auto", 5), config.auto_policy, size))
-    if config.rand_style == "timm":
-        numbers = _uniform(key, "timm", TIMM_DRAWS * config.rand_ops).reshape(len(key), config.rand_ops, TIMM_DRAWS)
-        return [draw_timm(each, config.rand_magnitude, config.rand_std, size) for each in numbers.swapaxes(0, 1)]
-    if config.rand_style == "big_vision":
-        numbers = _uniform(key, "bigvis", BIG_VISION_DRAWS * config.rand_ops)
-        each_turn = numbers.reshape(len(key), config.rand_ops, BIG_VISION_DRAWS).swapaxes(0, 1)
-        return [draw_big_vision(each, config.rand_magnitude, size, size) for each in each_turn]
-    chances = _uniform(key, "rand", 2 * config.rand_ops)
-    return [draw_turn(chances[:, 2 * n : 2 * n + 2], config.rand_magnitude, size) for n in range(config.rand_ops)]
+    style, turns = RAND_STYLES[config.rand_style], config.rand_ops
+    chances = _uniform(key, style.stream, style.draws * turns).reshape(len(key), turns, style.draws).swapaxes(0, 1)
+    return [draw_turn(config.rand_style, c, config.rand_magnitude, config.rand_std, height=size) for c in chances]
 
 
 def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.float64]:
