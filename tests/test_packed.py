@@ -23,6 +23,7 @@ from torchvision.transforms.functional import resize
 from vitrail.cli import run
 from vitrail.data import pack as shard
 from vitrail.data.augment.host import Augment
+from vitrail.data.check.scan import drop_bad, scan
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import decode
@@ -31,7 +32,6 @@ from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
 from vitrail.data.pack import PackReport, pack
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.folder import drop_bad, scan
 from vitrail.data.sources.packed import PackedReader, verify
 
 SMALL_SHARD = 12_000  # bytes: a few of the images below

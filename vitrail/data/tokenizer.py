@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.sources.text_files import Text
+from vitrail.data.sources.text import Text
 
 PADDING, WORD, MARK, CLASS = range(4)
 TOKENIZER = "tokenizer.json"

@@ -24,8 +24,7 @@ from vitrail.data.loading.loader import EvalLoader, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.loading.text_loader import TextEvalLoader, TextTrainLoader
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.completions import holds_completions
-from vitrail.data.sources.text_files import holds_texts, texts_of
+from vitrail.data.sources.text import holds_completions, holds_texts, texts_of
 from vitrail.data.tokenizer import TOKENIZER, EncodedTexts, encode_completions
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier

@@ -7,8 +7,8 @@
     train-heights.npy, -widths  [images]; 0 for an image that could not be read
     train-index.npy, -labels, -levels, -boxes, -generated, train-keys.json      as in `Split`
 
-Rows without pixels stay in the arrays, because val is carved by labels and stable indices: with every row of the source
-there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
+Rows without pixels stay in the arrays, because val is held out by labels and stable indices: with every row of the
+source there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
 
 Format 1 had one coarser level at most: `coarse_classes` in the listing, and train-coarse.npy [images].
 """
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import BadImage, DataSet, Level, Split, stacked, with_finest
+from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
 from vitrail.schema import build
 
 FORMAT = 2
@@ -82,7 +82,7 @@ class Pack:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder was made by `vitrail pack`, be it to the end or not."""
+    """Whether a folder was made by `vitrail pack`, finished or not."""
     return (folder / LISTING).is_file() or (folder / UNFINISHED).is_file()
 
 
@@ -120,6 +120,13 @@ def open_packed(path: Path, uri: str) -> DataSet:
     how = f"shorter side at most {pack.size}" if pack.size else "at full size"
     notes = (*pack.notes, f"packed from {pack.source}, {how}")
     return DataSet(uri, pack.classes, splits, pack.levels, pack.multilabel, notes)
+
+
+SOURCE = Source(
+    {"PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read"},
+    lambda location: open_packed(location.path, location.uri),
+    lambda location: location.is_dir and is_packed(location.path),
+)
 
 
 def drop_unreadable(data: DataSet) -> DataSet:

@@ -14,7 +14,6 @@ Of every ten consecutive indices eight are train, one val and one test, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.counter import bits, uniform
-from vitrail.data.dataset import DataSet, Split, stacked, with_finest
+from vitrail.data.dataset import DataSet, Location, Source, Split, stacked, with_finest
 
 OPTIONS = {"n": 2000, "seed": 0, "size": 64, "classes": 12}
 GROUPS = {"round": ("disc", "ring"), "blocky": ("square", "cross"), "pointed": ("triangle", "star")}
@@ -55,13 +54,10 @@ class ShapesReader:
         return Image.fromarray(render(self.seed, index, self.size, self.classes))
 
 
-def open_shapes(uri: str, options: Mapping[str, str]) -> DataSet:
+def open_shapes(location: Location) -> DataSet:
     """`n` pictures in all, `size` pixels wide, of the first `classes` kinds (6: plain shapes only)."""
-    for name, text in options.items():
-        if not text.isdecimal():
-            raise ValueError(f"{uri}: {name} must be a whole number, not {text!r}")
-    values = OPTIONS | {name: int(text) for name, text in options.items()}
-    n, seed, size, classes = values["n"], values["seed"], values["size"], values["classes"]
+    uri, values = location.uri, location.whole_numbers(OPTIONS)
+    n, seed, size, classes = values.values()
     for name, low, high in (("n", 20, 2**40), ("seed", 0, 2**63), ("size", 8, 4096), ("classes", 2, len(CLASSES))):
         if not low <= values[name] <= high:
             raise ValueError(f"{uri}: {name} must be between {low} and {high}, not {values[name]}")
@@ -74,17 +70,14 @@ def open_shapes(uri: str, options: Mapping[str, str]) -> DataSet:
         index = np.arange(n)
         index = index[np.isin(index % 10, tuple(places))]
         labels = label_of(seed, index, classes)
-        keys = [f"shape/{i}" for i in index.tolist()]
-        splits[split] = Split(
-            split,
-            reader,
-            index,
-            keys,
-            labels,
-            stacked(labels, [group_of[labels]]),
-            boxes_of(seed, index, size, classes),
-        )
+        keys, levels = [f"shape/{i}" for i in index.tolist()], stacked(labels, [group_of[labels]])
+        splits[split] = Split(split, reader, index, keys, labels, levels, boxes_of(seed, index, size, classes))
     return DataSet(uri, names, splits, with_finest(names, False, {"coarse": groups}))
+
+
+SOURCE = Source(
+    {"synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0"}, open_shapes, options=OPTIONS
+)
 
 
 def label_of(seed: int, index: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
