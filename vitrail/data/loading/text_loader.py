@@ -1,4 +1,4 @@
-"""Batches of texts on the device: the same interface, order and places as the loaders of images."""
+"""Batches of texts on the device, with the interface, the order and the places of the loaders of images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
-from vitrail.data.loading.sampler import BatchSampler
+from vitrail.data.loading.sampler import BatchSampler, share_of_batch
 from vitrail.data.tokenizer import EncodedTexts
 
 L = TypeVar("L", bound="_Texts")
@@ -44,7 +44,7 @@ class _Texts:
 
 
 class TextTrainLoader(_Texts):
-    """Batches of optimiser steps `start` to `stop`, cut into pieces as `TrainLoader` cuts them.
+    """Batches of optimiser steps `start` to `stop`, cut as `TrainLoader` cuts them.
 
     `length` is what every batch is padded to (none: its longest text). Raises `ValueError` where it cannot be cut.
     """
@@ -64,12 +64,7 @@ class TextTrainLoader(_Texts):
         length: int | None = None,
     ) -> None:
         super().__init__(texts, split, device, length)
-        self.piece, left_over = divmod(order.batch, world * accumulate)
-        if left_over:
-            raise ValueError(
-                f"data.batch: {order.batch} texts cannot be cut into {world} processes x {accumulate} accumulation "
-                f"pieces; use a multiple of {world * accumulate}"
-            )
+        self.size = share_of_batch(order.batch, world, accumulate, "texts")
         self.order, self.start, self.stop, self.accumulate, self.rank = order, start, stop, accumulate, rank
 
     def __len__(self) -> int:
@@ -78,8 +73,8 @@ class TextTrainLoader(_Texts):
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
             for part in range(self.accumulate):
-                place = (self.rank * self.accumulate + part) * self.piece
-                yield self._batch(self.order.table(step, place, self.piece)[:, 0], step)
+                place = (self.rank * self.accumulate + part) * self.size
+                yield self._batch(self.order.table(step, place, self.size)[:, 0], step)
 
 
 class TextEvalLoader(_Texts):
