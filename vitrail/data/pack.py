@@ -1,12 +1,8 @@
-"""One shard of a packed data set: written whole or not at all, with a record of what is in it.
+"""Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
 
-The record is written after its shard, so a shard with a record was finished; size and checksum tell whether it still is
-what it was.
-
-Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
-
-Shards are written one after the other, each under a temporary name, and a record of it after it; so a kill leaves whole
-shards, and the same command goes on behind the last one. `pack.json` comes last of all.
+Shards are written one after the other, each under a temporary name, and a record of it after it: a shard with a record
+was finished, and size and checksum tell whether it still is what it was. So a kill leaves whole shards, and the same
+command goes on behind the last one. `pack.json` comes last of all.
 """
 
 from __future__ import annotations
@@ -47,7 +43,10 @@ from vitrail.files import replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
+SHARD_BYTES = 256 * 2**20
 Box = tuple[int, int, int, int]  # left, top, right, bottom
+Report = Callable[[int, int], None]  # done, total
+_EVERY = 32  # images between calls of `progress`
 
 
 class Decoded(NamedTuple):
@@ -169,15 +168,9 @@ def kept_shards(out: Path, split: Split) -> tuple[list[int], dict[int, Record]]:
         stops.append(record.stop)
 
 
-SHARD_BYTES = 256 * 2**20
-
-_EVERY = 32  # images between calls of `progress`
-Report = Callable[[int, int], None]
-
-
 @dataclass(frozen=True)
 class PackReport:
-    """What a packed folder holds."""
+    """A packed folder, counted."""
 
     path: str
     images: int  # with pixels
@@ -255,7 +248,7 @@ def _fill(
                         records.append(write_shard(out, split, number, start, images, limit, count))
                 splits.append(_write_arrays(out, split, records))
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for what nobody will use
+            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for images that are not used
             raise
     if not any(shard.bytes for split in splits for shard in split.shards):
         bad = splits[0].skipped[0]
@@ -313,7 +306,7 @@ def _stored(path: Path) -> PackedFile:
 
 
 def _identity(data: DataSet) -> str:
-    """Changes with the source: its place, its rows, labels and class names, and the size of every file."""
+    """Changes with the source: its path, its rows, labels and class names, and the size of every file."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((data.classes, data.levels, data.multilabel)).encode("utf-8", "surrogateescape"))
     for name, split in data.splits.items():
@@ -339,7 +332,7 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
     """Whether `out` is finished already. Otherwise it is now begun; raises `ValueError` where it holds other things."""
     if (out / LISTING).is_file():
         pack = read_pack(out)
-        _refuse_other(out, asdict(pack), plan)
+        _reject_other(out, asdict(pack), plan)
         try:
             open_packed(out, plan["source"])
             return True
@@ -347,25 +340,25 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
             pass
     elif (out / UNFINISHED).is_file():
         try:
-            found = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+            begun = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
         except ValueError:
-            found = {}
-        _refuse_other(out, found if isinstance(found, dict) else {}, plan)
+            begun = {}
+        _reject_other(out, begun if isinstance(begun, dict) else {}, plan)
     elif any(not path.name.startswith(".") for path in out.iterdir()):
         raise ValueError(f"{out} holds other files; name a new or an empty folder to pack into")
     write_text(out / UNFINISHED, json.dumps(plan, indent=1))
     (out / LISTING).unlink(missing_ok=True)
-    for torn in out.glob(".*.tmp"):  # left by a kill; the lock tells that nobody is writing them
+    for torn in out.glob(".*.tmp"):  # left by a kill: with the lock held, no process writes them
         torn.unlink()
     return False
 
 
-def _refuse_other(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
-    if all(found.get(key) == plan[key] for key in ("identity", "size")):  # whatever the format: it can be read
+def _reject_other(out: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:
+    if all(begun.get(key) == plan[key] for key in ("identity", "size")):  # whatever the format: it can be read
         return
-    if all(found.get(key) == plan[key] for key in ("source", "size")):
+    if all(begun.get(key) == plan[key] for key in ("source", "size")):
         raise ValueError(f"{plan['source']} is not what it was when {out} was begun; pack into another folder")
-    was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (found, plan))
+    was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (begun, plan))
     raise ValueError(f"{out} holds {was}, not {asked}; pack into another folder, or delete that one")
 
 

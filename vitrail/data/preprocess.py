@@ -1,4 +1,4 @@
-"""How an image becomes the model's input wherever nothing is random: evaluation, prediction, export.
+"""Preprocessing wherever nothing is random: how an image becomes the model's input, and where its boxes then are.
 
 One object does it everywhere, because the same weights lose points under another resize. Resizing is Pillow's, called
 directly: its pixels are those of timm's evaluation transform, which published weights were measured with, and without
@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.data.dataset import Split
 
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -73,7 +74,7 @@ class Preprocess:
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def _moments_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._moments:  # copied once a device: a copy in every batch would make the host wait
+        if device not in self._moments:  # copied once per device: a copy in every batch would make the host wait
             mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.config.mean, self.config.std))
             self._moments[device] = mean, std
         return self._moments[device]
@@ -115,3 +116,22 @@ def as_tensor(pixels: NDArray[np.uint8]) -> Tensor:
 def _centre(length: int, size: int) -> int:
     """Where a centred window of `size` begins; negative where the window is the longer one."""
     return round((length - size) / 2) if length >= size else -((size - length) // 2)
+
+
+def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]:
+    """[largest index + 1, 4] left, top, right, bottom in sides of the image; NaN where no image has that index.
+
+    Raises `ValueError` where a split has no boxes, or where preprocessing would move them.
+    """
+    if split.boxes is None or not len(split):
+        raise ValueError(f"{split.name} has no boxes to learn from; synthetic:shapes has one for every picture")
+    side = preprocess.size
+    size = split.read(0).size
+    if size != (side, side) or preprocess.crop_ratio < 1:
+        raise ValueError(
+            f"boxes are in pixels of pictures of {size[0]}x{size[1]}, and a model that takes {side}x{side} (crop ratio "
+            f"{preprocess.crop_ratio:g}) sees them elsewhere; use synthetic:shapes?size={side} and data.crop_ratio 1"
+        )
+    table = np.full((int(split.index.max()) + 1, 4), np.nan, np.float32)
+    table[split.index] = split.boxes / side
+    return table

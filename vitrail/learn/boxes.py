@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.box_table import box_table
 from vitrail.data.config import AugmentConfig
 from vitrail.data.dataset import Split
+from vitrail.data.preprocess import box_table
 from vitrail.learn.attention_teacher import Source
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig

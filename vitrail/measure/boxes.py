@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vitrail.data.box_table import box_table
 from vitrail.data.loading.loader import EvalLoader
+from vitrail.data.preprocess import box_table
 from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator, predict_all
 
 
