@@ -137,15 +137,11 @@ def write_shard(
             count(1)
             if limit is not None and size >= limit:
                 break
-    record = Record(
-        start,
-        start + len(written),
-        PackedFile(path.name, size, crc),
-        tuple(image.height for image in written),
-        tuple(image.width for image in written),
-        tuple(image.box for image in written if image.box is not None),
-        tuple((start + i, image.reason) for i, image in enumerate(written) if image.reason),
-    )
+    heights, widths = (tuple(getattr(image, side) for image in written) for side in ("height", "width"))
+    boxes = tuple(image.box for image in written if image.box is not None)
+    skipped = tuple((start + i, image.reason) for i, image in enumerate(written) if image.reason)
+    stored = PackedFile(path.name, size, crc)
+    record = Record(start, start + len(written), stored, heights, widths, boxes, skipped)
     write_text(path.with_suffix(".json"), json.dumps(asdict(record)))
     return record
 
@@ -253,34 +249,20 @@ def _fill(
     if not any(shard.bytes for split in splits for shard in split.shards):
         bad = splits[0].skipped[0]
         raise ValueError(f"none of the images of {data.uri} could be read, the first being {bad[1]} ({bad[2]})")
-    made = Pack(
-        **plan,
-        made_by=f"vitrail {__version__}",
-        classes=data.classes,
-        levels=data.levels,
-        multilabel=data.multilabel,
-        notes=data.notes,
-        splits=tuple(splits),
-    )
-    listing = {key: value for key, value in asdict(made).items() if key != "coarse_classes"}
+    facts = {name: getattr(data, name) for name in ("classes", "levels", "multilabel", "notes")}
+    finished = Pack(**plan, **facts, made_by=f"vitrail {__version__}", splits=tuple(splits))
+    listing = {key: value for key, value in asdict(finished).items() if key != "coarse_classes"}
     write_text(out / LISTING, json.dumps(listing, indent=1))
     (out / UNFINISHED).unlink()
-    return made
+    return finished
 
 
 def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedSplit:
     heights = np.array([h for record in records for h in record.heights], np.int32)
     widths = np.array([w for record in records for w in record.widths], np.int32)
     offsets = np.cumsum([0, *(heights.astype(np.int64) * widths * 3)], dtype=np.int64)
-    arrays: dict[str, NDArray[Any] | None] = {
-        "offsets": offsets,
-        "heights": heights,
-        "widths": widths,
-        "index": split.index,
-        "labels": split.labels,
-        "levels": split.levels,
-        "generated": split.generated,
-    }
+    arrays: dict[str, NDArray[Any] | None] = {"offsets": offsets, "heights": heights, "widths": widths}
+    arrays |= {name: getattr(split, name) for name in ("index", "labels", "levels", "generated")}
     if split.boxes is not None:
         arrays["boxes"] = np.array([box for r in records for box in r.boxes], np.int64).reshape(-1, 4)
     stored = []
@@ -380,8 +362,8 @@ def _held(out: Path) -> Iterator[None]:
         yield
 
 
-def _report(out: Path, made: Pack, already: bool) -> PackReport:
-    shards = [shard for split in made.splits for shard in split.shards]
-    skipped = tuple((split.name, key, reason) for split in made.splits for _, key, reason in split.skipped)
-    images = sum(split.images for split in made.splits) - len(skipped)
+def _report(out: Path, pack: Pack, already: bool) -> PackReport:
+    shards = [shard for split in pack.splits for shard in split.shards]
+    skipped = tuple((split.name, key, reason) for split in pack.splits for _, key, reason in split.skipped)
+    images = sum(split.images for split in pack.splits) - len(skipped)
     return PackReport(str(out), images, sum(shard.bytes for shard in shards), len(shards), skipped, already)

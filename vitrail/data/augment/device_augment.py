@@ -17,24 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.augment.pixel_ops import (
-    BOX_DRAWS,
-    CropBoxes,
-    blur_range,
-    blur_reach,
-    blur_weights,
-    blurred,
-    crop_boxes,
-    enhanced,
-    erasing_boxes,
-    hue_turned,
-    luminance,
-    normal_noise,
-    reflected_window,
-    resampled,
-    solarised,
-    within,
-)
+from vitrail.data.augment import pixel_ops as ops
 from vitrail.data.augment.policies import (
     RAND_STYLES,
     RandTurn,
@@ -84,9 +67,9 @@ class Drawn:
             columns = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
             yield RandTurn(columns, bounds)
 
-    def boxes(self, what: str) -> CropBoxes:
+    def boxes(self, what: str) -> ops.CropBoxes:
         """The rectangles of `crop` or `erase`."""
-        return CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
+        return ops.CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
 
 
 def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int, width: int) -> Drawn:
@@ -97,7 +80,7 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     key = bits(seed_of("device"), *keys.T)
     columns: dict[str, NDArray[Any]] = {}
     if config.crop == "resized":
-        columns |= _named("crop", crop_boxes(config, _uniform(key, "crop", BOX_DRAWS), height, width))
+        columns |= _named("crop", ops.crop_boxes(config, _uniform(key, "crop", ops.BOX_DRAWS), height, width))
     elif config.crop in ("simple", "pad"):
         down, right = _uniform(key, "crop", 2).T
         columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
@@ -115,9 +98,9 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         wanted = (one == 2) | (blur < config.blur)
         blurs = int(wanted.sum())
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
-        low, high = blur_range(size)
+        low, high = ops.blur_range(size)
         columns["blur_sigma"] = low + (high - low) * radius
-        weights = blur_weights(columns["blur_sigma"], blur_reach(high))
+        weights = ops.blur_weights(columns["blur_sigma"], ops.blur_reach(high))
         columns |= {f"blur_{distance}": weight for distance, weight in enumerate(weights)}
     policy = _policy_turns(config, key, size)
     for number, chosen in enumerate(policy):
@@ -128,8 +111,8 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         columns |= jitter
     erasures = 0
     if config.erasing:
-        chances = _uniform(key, "erase", BOX_DRAWS + 1)
-        found, boxes = erasing_boxes(chances[:, 1:], size)
+        chances = _uniform(key, "erase", ops.BOX_DRAWS + 1)
+        found, boxes = ops.erasing_boxes(chances[:, 1:], size)
         wanted = found & (chances[:, 0] < config.erasing)
         erasures = int(wanted.sum())
         columns["erase_rows"] = np.argsort(~wanted, kind="stable")
@@ -174,7 +157,7 @@ class DeviceAugment:
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
         self.config, self.preprocess = config, preprocess
-        self._blur_reach = blur_reach(blur_range(preprocess.size)[1])
+        self._blur_reach = ops.blur_reach(ops.blur_range(preprocess.size)[1])
         self._colours: dict[torch.device, tuple[Tensor, Tensor, Rendering | None]] = {}
 
     def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
@@ -208,10 +191,10 @@ class DeviceAugment:
     def _cropped(self, images: Tensor, drawn: Drawn) -> Tensor:
         size, crop = self.preprocess.size, self.config.crop
         if crop == "resized":
-            return resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
+            return ops.resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
         if crop == "evaluation":
             return images
-        return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
+        return ops.reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
 
     def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
         """Colours and policies, in the order of `Augment`."""
@@ -228,20 +211,20 @@ class DeviceAugment:
         columns = drawn.columns
         if "grey" not in columns:
             return images
-        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, ops.luminance(images), images)
         if drawn.blurs:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
             weights = torch.stack([columns[f"blur_{distance}"] for distance in range(self._blur_reach + 1)])[:, rows]
-            images = images.index_copy(0, rows, blurred(images[rows], weights))
-        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
+            images = images.index_copy(0, rows, ops.blurred(images[rows], weights))
+        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, ops.solarised(images), images)
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
         rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
         high, low = (drawn.columns[name][rows].to(torch.int64) for name in ("noise_high", "noise_low"))
         mean, std, _ = self._colours_on(images.device)
-        noise = normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
+        noise = ops.normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
         noise = ((noise * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
-        inside = within(CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
+        inside = ops.within(ops.CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
         return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
 
     def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Rendering | None]:
@@ -259,10 +242,10 @@ def _all_jittered(images: Tensor, drawn: Drawn) -> Tensor:
     """Brightness, contrast, saturation and hue, in the order of each image."""
     columns, begin = drawn.columns, 0
     for turn in range(len(drawn.hues) or _HUE):
-        images = enhanced(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        images = ops.enhanced(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
         if drawn.hues and drawn.hues[turn] > begin:
             rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
-            images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
+            images = images.index_copy(0, rows, ops.hue_turned(images[rows], columns["hue"][rows]))
             begin = drawn.hues[turn]
     return images
 

@@ -34,19 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms import v2
 
-from vitrail.data.augment.pixel_ops import (
-    SOLARISE_FROM,
-    CropBoxes,
-    autocontrasted,
-    blended,
-    enhanced,
-    equalised,
-    moved,
-    posterised,
-    smoothed,
-    warped,
-    within,
-)
+from vitrail.data.augment import pixel_ops as ops
 from vitrail.data.config import Interpolation, PreprocessConfig
 
 Floats = NDArray[np.float64]
@@ -289,32 +277,34 @@ def _changed(name: str, images: Tensor, of: Column, how: Rendering | None) -> Te
     tensorflow = how is not None and how.tensorflow
     if name == "ShearX":
         if how is None:
-            return moved(images, torch.stack([of(part) for part in _MAP]).to(torch.int64), _FIXED)
-        return warped(images, torch.stack([of(part) for part in _AFFINE]), how.fill, how.interpolation)
+            return ops.moved(images, torch.stack([of(part) for part in _MAP]).to(torch.int64), _FIXED)
+        return ops.warped(images, torch.stack([of(part) for part in _AFFINE]), how.fill, how.interpolation)
     if name == "Brightness":
         which = of("operation") - ENHANCES
         if not tensorflow:
-            return enhanced(images, which, of("factor"))
-        return enhanced(images, which, of("factor"), tensorflow_grey(images), float(min(255, height * width // 256)))
+            return ops.enhanced(images, which, of("factor"))
+        return ops.enhanced(
+            images, which, of("factor"), tensorflow_grey(images), float(min(255, height * width // 256))
+        )
     if name == "Sharpness":
-        return blended(images, smoothed(images, half=0.0 if tensorflow else 0.5), of("factor"))
+        return ops.blended(images, ops.smoothed(images, half=0.0 if tensorflow else 0.5), of("factor"))
     if name == "Cutout":
-        return torch.where(within(CropBoxes(*(of(side) for side in _CUTOUT)), height, width), _GREY, images)
+        return torch.where(ops.within(ops.CropBoxes(*(of(side) for side in _CUTOUT)), height, width), _GREY, images)
     return _COLOURS[name](images, of)
 
 
 def _solarised_sum(images: Tensor, of: Column) -> Tensor:
     added = (images + of("add").view(-1, 1, 1, 1)).clamp_(max=255)
-    return torch.where(images < SOLARISE_FROM, added, images)
+    return torch.where(images < ops.SOLARISE_FROM, added, images)
 
 
 _COLOURS: dict[str, Callable[[Tensor, Column], Tensor]] = {  # alike in every library
-    "Posterize": lambda images, of: posterised(images, of("step")),
+    "Posterize": lambda images, of: ops.posterised(images, of("step")),
     "Solarize": lambda images, of: torch.where(images < of("threshold").view(-1, 1, 1, 1), images, 255 - images),
     "SolarizeAdd": _solarised_sum,
     "Invert": lambda images, _: 255 - images,
-    "AutoContrast": lambda images, _: autocontrasted(images),
-    "Equalize": lambda images, _: equalised(images),
+    "AutoContrast": lambda images, _: ops.autocontrasted(images),
+    "Equalize": lambda images, _: ops.equalised(images),
 }
 
 

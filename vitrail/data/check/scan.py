@@ -72,9 +72,8 @@ def drop_bad(data: DataSet, bad: Sequence[Bad]) -> DataSet:
     keys = {key for key, _ in bad}
     if not keys:
         return data
-    splits = {
-        name: split.take(np.flatnonzero([key not in keys for key in split.keys])) for name, split in data.splits.items()
-    }
+    kept = {name: np.flatnonzero([key not in keys for key in split.keys]) for name, split in data.splits.items()}
+    splits = {name: split.take(kept[name]) for name, split in data.splits.items()}
     dropped = sum(map(len, data.splits.values())) - sum(map(len, splits.values()))
     return replace(data, splits=splits, notes=(*data.notes, f"left out {dropped} unreadable images"))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from vitrail.data.dataset import Split
 from vitrail.data.loading.sampler import BatchSampler, share_of_batch
 from vitrail.data.tokenizer import EncodedTexts
 
-L = TypeVar("L", bound="_Texts")
 
-
-class _Texts:
+class _Texts(AbstractContextManager["_Texts"]):
     """What training and evaluation share."""
 
     def __init__(self, texts: EncodedTexts, split: Split, device: torch.device | str, length: int | None) -> None:
@@ -30,10 +28,7 @@ class _Texts:
     def close(self) -> None:
         """There are no workers to end."""
 
-    def __enter__(self: L) -> L:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def _batch(self, rows: Sequence[int] | NDArray[np.int64], step: int = 0) -> Batch:

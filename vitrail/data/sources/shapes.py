@@ -96,13 +96,13 @@ def boxes_of(seed: int, index: NDArray[np.int64], size: int, classes: int) -> ND
     boxes = np.empty((len(index), 4), np.int64)
     for rows in np.array_split(np.arange(len(index)), len(index) // 10_000 + 1):
         for shape, name in enumerate(SHAPES):
-            some = rows[shapes[rows] == shape]
-            cos, sin = np.cos(turn[some])[:, None], np.sin(turn[some])[:, None]
+            chosen = rows[shapes[rows] == shape]
+            cos, sin = np.cos(turn[chosen])[:, None], np.sin(turn[chosen])[:, None]
             x, y = polygon(name).T
             corners = np.stack([cos * x - sin * y, sin * x + cos * y], -1)  # [images, corners, 2]
-            corners = centre[some, None] + corners * radius[some, None, None]
-            boxes[some, :2] = np.floor(corners.min(1) * size)
-            boxes[some, 2:] = np.ceil(corners.max(1) * size)
+            corners = centre[chosen, None] + corners * radius[chosen, None, None]
+            boxes[chosen, :2] = np.floor(corners.min(1) * size)
+            boxes[chosen, 2:] = np.ceil(corners.max(1) * size)
     return np.clip(boxes, 0, size)
 
 
@@ -153,8 +153,8 @@ def polygon(shape: str) -> Floats:
     area = 0.5 * float(np.sum(corners[:, 0] * following[:, 1] - corners[:, 1] * following[:, 0]))
     if shape == "ring":
         area *= 1 - _HOLE**2
-    made: Floats = corners * np.sqrt(np.pi / area)
-    return made
+    scaled: Floats = corners * np.sqrt(np.pi / area)
+    return scaled
 
 
 def _quarter_turns(point: tuple[float, float], turns: int) -> tuple[float, float]:
