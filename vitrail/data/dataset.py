@@ -412,7 +412,7 @@ def add_label_noise(data: DataSet, share: float, seed: int, level: str = "") -> 
     levels = train.levels
     if levels is not None:
         levels = levels.copy()
-        levels[:, [each.name for each in data.levels].index(level or FINEST)] = labels
+        levels[:, [known.name for known in data.levels].index(level or FINEST)] = labels
     note = f"train: {int(hit.sum())} of {len(train)} labels replaced by another class ({share:g} wanted), seed {seed}"
     noisy = replace(train, labels=labels, levels=levels)
     return replace(data, splits={**data.splits, "train": noisy}, notes=(*data.notes, note))

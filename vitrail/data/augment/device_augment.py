@@ -92,10 +92,10 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     blurs = 0
     if config.three or config.grey or config.solarise or config.blur:
         which, grey, solarise, blur, radius = _uniform(key, "looks", 5).T
-        one = np.floor(3 * which) if config.three else np.full(len(key), -1)
-        columns["grey"] = (one == 0) | (grey < config.grey)
-        columns["solarise"] = (one == 1) | (solarise < config.solarise)
-        wanted = (one == 2) | (blur < config.blur)
+        look = np.floor(3 * which) if config.three else np.full(len(key), -1)
+        columns["grey"] = (look == 0) | (grey < config.grey)
+        columns["solarise"] = (look == 1) | (solarise < config.solarise)
+        wanted = (look == 2) | (blur < config.blur)
         blurs = int(wanted.sum())
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
         low, high = ops.blur_range(size)
@@ -112,8 +112,8 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     erasures = 0
     if config.erasing:
         chances = _uniform(key, "erase", ops.BOX_DRAWS + 1)
-        found, boxes = ops.erasing_boxes(chances[:, 1:], size)
-        wanted = found & (chances[:, 0] < config.erasing)
+        fits, boxes = ops.erasing_boxes(chances[:, 1:], size)
+        wanted = fits & (chances[:, 0] < config.erasing)
         erasures = int(wanted.sum())
         columns["erase_rows"] = np.argsort(~wanted, kind="stable")
         columns |= _named("erase", boxes)

@@ -48,22 +48,22 @@ def crop_boxes(
     """Top, left, height, width, each [batch], of crops: ten tries, then the centre at the nearest ratio."""
     tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
     fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
-    found, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
+    fitting, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
     least, most = min(config.ratio), max(config.ratio)
     other_width, other_height = width, height
     if width / height < least:
         other_height = round(width / least)
     elif width / height > most:
         other_width = round(height * most)
-    tall, wide = np.where(found, tall[first], other_height), np.where(found, wide[first], other_width)
+    tall, wide = np.where(fitting, tall[first], other_height), np.where(fitting, wide[first], other_width)
     down, right = drawn[:, -2:].T
-    top = np.where(found, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
-    left = np.where(found, np.floor(right * (width - wide + 1)), (width - other_width) // 2)
+    top = np.where(fitting, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
+    left = np.where(fitting, np.floor(right * (width - wide + 1)), (width - other_width) // 2)
     return top, left, tall, wide
 
 
 def erasing_boxes(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
-    """Whether ten tries found a rectangle, and its top, left, height, width; as torchvision."""
+    """Whether one of ten tries fits, and its top, left, height, width; as torchvision."""
     # torchvision's ratio is height over width here, and width over height when it crops.
     wide, tall = _rectangles(drawn, size * size, _ERASED_SHARE, _ERASED_RATIO)
     fits: NDArray[np.bool_] = (tall < size) & (wide < size)
@@ -129,8 +129,8 @@ def warped(images: Tensor, maps: Tensor, fill: Tensor, interpolation: Interpolat
 
     offsets = range(-1, 3) if reach == 4 else range(reach)
     lines = [_between([taken(i, j) for j in offsets], dx) for i in offsets]
-    found = _between(lines, dy).clamp(0, 255).floor_()
-    return torch.where(inside[:, None], found, fill.view(1, 3, 1, 1))
+    values = _between(lines, dy).clamp(0, 255).floor_()
+    return torch.where(inside[:, None], values, fill.view(1, 3, 1, 1))
 
 
 def luminance(images: Tensor) -> Tensor:
@@ -239,11 +239,11 @@ def hue_turned(images: Tensor, turn: Tensor) -> Tensor:
     hue = torch.where(span > 0, circle.to(torch.float32).to(torch.float64).mul_(255).floor_(), 0.0)
     hue = ((hue + turn.view(-1, 1, 1)) % 256 * 6 / 255).to(torch.float32)
     share = (span / most.clamp(min=1)).to(torch.float64).mul_(255).floor_().div_(255).to(torch.float32)
-    made = []
+    channels = []
     for start in (5, 3, 1):  # red, green and blue fall and rise at different places of the circle
         along = (hue + start) % 6
-        made.append(most * (1 - share * torch.minimum(along, 4 - along).clamp_(0, 1)))
-    return _bytes(torch.stack(made, 1))
+        channels.append(most * (1 - share * torch.minimum(along, 4 - along).clamp_(0, 1)))
+    return _bytes(torch.stack(channels, 1))
 
 
 def blur_range(size: int) -> tuple[float, float]:

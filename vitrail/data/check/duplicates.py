@@ -175,7 +175,7 @@ def strangers(prints: Fingerprints, classes: int) -> tuple[list[tuple[int, int]]
     chosen = torch.arange(len(images))
     if len(images) > _REFERENCES:
         chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:_REFERENCES]
-    found: list[tuple[int, int]] = []
+    odd: list[tuple[int, int]] = []
     agree = 0
     for rows in torch.arange(len(images)).split(1024):
         likeness = features[rows] @ features[chosen].T
@@ -185,5 +185,5 @@ def strangers(prints: Fingerprints, classes: int) -> tuple[list[tuple[int, int]]
         most, winner = votes.max(1)
         agree += int((winner == labels[rows]).sum())
         strange = (most == NEIGHBOURS) & (winner != labels[rows])
-        found += zip(images[rows[strange].numpy()].tolist(), winner[strange].tolist(), strict=True)
-    return found, agree / len(images)
+        odd += zip(images[rows[strange].numpy()].tolist(), winner[strange].tolist(), strict=True)
+    return odd, agree / len(images)

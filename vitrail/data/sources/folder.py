@@ -59,21 +59,21 @@ def open_folder(location: Location) -> DataSet:
     walk = _Walk(root)
     notes: list[str] = []
     if _is_divided(root, named):
-        found = _divided(root, named, uri, walk, notes)
+        listed = _divided(root, named, uri, walk, notes)
         others = [name for name in top if name not in named]
         if others:
             notes.append(f"ignored beside the splits: {some(others)}")
     else:
-        found = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
+        listed = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
     loose = [f for f in _files(root) if _is_image(f)]
-    populated = {split: {c: files for c, files in classes.items() if files} for split, classes in found.items()}
+    populated = {split: {c: files for c, files in classes.items() if files} for split, classes in listed.items()}
     if loose and not any(populated.values()):
         notes.append("the images have no labels (no class folders): only objectives without labels learn from them")
         return _assemble(root, uri, {UNDIVIDED: {UNLABELLED: loose}}, [*notes, *walk.notes()])
     _reject_unusable(root, populated)
     if loose:
         notes.append(f"ignored {len(loose)} images outside class folders, e.g. {loose[0]}")
-    empty = sorted({c for split in found.values() for c, files in split.items() if not files})
+    empty = sorted({c for split in listed.values() for c, files in split.items() if not files})
     if empty:
         notes.append(f"ignored folders without images: {some(empty)}")
     return _assemble(root, uri, populated, [*notes, *walk.notes()])
@@ -99,7 +99,7 @@ def _is_divided(root: Path, named: dict[str, str]) -> bool:
 def _divided(
     root: Path, named: dict[str, str], uri: str, walk: _Walk, notes: list[str]
 ) -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = {}
+    listed: dict[str, dict[str, list[str]]] = {}
     for split in SPLIT_NAMES:
         folders = [name for name, meant in named.items() if meant == split]
         if len(folders) > 1:
@@ -111,22 +111,22 @@ def _divided(
         if loose:
             notes.append(f"ignored {loose} images in {folders[0]}/ that are in no class folder")
         if any(classes.values()):
-            found[split] = classes
+            listed[split] = classes
         else:
             notes.append(f"ignored {folders[0]}/, which has no class folders with images")
-    if "train" not in found:
+    if "train" not in listed:
         raise ValueError(
-            f"{uri} has {' and '.join(found) or 'splits'} but no train folder of class folders; add train/CLASS/"
+            f"{uri} has {' and '.join(listed) or 'splits'} but no train folder of class folders; add train/CLASS/"
         )
-    return found
+    return listed
 
 
-def _reject_unusable(root: Path, found: dict[str, dict[str, list[str]]]) -> None:
-    train = found.get("train", found.get(UNDIVIDED, {}))
+def _reject_unusable(root: Path, listed: dict[str, dict[str, list[str]]]) -> None:
+    train = listed.get("train", listed.get(UNDIVIDED, {}))
     if not train:
         raise ValueError(f"{root} holds no images in class folders; expected {root}/CLASS/*.jpg (or .png, ...)")
     for split in ("val", "test"):
-        unknown = sorted(set(found.get(split, {})) - set(train), key=natural)
+        unknown = sorted(set(listed.get(split, {})) - set(train), key=natural)
         if unknown:
             raise ValueError(
                 f"{root}: {len(unknown)} classes of {split} are not in train ({some(unknown)}); "
@@ -134,13 +134,13 @@ def _reject_unusable(root: Path, found: dict[str, dict[str, list[str]]]) -> None
             )
 
 
-def _assemble(root: Path, uri: str, found: dict[str, dict[str, list[str]]], notes: list[str]) -> DataSet:
-    classes = sorted({c for split in found.values() for c in split}, key=natural)
+def _assemble(root: Path, uri: str, listed: dict[str, dict[str, list[str]]], notes: list[str]) -> DataSet:
+    classes = sorted({c for split in listed.values() for c in split}, key=natural)
     number = {name: i for i, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []
     bounds = {}
-    for split, members in found.items():
+    for split, members in listed.items():
         start = len(names)
         for name in sorted(members, key=natural):
             names += sorted(members[name])  # the order of the disk must not matter
