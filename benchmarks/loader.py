@@ -34,7 +34,7 @@ from torchvision.transforms import v2
 from vitrail.data.augment.host import Augment
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import Split
-from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.loader import LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
 from vitrail.data.pack import pack
@@ -86,17 +86,19 @@ def read_way(split: Split, rows: list[int], workers: int, mapped: bool) -> Itera
 def augment_way(split: Split, rows: list[int], workers: int) -> TrainLoader:
     part = split.take(rows)
     return TrainLoader(
-        part,
-        BatchSampler(len(part), BATCH, 0),
-        Augment(AugmentConfig(), CONFIG),
-        Preprocess(CONFIG),
-        classes=int(split.labels.max()) + 1,
-        multilabel=False,
-        seed=0,
-        device="cpu",
-        workers=workers,
-        start=0,
-        stop=len(rows) // BATCH,
+        LoaderSpec(
+            part,
+            BatchSampler(len(part), BATCH, 0),
+            Augment(AugmentConfig(), CONFIG),
+            Preprocess(CONFIG),
+            classes=int(split.labels.max()) + 1,
+            multilabel=False,
+            seed=0,
+            device="cpu",
+            workers=workers,
+            start=0,
+            stop=len(rows) // BATCH,
+        )
     )
 
 

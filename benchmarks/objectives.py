@@ -40,8 +40,8 @@ from vitrail.config import AugmentConfig, DataConfig
 from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import DataSet
-from vitrail.data.loading.device_images import DeviceImages
-from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.device_loader import DeviceImages, DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -129,19 +129,21 @@ class Bench:
         settings = DataConfig(uri="", augment=recipe("small-byol").data.augment)
         preprocess = Preprocess(model.preprocess)
         return DeviceLoader(
-            train,
-            BatchSampler(len(train), self.options.batch, 0),
-            Augment(settings.augment, model.preprocess),
-            preprocess,
-            classes=CLASSES,
-            multilabel=False,
-            seed=0,
-            device=self.device,
-            workers=0,
-            start=start,
-            stop=stop,
-            views=view_augments(objective.views, settings.augment, settings.weak, model.preprocess),
-            images=self.pixels(settings.augment, preprocess),
+            LoaderSpec(
+                train,
+                BatchSampler(len(train), self.options.batch, 0),
+                Augment(settings.augment, model.preprocess),
+                preprocess,
+                classes=CLASSES,
+                multilabel=False,
+                seed=0,
+                device=self.device,
+                workers=0,
+                start=start,
+                stop=stop,
+                views=view_augments(objective.views, settings.augment, settings.weak, model.preprocess),
+            ),
+            self.pixels(settings.augment, preprocess),
         )
 
     def pixels(self, augment: AugmentConfig, preprocess: Preprocess) -> DeviceImages:

@@ -20,6 +20,7 @@ from vitrail.data.augment.host import Augment
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.loading import device_loader
 from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -52,18 +53,20 @@ def main() -> None:
         for mib in asked.mib:
             device_loader.TOGETHER[device.type] = mib << 20
             loader = DeviceLoader(
-                train,
-                BatchSampler(len(train), batch, 0),
-                Augment(chosen, form),
-                Preprocess(form),
-                classes=len(data.classes),
-                multilabel=False,
-                seed=0,
-                device=device,
-                workers=0,
-                start=0,
-                stop=steps,
-                images=images,
+                LoaderSpec(
+                    train,
+                    BatchSampler(len(train), batch, 0),
+                    Augment(chosen, form),
+                    Preprocess(form),
+                    classes=len(data.classes),
+                    multilabel=False,
+                    seed=0,
+                    device=device,
+                    workers=0,
+                    start=0,
+                    stop=steps,
+                ),
+                images,
             )
             images = loader.images
             images.pixels  # noqa: B018, reads them before the clock runs

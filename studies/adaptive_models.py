@@ -29,7 +29,7 @@ from torch import Tensor
 from vitrail.config import RunConfig
 from vitrail.data.augment.pixel_ops import CropBoxes, resampled
 from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig
-from vitrail.data.loading.device_images import DeviceImages, stored_size
+from vitrail.data.loading.device_loader import DeviceImages, stored_size
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.attack_config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case

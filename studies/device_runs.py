@@ -9,8 +9,8 @@ import torch
 
 from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment
-from vitrail.data.loading.device_images import DeviceImages
-from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -85,18 +85,20 @@ class DeviceRuns:
         if key not in self.images:
             self.images[key] = DeviceImages(train, config.data.augment, preprocess, device=self.device, workers=0)
         loader = DeviceLoader(
-            train,
-            BatchSampler(len(train), config.data.batch, seed),
-            Augment(config.data.augment, model.preprocess),
-            preprocess,
-            classes=len(self.data.classes),
-            multilabel=False,
-            seed=seed,
-            device=self.device,
-            workers=0,
-            start=0,
-            stop=min(schedule.steps, most or schedule.steps),
-            images=self.images[key],
+            LoaderSpec(
+                train,
+                BatchSampler(len(train), config.data.batch, seed),
+                Augment(config.data.augment, model.preprocess),
+                preprocess,
+                classes=len(self.data.classes),
+                multilabel=False,
+                seed=seed,
+                device=self.device,
+                workers=0,
+                start=0,
+                stop=min(schedule.steps, most or schedule.steps),
+            ),
+            self.images[key],
         )
         return step, loader, schedule.steps
 

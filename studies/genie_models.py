@@ -25,8 +25,8 @@ from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import Split
-from vitrail.data.loading.device_images import DeviceImages
-from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.device_loader import DeviceImages, DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -153,19 +153,21 @@ class Runs:
         own = model.preprocess
         preprocess = Preprocess(own)
         loader = DeviceLoader(
-            split,
-            BatchSampler(len(split), config.data.batch, seed, config.data.sampling, split.labels),
-            Augment(config.data.augment, own),
-            preprocess,
-            classes=self.classes,
-            multilabel=False,
-            seed=seed,
-            device=self.device,
-            workers=0,
-            start=0,
-            stop=schedule.steps,
-            views=view_augments(objective.views, config.data.augment, config.data.weak, own),
-            images=ReadyImages(split, pixels, config, preprocess),
+            LoaderSpec(
+                split,
+                BatchSampler(len(split), config.data.batch, seed, config.data.sampling, split.labels),
+                Augment(config.data.augment, own),
+                preprocess,
+                classes=self.classes,
+                multilabel=False,
+                seed=seed,
+                device=self.device,
+                workers=0,
+                start=0,
+                stop=schedule.steps,
+                views=view_augments(objective.views, config.data.augment, config.data.weak, own),
+            ),
+            ReadyImages(split, pixels, config, preprocess),
         )
         with compiled_networks(objective, True) if of_trunks and self.fast else nullcontext():
             for batch in loader:

@@ -20,8 +20,8 @@ from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment, view_augments
 from vitrail.data.config import DataConfig, PreprocessConfig
 from vitrail.data.dataset import DataSet
-from vitrail.data.loading.device_images import DeviceImages
-from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -138,19 +138,21 @@ class Runs:
     def _loader(self, config: RunConfig, data: DataSet, objective: Objective, seed: int, steps: int) -> DeviceLoader:
         train, augment, own = data["train"], config.data.augment, objective.model.preprocess
         return DeviceLoader(
-            train,
-            BatchSampler(len(train), config.data.batch, seed),
-            Augment(augment, own),
-            Preprocess(own),
-            classes=len(data.classes),
-            multilabel=False,
-            seed=seed,
-            device=self.device,
-            workers=0,
-            start=0,
-            stop=steps,
-            views=view_augments(objective.views, augment, config.data.weak, own),
-            images=self.images(config.data, own),
+            LoaderSpec(
+                train,
+                BatchSampler(len(train), config.data.batch, seed),
+                Augment(augment, own),
+                Preprocess(own),
+                classes=len(data.classes),
+                multilabel=False,
+                seed=seed,
+                device=self.device,
+                workers=0,
+                start=0,
+                stop=steps,
+                views=view_augments(objective.views, augment, config.data.weak, own),
+            ),
+            self.images(config.data, own),
         )
 
     def images(self, chosen: DataConfig, own: PreprocessConfig) -> DeviceImages:

@@ -16,19 +16,13 @@ from PIL import Image
 from scipy import stats
 
 from vitrail.data.augment.device_augment import DeviceAugment, draw
-from vitrail.data.augment.device_policies import (
-    ALL,
-    BIG_VISION_DRAWS,
-    BIG_VISION_OPERATIONS,
-    BigVisionRandAugment,
-    RandTurn,
-    big_vision_augmented,
-    draw_big_vision,
-)
-from vitrail.data.augment.host import Augment
+from vitrail.data.augment.host import Augment, BigVisionRandAugment
+from vitrail.data.augment.policies import ALL, RAND_STYLES, RandTurn, draw_turn, rand_augmented, rendering
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 
 HEIGHT, WIDTH = 30, 44
+BIG_VISION_OPERATIONS, BIG_VISION_DRAWS = RAND_STYLES["big_vision"].operations, RAND_STYLES["big_vision"].draws
+RENDERING = rendering("big_vision", PreprocessConfig(), torch.device("cpu"))
 Pixels = NDArray[np.uint8]
 
 
@@ -121,10 +115,10 @@ def test_every_operation_has_the_pixels_of_its_reference(name):
     chances[:, 1] = [0.2, 0.8] * 4
     chances[:, 2], chances[:, 3] = np.linspace(0, 0.99, 8), np.linspace(0.99, 0, 8)
     for magnitude in (0, 1, 4, 9, 10):
-        drawn = draw_big_vision(chances, magnitude, HEIGHT, WIDTH)
+        drawn = draw_turn("big_vision", chances, magnitude, height=HEIGHT, width=WIDTH)
         columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
-        made = big_vision_augmented(
-            torch.from_numpy(images).permute(0, 3, 1, 2).float(), RandTurn(columns, drawn.bounds)
+        made = rand_augmented(
+            torch.from_numpy(images).permute(0, 3, 1, 2).float(), RandTurn(columns, drawn.bounds), RENDERING
         )
         for number, image in enumerate(images):
             middle = int(chances[number, 2] * HEIGHT), int(chances[number, 3] * WIDTH)
@@ -160,9 +154,9 @@ def test_one_image_on_the_host_has_the_pixels_of_the_device(monkeypatch):
         monkeypatch.undo()
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float()
         for one in drawn.numpy():
-            turn = draw_big_vision(one[None], 2, HEIGHT, WIDTH)
+            turn = draw_turn("big_vision", one[None], 2, height=HEIGHT, width=WIDTH)
             columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in turn.columns.items()}
-            pixels = big_vision_augmented(pixels, RandTurn(columns, turn.bounds))
+            pixels = rand_augmented(pixels, RandTurn(columns, turn.bounds), RENDERING)
         np.testing.assert_array_equal(made, pixels[0].permute(1, 2, 0).numpy())
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as meals
-from vitrail.data.sources.completions import holds_completions, prompt_of, template_of
-from vitrail.data.sources.text_files import Text, holds_texts, texts_of
+from vitrail.data.sources.text import Text, holds_completions, holds_texts, prompt_of, template_of, texts_of
 from vitrail.measure.language import corpus_bleu, words_of
 
 
@@ -87,7 +86,7 @@ def test_a_prompt_is_never_on_two_sides_of_a_carved_split(tmp_path: Path) -> Non
     assert {name: len(found) for name, found in prompts.items()} == {"train": 16, "val": 2, "test": 2}
     assert len(set.union(*prompts.values())) == 20
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 48, "val": 6, "test": 6}
-    assert "val: 2 prompts (0.1 of all) carved off, stratified, seed 0" in data.notes
+    assert "val: 2 prompts (0.1 of all) held out, stratified, seed 0" in data.notes
 
 
 @pytest.mark.parametrize(

@@ -13,23 +13,22 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from vitrail.data.augment.device_augment import DeviceAugment, draw
-from vitrail.data.augment.device_policies import (
+from vitrail.data.augment.pixel_ops import hue_turned, normal_noise
+from vitrail.data.augment.policies import (
     ALL,
     OPERATIONS,
-    TIMM_DRAWS,
-    TIMM_OPERATIONS,
+    RAND_STYLES,
     RandTurn,
-    Smooth,
+    Rendering,
     draw_auto,
-    draw_timm,
     draw_trivial,
     draw_turn,
     rand_augmented,
 )
-from vitrail.data.augment.pixel_ops import hue_turned, normal_noise
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.preprocess import RESAMPLING
 
+TIMM_OPERATIONS, TIMM_DRAWS = RAND_STYLES["timm"].operations, RAND_STYLES["timm"].draws
 PLAIN = {"crop": "evaluation", "flip": 0.0}
 EVERYTHING = AugmentConfig(flip=0.5, three=True, rand_ops=2, jitter=0.4, hue=0.1, jitter_chance=0.8, erasing=0.5)
 
@@ -304,7 +303,7 @@ def test_every_operation_of_randaugment_has_the_pixels_of_torchvision_on_pillow_
     pixels[3, ..., 1] = 77  # a channel of one value
     chances = np.stack([np.full(8, (OPERATIONS.index(name) + 0.5) / 14), [0.2, 0.2, 0.2, 0.2, 0.8, 0.8, 0.8, 0.8]], 1)
     for magnitude in (0, 5, 9, 14, 30):
-        drawn = draw_turn(chances, magnitude, size)
+        drawn = draw_turn("torchvision", chances, magnitude, height=size)
         columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
         made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds))
         made = made.permute(0, 2, 3, 1).numpy()
@@ -391,12 +390,12 @@ def test_every_operation_of_timms_style_has_the_pixels_of_timm_on_pillow_images(
     chances[:, 0] = (TIMM_OPERATIONS.index(name) + 0.5) / 15
     chances[:, 2], chances[:, 3] = 1 - np.exp(-0.5), 0.0  # one standard deviation above the magnitude
     chances[:, 4] = [0.2, 0.8] * 6
-    how = Smooth(torch.tensor(FILL, dtype=torch.float32), interpolation)
+    how = Rendering(torch.tensor(FILL, dtype=torch.float32), interpolation)
     wrong = []
     for magnitude in range(10):
         # No round number, which would put the edge of the image on the middle of a pixel: that may fall to either side.
         level = magnitude + 0.1234567
-        drawn = draw_timm(chances, magnitude, 0.1234567, 33)
+        drawn = draw_turn("timm", chances, magnitude, 0.1234567, height=33)
         columns = {key: torch.from_numpy(np.asarray(v, np.float32)) for key, v in drawn.columns.items()}
         made = rand_augmented(tensor(pixels).float(), RandTurn(columns, drawn.bounds), how).permute(0, 2, 3, 1).numpy()
         pairs = zip(pixels, chances[:, 4] <= 0.5, strict=True)

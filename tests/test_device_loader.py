@@ -15,10 +15,9 @@ from vitrail.data.augment.mixing import mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import BadImage, Split
-from vitrail.data.loading import device_images, device_loader
-from vitrail.data.loading.device_images import DeviceImages, fits, stored_size
-from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
-from vitrail.data.loading.loader import EvalLoader, TrainLoader
+from vitrail.data.loading import device_loader
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits, stored_size
+from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_source
 from vitrail.data.pack import pack
@@ -61,7 +60,8 @@ def train(augment: AugmentConfig = SHIFTED, split: Split | None = None, batch: i
     split = split or split_of()
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "workers": 0, "start": 0, "stop": 6} | more
     order = BatchSampler(len(split), batch, SEED)
-    return kind(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings)
+    images = [settings.pop("images")] if "images" in settings else []
+    return kind(LoaderSpec(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings), *images)
 
 
 def assert_same(ours: list[Batch], theirs: list[Batch], pixels: bool = True) -> None:
@@ -114,11 +114,11 @@ def test_batches_do_not_depend_on_how_many_are_augmented_together_nor_on_where_t
     whole = list(train(BUSY, **settings))
     groups = []
 
-    def counted(self, tasks, pixels, made=DeviceLoader._made):
+    def counted(self, tasks, pixels, made=DeviceLoader._augmented):
         groups.append(len(tasks))
         return made(self, tasks, pixels)
 
-    monkeypatch.setattr(DeviceLoader, "_made", counted)
+    monkeypatch.setattr(DeviceLoader, "_augmented", counted)
     monkeypatch.setitem(device_loader.TOGETHER, "cpu", steps * 4 * 2 * 3 * 8 * 8)  # bytes of so many steps
     assert_same(list(train(BUSY, **settings)), whole)
     assert groups == [2 * len(range(first, min(6, first + steps))) for first in range(0, 6, steps)]
@@ -290,7 +290,7 @@ def test_what_fits_a_processor_is_small(monkeypatch):
     assert not fits(split_of(), Preprocess(PreprocessConfig(size=65)), "cpu")
     assert not fits(split_of(bad=tuple(range(100, 111))), PREPROCESS, "cpu", busy)
     assert not fits(split_of(), PREPROCESS, "meta", busy)
-    monkeypatch.setattr(device_images, "HOST_BYTES", 11 * 3 * 8 * 8 - 1)
+    monkeypatch.setattr(device_loader, "HOST_BYTES", 11 * 3 * 8 * 8 - 1)
     assert not fits(split_of(), PREPROCESS, "cpu", busy)
 
 

@@ -14,6 +14,7 @@ from vitrail.data.augment.host import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.loading.device_loader import DeviceLoader
+from vitrail.data.loading.loader import LoaderSpec
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
@@ -321,7 +322,9 @@ def test_batches_made_ahead_and_together_hold_the_bytes_of_a_processor() -> None
     def batches(device: str, start: int = 0) -> list[Batch]:
         order = BatchSampler(len(train), 40, 3)
         settings: dict[str, Any] = {"classes": 10, "multilabel": False, "seed": 3, "workers": 0, "views": 2}
-        loader = DeviceLoader(train, order, augment, Preprocess(shape), device=device, start=start, stop=60, **settings)
+        loader = DeviceLoader(
+            LoaderSpec(train, order, augment, Preprocess(shape), device=device, start=start, stop=60, **settings)
+        )
         kept = []
         for batch in loader:
             torch.cuda._sleep(1_000_000)  # a step that is still at work when the next batches are made

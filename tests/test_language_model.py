@@ -19,7 +19,7 @@ from vitrail.config import RunConfig, from_mapping, validate
 from vitrail.data.batch import Batch
 from vitrail.data.loading.text_loader import TextEvalLoader
 from vitrail.data.open import open_data
-from vitrail.data.sources.text_files import Text, texts_of
+from vitrail.data.sources.text import Text, texts_of
 from vitrail.engine.loop import Stopped
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.measure.language import corpus_bleu

@@ -15,7 +15,7 @@ from vitrail.data.augment.mixing import mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import BadImage, Split
-from vitrail.data.loading.loader import EvalLoader, TrainLoader, auto_workers
+from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
 
@@ -58,7 +58,7 @@ def train(augment: AugmentConfig = SHIFTED, split: Split | None = None, batch: i
     split = split or split_of()
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "workers": 0, "start": 0, "stop": 6} | more
     order = BatchSampler(len(split), batch, SEED)
-    return TrainLoader(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings)
+    return TrainLoader(LoaderSpec(split, order, Augment(augment, SMALL), PREPROCESS, seed=SEED, **settings))
 
 
 def evaluation(split: Split, **more) -> EvalLoader:
@@ -107,7 +107,9 @@ def repeated(rank: int = 0, world: int = 1, workers: int = 0) -> list[Batch]:
     order = BatchSampler(12, 12, SEED, repeats=3)
     settings = {"classes": 3, "multilabel": False, "device": "cpu", "start": 0, "stop": 2, "workers": workers}
     augment = Augment(SHIFTED, SMALL)
-    with TrainLoader(split, order, augment, PREPROCESS, seed=SEED, rank=rank, world=world, **settings) as loader:
+    with TrainLoader(
+        LoaderSpec(split, order, augment, PREPROCESS, seed=SEED, rank=rank, world=world, **settings)
+    ) as loader:
         return list(loader)
 
 

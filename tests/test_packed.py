@@ -23,15 +23,15 @@ from torchvision.transforms.functional import resize
 from vitrail.cli import run
 from vitrail.data import pack as shard
 from vitrail.data.augment.host import Augment
+from vitrail.data.check.scan import drop_bad, scan
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import decode
-from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.loader import LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
 from vitrail.data.pack import PackReport, pack
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.folder import drop_bad, scan
 from vitrail.data.sources.packed import PackedReader, verify
 
 SMALL_SHARD = 12_000  # bytes: a few of the images below
@@ -211,17 +211,19 @@ def test_training_batches_are_those_of_the_source(tmp_path):
     def batches(data: DataSet) -> list[np.ndarray]:
         split = data["train"]
         with TrainLoader(
-            split,
-            BatchSampler(len(split), 8, 0),
-            Augment(AugmentConfig(), preprocess),
-            Preprocess(preprocess),
-            classes=3,
-            multilabel=False,
-            seed=1,
-            device="cpu",
-            workers=0,
-            start=0,
-            stop=3,
+            LoaderSpec(
+                split,
+                BatchSampler(len(split), 8, 0),
+                Augment(AugmentConfig(), preprocess),
+                Preprocess(preprocess),
+                classes=3,
+                multilabel=False,
+                seed=1,
+                device="cpu",
+                workers=0,
+                start=0,
+                stop=3,
+            )
         ) as loader:
             return [batch.images.numpy() for batch in loader]
 

@@ -15,7 +15,7 @@ from vitrail.cli import run as command
 from vitrail.data.batch import Batch
 from vitrail.data.open import open_data
 from vitrail.data.sources.synthetic_text import number, spelled
-from vitrail.data.sources.text_files import texts_of
+from vitrail.data.sources.text import texts_of
 from vitrail.data.tokenizer import TOKENIZER, encode_completions, encode_prompts, word_tokenizer
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.learn.language_model import LanguageModel

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,16 @@ import pytest
 from hostile import colour, make_hostile
 from PIL import Image
 
+from vitrail.config import from_mapping
+from vitrail.data.check.scan import cache_file, drop_bad, reject_if_too_many, scan
 from vitrail.data.counter import bits
-from vitrail.data.dataset import DataSet, Level, Split, apportion, carve, limit_train
-from vitrail.data.open import open_data
-from vitrail.data.sources.folder import cache_file, drop_bad, image_files, refuse_if_too_many, scan
+from vitrail.data.dataset import DataSet, Level, Location, Source, Split, apportion, hold_out, limit_train
+from vitrail.data.open import open_data, open_source
+from vitrail.data.sources.folder import image_files
 from vitrail.data.sources.npz import mapped
+from vitrail.recipes import recipe
+from vitrail.registry import PARTS, register
+from vitrail.run.train import train
 
 
 def write(path: Path, value: int = 0) -> Path:
@@ -72,7 +79,7 @@ def test_given_splits_are_kept(tmp_path, val):
     tree(tmp_path / val, {"a": 2, "b": 1})
     data = open_data(tmp_path)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 7, "val": 3}
-    assert any("final figures are on val" in note for note in data.notes)
+    assert any("final metrics are on val" in note for note in data.notes)
 
 
 def test_test_without_val_has_val_carved_from_train(tmp_path):
@@ -183,7 +190,7 @@ def test_vitrail_data_is_a_second_place_to_look(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fraction", [0.1, 0.25])
 def test_every_class_is_carved_within_one_of_its_exact_share(sizes, fraction):
     labels = np.repeat(np.arange(len(sizes)), sizes)
-    data = carve(made(labels), fraction, fraction, 3)
+    data = hold_out(made(labels), fraction, fraction, 3)
     for name in ("val", "test"):
         counts = np.bincount(data[name].labels, minlength=len(sizes))
         assert np.abs(counts - np.array(sizes) * fraction).max() <= 1
@@ -196,10 +203,10 @@ def test_carving_depends_on_seed_and_not_on_the_order_of_rows():
     shuffled = np.random.default_rng(1).permutation(200)
     data = made(labels)
     other = DataSet("made", data.classes, {"all": data["all"].take(shuffled)})
-    first, second = carve(data, 0.1, 0.2, 5), carve(other, 0.1, 0.2, 5)
+    first, second = hold_out(data, 0.1, 0.2, 5), hold_out(other, 0.1, 0.2, 5)
     for name in ("train", "val", "test"):
         assert set(first[name].index) == set(second[name].index)
-    assert set(carve(data, 0.1, 0.2, 6)["val"].index) != set(first["val"].index)
+    assert set(hold_out(data, 0.1, 0.2, 6)["val"].index) != set(first["val"].index)
 
 
 def test_carving_is_the_same_whatever_order_files_were_made_in(tmp_path):
@@ -213,7 +220,7 @@ def test_carving_is_the_same_whatever_order_files_were_made_in(tmp_path):
 
 
 def test_carving_takes_no_slice_of_ordered_data():
-    data = carve(made(np.repeat([0, 1], 500)), 0.2, 0, 0)
+    data = hold_out(made(np.repeat([0, 1], 500)), 0.2, 0, 0)
     first_half = np.count_nonzero(data["val"].index % 500 < 250)
     assert abs(first_half - 100) < 5 * np.sqrt(200 / 4)  # five standard deviations of a fair draw
 
@@ -221,13 +228,13 @@ def test_carving_takes_no_slice_of_ordered_data():
 def test_fractions_that_leave_nothing_are_refused():
     for fractions in ((0.5, 0.5), (1.0, 0.0)):
         with pytest.raises(ValueError, match="nothing to train on"):
-            carve(made([0, 1] * 10), *fractions, 0)
+            hold_out(made([0, 1] * 10), *fractions, 0)
 
 
 def test_multilabel_carving_keeps_rare_labels_in_proportion():
     rng = np.random.default_rng(0)
     labels = (rng.random((2000, 4)) < [0.6, 0.3, 0.1, 0.03]).astype(int)
-    data = carve(made(labels), 0.25, 0, 0)
+    data = hold_out(made(labels), 0.25, 0, 0)
     share = data["val"].labels.sum(0) / labels.sum(0)
     assert np.abs(share[3] * labels[:, 3].sum() - 0.25 * labels[:, 3].sum()) <= 1  # the rarest label is a stratum
     assert np.abs(share - 0.25).max() < 0.05
@@ -243,7 +250,7 @@ def test_apportion_adds_up_and_stays_near():
 
 
 def test_limit_is_stratified_and_touches_train_only():
-    data = carve(made(np.repeat([0, 1, 2], [600, 300, 3])), 0.1, 0.1, 0)
+    data = hold_out(made(np.repeat([0, 1, 2], [600, 300, 3])), 0.1, 0.1, 0)
     few = limit_train(data, 30, 0)
     train = np.bincount(data["train"].labels)
     counts = np.bincount(few["train"].labels)
@@ -584,9 +591,9 @@ def test_a_cache_that_is_torn_foreign_or_unwritable_is_no_error(tmp_path, monkey
 
 def test_too_many_bad_images_are_refused_with_counts_and_names():
     bad = [(f"{i}.jpg", "truncated") for i in range(30)]
-    refuse_if_too_many(bad, 3000, 0.01, "photos")
+    reject_if_too_many(bad, 3000, 0.01, "photos")
     with pytest.raises(ValueError) as error:
-        refuse_if_too_many(bad, 2999, 0.01, "photos")
+        reject_if_too_many(bad, 2999, 0.01, "photos")
     text = str(error.value)
     assert "30 of 2999" in text
     assert "--data.bad_limit" in text
@@ -609,3 +616,42 @@ def test_large_photographs_can_be_read_smaller(tmp_path):
     split = open_data(tmp_path)["train"]
     smaller = replace(split, reader=replace(split.reader, at_least=80))
     assert (split.read(0).size, smaller.read(0).size) == ((480, 320), (120, 80))
+
+
+def test_a_source_from_elsewhere_opens_its_scheme_and_its_files_and_is_trained_on(tmp_path):
+    reader = open_data("synthetic:shapes?n=40&size=32")["train"].reader
+
+    def open_toy(location: Location) -> DataSet:
+        count = location.whole_numbers({"n": 24})["n"]
+        split = Split("all", reader, np.arange(count), [f"toy {i}" for i in range(count)], np.arange(count) % 2)
+        return DataSet(location.uri, ("a", "b"), {"all": split})
+
+    def opens(location: Location) -> bool:
+        return location.scheme == "toy" or location.suffix == ".toy"
+
+    register("source", "toy")(Source({"toy:any": "pictures for a test"}, open_toy, opens, ("n",)))
+    try:
+        (tmp_path / "pictures.toy").touch()
+        assert len(open_source(str(tmp_path / "pictures.toy?n=30"))["all"]) == 30
+        assert open_source("toy:any").classes == ("a", "b")
+        with pytest.raises(ValueError, match=r"toy:any\?m=1: no option 'm' \(it has n\)"):
+            open_source("toy:any?m=1")
+        with pytest.raises(ValueError, match="did you mean 'toy'"):
+            open_source("toyy:any")
+        model = {"image_size": 32, "trunk": {"depth": 1, "width": 16, "heads": 2, "patch": 8}}
+        settings = {"uri": "toy:any", "batch": 4, "workers": 0}
+        out = {"out": str(tmp_path / "run"), "engine": {"device": "cpu"}}
+        train(from_mapping({"model": model, "data": settings, "optim": {"steps": 2}, **out}, recipe("vit")), quiet=True)
+        assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+    finally:
+        PARTS["source"].pop("toy")
+
+
+def test_a_scheme_is_found_without_importing_other_sources():
+    code = (
+        "import sys; from vitrail.data.open import open_source; open_source('synthetic:shapes?n=20&size=8'); "
+        "print(*(m for m in sys.modules if m.startswith('vitrail.data.sources.')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "sources.shapes" in loaded
+    assert not any(f"sources.{name}" in loaded for name in ("npz", "parquet", "webdataset", "builtin"))

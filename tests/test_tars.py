@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitrail.data.check.scan import scan
 from vitrail.data.dataset import BadImage
 from vitrail.data.open import open_data, open_source
-from vitrail.data.sources.folder import scan
 
 
 def write(path: Path, members: Mapping[str, bytes]) -> Path:

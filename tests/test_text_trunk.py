@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vitrail
-from vitrail.data.sources.text_files import Text
+from vitrail.data.sources.text import Text
 from vitrail.model.adapters.apply import apply, counts
 from vitrail.model.adapters.config import Lora
 from vitrail.model.classifier import Classifier

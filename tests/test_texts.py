@@ -25,7 +25,7 @@ import vitrail
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as grammar
-from vitrail.data.sources.text_files import Text, holds_texts, texts_of
+from vitrail.data.sources.text import Text, holds_texts, texts_of
 from vitrail.engine.loop import Diverged, Stopped
 from vitrail.engine.progress import Progress
 from vitrail.engine.step import Updater
@@ -345,7 +345,7 @@ def test_a_run_on_texts_speaks_of_texts(
     table = write(tmp_path / "t.tsv", "text\tlabel", *rows)
     vitrail.train(configure(tmp_path / "run", **{"data.uri": f"text:{table}", "data.limit": 48, "optim.steps": 2}))
     said = capsys.readouterr().err + "".join(notes)
-    for words in (" texts (0.1 of all) carved off", "48 of 64 texts drawn", " texts/s"):
+    for words in (" texts (0.1 of all) held out", "48 of 64 texts drawn", " texts/s"):
         assert words in said
     assert "image" not in said
     assert "img" not in said

@@ -16,7 +16,7 @@ from vitrail.data.batch import Batch, View, ViewSpec
 from vitrail.data.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.dataset import Split
 from vitrail.data.loading.device_loader import DeviceLoader
-from vitrail.data.loading.loader import TrainLoader
+from vitrail.data.loading.loader import LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.config import ByolConfig, CmsfConfig, IsdConfig, MocoConfig, MsfConfig
@@ -45,7 +45,7 @@ def batches(kind: type[TrainLoader], spec: ViewSpec, strong: AugmentConfig = STR
     source = split()
     order = BatchSampler(len(source), 4, SEED)
     chosen = Augment(strong, PREPROCESS), Preprocess(PREPROCESS)
-    return list(kind(source, order, *chosen, start=0, stop=4, views=views, **settings))
+    return list(kind(LoaderSpec(source, order, *chosen, start=0, stop=4, views=views, **settings)))
 
 
 def test_a_weak_view_is_a_crop_and_a_flip_and_nothing_else() -> None:

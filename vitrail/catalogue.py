@@ -23,24 +23,13 @@ from vitrail.registry import config_type, kinds, part
 from vitrail.schema import members, near, plain
 
 WIDE = 80  # columns of a terminal in which all that is known of models fits
-DATA_FORMS = {
-    "FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders; images alone have no labels",
-    "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too",
-    "PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read",
-    "ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*, level_NAME_*)",
-    "SHARDS, FILE.tar": "WebDataset: KEY.jpg with KEY.cls or KEY.json, split by shard name; or a tar of class folders",
-    "hf:OWNER/NAME": "a data set of the Hugging Face hub, or a folder of its Parquet files; ?image=NAME&label=NAME",
-    "torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data",
-    "embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package",
-    "synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0",
-    "glue/CoLA": "texts: a folder of GLUE (CoLA, RTE, QNLI, MNLI), or one with train.tsv of text and label",
-    "text:FILE.csv": "texts: columns text and label, perhaps text_pair and split; ?text=NAME names others",
-    "synthetic:grammar": "texts: sentences, half of them broken; ?n=2000&seed=0&errors=both",
-    "e2e/, text:FILE.tsv": "prompts and completions: columns mr and ref, or ?prompt=NAME&completion=NAME; E2E's files",
-    "FILE.json, FILE.jsonl": "prompts and completions: instruction, input and output, as Alpaca has them",
-    "synthetic:meals": "prompts and completions: places to eat, and what is said of them; ?n=2000&seed=0&style=full",
-    "synthetic:numbers": "prompts and completions: numbers in words, and in digits; ?n=2000&seed=0&digits=6",
-}
+
+
+@cache
+def data_forms() -> dict[str, str]:
+    """How data are named, with a line about each, as their sources describe them."""
+    sources = [part("source", kind) for kind in kinds("source")]
+    return {form: line for source in sources for form, line in source.forms.items()}
 
 
 @cache
@@ -57,7 +46,7 @@ def names(what: str) -> list[str]:
         **{f"{family}s": kinds(family) for family in ("head", "mixer", "objective", "evaluator")},
         "adapters": list(_kinds(AdapterConfig)),
         "recipes": list(RECIPES),
-        "data": list(DATA_FORMS),
+        "data": list(data_forms()),
     }[what]
 
 
@@ -97,7 +86,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 def _data(name: str) -> dict[str, Any]:
-    return {"name": name, "about": DATA_FORMS[name]}
+    return {"name": name, "about": data_forms()[name]}
 
 
 def _part(what: str, name: str) -> dict[str, Any]:

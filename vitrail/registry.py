@@ -1,4 +1,4 @@
-"""Parts by name: heads, mixers, objectives and evaluators.
+"""Parts by name: heads, mixers, objectives, evaluators and data sources.
 
 A row names a part's configuration type (where it has one) and the part itself; both are imported when they are asked
 for, and configuration types need no torch. To add a part to the package, write its file and its row here. A part from
@@ -94,6 +94,21 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "perplexity": "measure.language:evaluate_perplexity",
         "bleu": "measure.language:evaluate_bleu",
     },
+    "source": {  # by scheme; paths are offered to the last first
+        "folder": "data.sources.folder:SOURCE",
+        "table": "data.sources.table:SOURCE",
+        "npz": "data.sources.npz:SOURCE",
+        "webdataset": "data.sources.webdataset:SOURCE",
+        "packed": "data.sources.packed:SOURCE",
+        "text": "data.sources.text:SOURCE",
+        "hf": "data.sources.parquet:SOURCE",
+        "torchvision": "data.sources.builtin:TORCHVISION_SOURCE",
+        "embedded": "data.sources.builtin:EMBEDDED_SOURCE",
+        "synthetic:shapes": "data.sources.shapes:SOURCE",
+        "synthetic:grammar": "data.sources.synthetic_text:GRAMMAR",
+        "synthetic:meals": "data.sources.synthetic_text:MEALS",
+        "synthetic:numbers": "data.sources.synthetic_text:NUMBERS",
+    },
 }
 
 
@@ -105,8 +120,8 @@ def settings(config: Any) -> dict[str, Any]:
 def register(family: str, config: type | str) -> Callable[[T], T]:
     """Class or function decorator: the part of `family` that a configuration of type `config` describes.
 
-    The default of the configuration's field `kind` is the part's name; an evaluator has no configuration and gives its
-    name instead. Raises `ValueError` where the name is taken.
+    The default of the configuration's field `kind` is the part's name; evaluators and sources have no configuration
+    and give their names instead. Raises `ValueError` where the name is taken.
     """
     kind = config if isinstance(config, str) else str(getattr(config, "kind", ""))
 
@@ -133,7 +148,7 @@ def config_type(family: str, kind: str) -> Any:
 
 
 def part(family: str, kind: str) -> Any:
-    """The class of a part, or the function of an evaluator."""
+    """The class of a part, the function of an evaluator, or a `Source`."""
     return _row(family, kind, -1)
 
 

@@ -221,8 +221,7 @@ class PredictCommand:
         output(self.json, {**of, **prediction.to_json()}, f"{next(iter(of.values()))}  {text}")
 
     def _texts(self, texts: list[str]) -> int:
-        from vitrail.data.sources.completions import prompt_of
-        from vitrail.data.sources.text_files import Text
+        from vitrail.data.sources.text import Text, prompt_of
         from vitrail.engine.device import choose_device
         from vitrail.model.decoding import complete
         from vitrail.model.heads.next_token import writes_texts

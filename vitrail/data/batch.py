@@ -1,16 +1,57 @@
-"""The batch that training steps and evaluations receive."""
+"""Batches: the rows that make one, what a worker collates, and what training steps and evaluations receive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+class BatchIndices(NamedTuple):
+    """Which rows make a batch: what a sampler yields."""
+
+    step: int
+    place: int  # of the first draw in the global batch
+    draws: NDArray[np.int64]  # [rows, 3]: row, epoch, repeat
+
+    @classmethod
+    def once(cls, place: int, rows: Sequence[int]) -> BatchIndices:
+        """Each of these rows as it is: no epoch, no repeat."""
+        draws = np.zeros((len(rows), 3), dtype=np.int64)
+        draws[:, 0] = rows
+        return cls(0, place, draws)
+
+
+@dataclass
+class CollatedBatch:
+    """A batch in bytes, as a worker collates it, without the rows that could not be read."""
+
+    indices: BatchIndices
+    views: tuple[Tensor, ...]  # each [rows, 3, size, size] uint8; none where no row could be read
+    label: Tensor  # [rows], or [rows, classes]
+    index: Tensor  # [rows]
+    levels: Tensor | None  # [rows, levels]
+    places: NDArray[np.int64]  # [rows] in the global batch
+    skipped: list[tuple[str, str]]  # key, reason
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> CollatedBatch:
+        """The batch with every tensor changed."""
+        levels = None if self.levels is None else change(self.levels)
+        views = tuple(change(view) for view in self.views)
+        return replace(self, views=views, label=change(self.label), index=change(self.index), levels=levels)
+
+    def pin_memory(self) -> CollatedBatch:
+        """Called by torch's DataLoader."""
+        return self.changed(Tensor.pin_memory)
 
 
 @dataclass
 class Batch:
-    """Some images, on the device, and (in training) augmented and mixed."""
+    """Images on the device, in training augmented and mixed."""
 
     views: tuple[Tensor, ...]  # each [batch, 3, height, width]: bytes, which a model normalises, or normalised floats
     label: Tensor  # [batch] class, or [batch, classes] of 0/1 where several may hold

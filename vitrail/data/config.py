@@ -42,18 +42,18 @@ class AugmentConfig:
     blur: Fraction = 0.0
     """Probability of a Gaussian blur, of sigma 0.1 to 2 pixels at 224 and in proportion at other sizes."""
     rand_ops: Whole = 0
-    """RandAugment: operations an image (0: off)."""
+    """RandAugment: operations per image (0: off)."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9
     """RandAugment: magnitude, of 30 in torchvision's style and of 10 in timm's and big_vision's."""
     rand_style: Literal["torchvision", "timm", "big_vision"] = "torchvision"
-    """Whose RandAugment: they differ in operations, magnitudes and fill (see vitrail/data/policies.py). timm's is its
-    increasing form, `rand-m9-mstd0.5-inc1`, which DeiT was trained with; big_vision's is for images of 224 pixels."""
+    """Whose RandAugment: they differ in operations, magnitudes and fill (see vitrail/data/augment/policies.py). timm's
+    is its increasing form, `rand-m9-mstd0.5-inc1`, as DeiT was trained with; big_vision's is for images of 224."""
     rand_std: NotNegative = 0.0
     """RandAugment, timm's style: standard deviation of the magnitude."""
     trivial: bool = False
-    """TrivialAugment (Wide): one operation an image, at a magnitude drawn anew."""
+    """TrivialAugment (Wide): one operation per image, at a magnitude drawn anew."""
     auto: bool = False
-    """AutoAugment: two operations an image by a policy that was searched for, `auto_policy`."""
+    """AutoAugment: two operations per image by a policy that was searched for, `auto_policy`."""
     auto_policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """AutoAugment: the data that its policy was found on."""
     erasing: Fraction = 0.0
@@ -86,6 +86,23 @@ def conflicts(augment: AugmentConfig, name: str = "data.augment") -> list[str]:
     return problems
 
 
+def check_possible(augment: AugmentConfig, size: int) -> None:
+    """Raise `ValueError` where settings of an augmentation exclude one another or the size of the images."""
+    if augment.crop in ("simple", "pad") and augment.padding >= size:
+        raise ValueError(
+            f"data.augment.padding: a border of {augment.padding} pixels cannot be reflected from an image of {size}; "
+            f"use at most {size - 1}"
+        )
+    problems = conflicts(augment)
+    if augment.rand_ops and augment.rand_style == "big_vision" and 10 * augment.rand_magnitude >= size:
+        problems.append(
+            f"data.augment.rand_style: big_vision's moves images by {10 * augment.rand_magnitude} pixels and these "
+            f"have {size}; use torchvision or timm, or images of 224"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 @dataclass(frozen=True)
 class PreprocessConfig:
     """How an image becomes the model's input at evaluation and prediction. Travels with the model."""
@@ -110,7 +127,7 @@ class DataConfig:
     synthetic:shapes[?n=...];
     texts: a folder of GLUE, text:TABLE or synthetic:grammar."""
     batch: Count = 128
-    """Images an optimiser step, over all processes and accumulation steps."""
+    """Images per optimiser step, over all processes and accumulation steps."""
     loader: Literal["auto", "host", "device"] = "auto"
     """`host`: decode and augment in worker processes; `device`: all images live on the device as bytes and are
     augmented there in batches; `auto`: device where they fit. A run stores what it chose."""
@@ -124,12 +141,12 @@ class DataConfig:
     """Repeated augmentation: times that a drawn image is in the batch, each time augmented anew; an epoch then shows
     1 / repeats of the images."""
     val_fraction: Fraction = 0.1
-    """Share of train carved off as val where the source has none."""
+    """Share of train held out as val where the source has none."""
     test_fraction: Fraction = 0.1
-    """Share carved off as test where the source is one undivided tree."""
+    """Share held out as test where the source is one undivided tree."""
     split_seed: Whole = 0
     judge: Literal["test", "val"] = "test"
-    """Which images a run is judged on in the end: `val` while settings are being chosen, so that test stays unseen."""
+    """Which images a run is evaluated on at the end: `val` while settings are being chosen; test then stays unseen."""
     level: str = ""
     """Level of a taxonomy that is the label, such as coarse (empty: the finest)."""
     shots: Count | None = None

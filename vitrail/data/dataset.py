@@ -1,30 +1,22 @@
-"""The interface of image sources: splits of labelled images that can be read one at a time.
+"""Data sets: splits of labelled examples that are read one at a time, and how they are held out and drawn.
 
 A `Split` holds labels and names in memory and reads pixels on demand through a small picklable reader, so that it can
 travel to worker processes. Rows are positions in the split; `index` is the stable number of an image in its source,
 which stays the same whatever is held out or left out, and which seeds its augmentation.
 
-Dividing labelled images: validation and test carved off, and fewer images drawn, with every class in proportion.
-
-Which images are drawn depends on their stable indices, their labels and the seed, and on nothing else: each image has a
-random number of its own (a function of seed and index), and the smallest numbers of a class are drawn. Nothing is ever
-cut off as a slice of an ordered list.
-
+Validation and test are held out, and fewer training images drawn, with every class in proportion. Which images depends
+on their stable indices, their labels and the seed, and on nothing else: each image has a random number of its own (a
+function of seed and index), and the smallest numbers of a class are drawn; so fewer shots are a subset of more shots.
 Multi-label images are stratified approximately: each counts for the rarest of its labels (images without a label form
 a class of their own), so that rare labels are divided in proportion and frequent ones nearly so.
-
-Labels at several levels of a taxonomy: which class an image has at each, and which level is learned.
-
-Less to learn from, on purpose: few images a class, a share of all, a long tail of rare classes, wrong labels.
-
-Only training images change, after val and test were carved off. As in `vitrail.data.dataset`, what happens to an image
-depends on its stable index, its label and the seed; so fewer shots are a subset of more shots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +78,10 @@ class Split:
             generated=None if self.generated is None else self.generated[rows],
         )
 
+    def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:
+        """The splits made of the rows of each."""
+        return {name: self.take(chosen, name) for name, chosen in rows.items()}
+
 
 @dataclass(frozen=True)
 class Level:
@@ -104,11 +100,11 @@ class DataSet:
     splits: dict[str, Split]
     levels: tuple[Level, ...] = ()  # of a taxonomy, finest first; none where labels have one level only
     multilabel: bool = False
-    notes: tuple[str, ...] = field(default=())  # what a person should know: carved splits, ignored files
+    notes: tuple[str, ...] = field(default=())  # what a person should know: held-out splits, ignored files
 
     @property
     def unlabelled(self) -> bool:
-        """Whether nobody said what is on the images."""
+        """Whether the images have no labels."""
         return self.classes == (UNLABELLED,)
 
     @property
@@ -122,49 +118,107 @@ class DataSet:
         return self.splits[split]
 
 
+class Location(NamedTuple):
+    """A URI, taken apart."""
+
+    uri: str
+    scheme: str  # empty: the URI is a path
+    path: Path  # that exists; for a scheme what follows it
+    options: Mapping[str, str]  # after `?`
+
+    @property
+    def suffix(self) -> str:
+        """Of a file that the URI names without a scheme."""
+        return "" if self.scheme else self.path.suffix.lower()
+
+    @property
+    def is_dir(self) -> bool:
+        """Whether the URI names a folder without a scheme."""
+        return not self.scheme and self.path.is_dir()
+
+    def reject_unknown(self, known: Collection[str]) -> None:
+        """Raise `ValueError` for an option that is not known."""
+        for name in self.options:
+            if name not in known:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                raise ValueError(f"{self.uri}: no option {name!r} ({has}){near(name, known)}")
+
+    def whole_numbers(self, defaults: Mapping[str, int]) -> dict[str, int]:
+        """Options that are whole numbers, in the order of their defaults. Raises `ValueError` where one is not."""
+        for name in defaults:
+            if not self.options.get(name, "0").isdecimal():
+                raise ValueError(f"{self.uri}: {name} must be a whole number, not {self.options[name]!r}")
+        return {name: int(self.options.get(name, default)) for name, default in defaults.items()}
+
+
+class Source(NamedTuple):
+    """A kind of data: which locations it opens, and how. Registered by name, which is also its scheme.
+
+    Sources that were registered last are asked first. One that has no `opens` is found by its scheme alone.
+    """
+
+    forms: Mapping[str, str]  # how such data are named, with a line about each: the rows of `vitrail list data`
+    open: Callable[[Location], DataSet]
+    opens: Callable[[Location], bool] = lambda location: bool(location.scheme)
+    options: Collection[str] | None = ()  # that it knows; none: it checks them itself
+    paths: bool = False  # what follows its scheme is a path
+
+
 UNDIVIDED = "all"  # name of the only split of a source that is not divided
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
 Key = tuple[int, int]  # seed, which draw
 _TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE = range(1, 7)  # which draw: an image has an independent number in each
 
 
-def carve(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -> DataSet:
+def split_called(name: str) -> str | None:
+    """`val` for `valid` or `Validation`, and so on; none for a name that means no split."""
+    return next((split for split, names in SPLIT_NAMES.items() if name.strip().lower() in names), None)
+
+
+def split_rows(names: Sequence[str | None]) -> dict[str, NDArray[np.int64]]:
+    """The rows of each split, given the name of every row's split, in the usual order of splits."""
+    array = np.array(names)
+    return {name: np.flatnonzero(array == name) for name in (*SPLIT_NAMES, UNDIVIDED) if name in names}
+
+
+def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -> DataSet:
     """The data set with a val split, and with a test split where the source is one undivided tree.
 
     Shares of an undivided tree are shares of the whole tree; otherwise val is a share of train. A source with val but
-    without test keeps it so. Raises `ValueError` where the shares leave nothing to train on, or nothing to carve.
+    without test keeps it so. Raises `ValueError` where the shares leave nothing to train on, or nothing to hold out.
     """
-    if UNDIVIDED in data.splits:
-        if val_fraction + test_fraction >= 1:
-            raise ValueError(
-                f"val_fraction {val_fraction:g} and test_fraction {test_fraction:g} leave nothing to train on; "
-                "their sum must be less than 1"
-            )
-        whole, notes = data.splits[UNDIVIDED], []
-        splits, rest = {}, np.ones(len(whole), bool)
-        for name, fraction, draw in (("test", test_fraction, _TEST), ("val", val_fraction, _VAL)):
-            if fraction > 0:
-                rows = _share(whole, rest, fraction, (seed, draw), f"{name} from {data.uri}")
-                rest[rows] = False
-                splits[name] = whole.take(rows, name)
-                carved = f"{len(rows)} {data.things} ({fraction:.3g} of all) carved off, stratified, seed {seed}"
-                notes.append(f"{name}: {carved}")
-        splits["train"] = whole.take(np.flatnonzero(rest), "train")
-    else:
-        splits, notes = dict(data.splits), []
-        if "val" not in splits and val_fraction > 0:
-            if val_fraction >= 1:
-                raise ValueError(f"val_fraction {val_fraction:g} leaves nothing to train on; it must be less than 1")
-            train, rest = splits["train"], np.ones(len(splits["train"]), bool)
-            rows = _share(train, rest, val_fraction, (seed, _VAL), f"val from the training {data.things} of {data.uri}")
+    undivided = UNDIVIDED in data.splits
+    if undivided and val_fraction + test_fraction >= 1:
+        raise ValueError(
+            f"val_fraction {val_fraction:g} and test_fraction {test_fraction:g} leave nothing to train on; "
+            "their sum must be less than 1"
+        )
+    splits, notes = dict(data.splits), []
+    source = splits.pop(UNDIVIDED) if undivided else splits["train"]
+    wanted = [("test", test_fraction, _TEST)] if undivided else []
+    wanted += [("val", val_fraction, _VAL)] if "val" not in splits else []
+    rest = np.ones(len(source), bool)
+    for name, fraction, draw in wanted:
+        if fraction >= 1:
+            raise ValueError(f"val_fraction {val_fraction:g} leaves nothing to train on; it must be less than 1")
+        if fraction > 0:
+            place = data.uri if undivided else f"the training {data.things} of {data.uri}"
+            rows = _share(source, rest, fraction, (seed, draw), f"{name} from {place}")
             rest[rows] = False
-            splits |= {"train": train.take(np.flatnonzero(rest)), "val": train.take(rows, "val")}
-            carved = f"{len(rows)} {data.things} ({val_fraction:.3g} of train) carved off, stratified, seed {seed}"
-            notes.append(f"val: {carved}")
+            splits[name] = source.take(rows, name)
+            share = f"{fraction:.3g} of {'all' if undivided else 'train'}"
+            notes.append(f"{name}: {len(rows)} {data.things} ({share}) held out, stratified, seed {seed}")
+    if undivided or not rest.all():
+        splits["train"] = source.take(np.flatnonzero(rest), "train")
     if "val" not in splits:
         notes.append("no val split: nothing can be measured while training")
     if "test" not in splits and "val" in splits:
-        notes.append("no test split: final figures are on val")
-    ordered: dict[str, Split] = {name: splits[name] for name in ("train", "val", "test") if name in splits}
+        notes.append("no test split: final metrics are on val")
+    ordered = {name: splits[name] for name in SPLIT_NAMES if name in splits}
     return replace(data, splits=ordered, notes=(*data.notes, *notes))
 
 
@@ -178,9 +232,7 @@ def limit_train(data: DataSet, limit: int, seed: int) -> DataSet:
     sizes = np.bincount(stratum(train.labels))
     least = np.minimum(sizes, 1) if limit >= np.count_nonzero(sizes) else np.zeros_like(sizes)
     counts = apportion(sizes.astype(np.float64) * (limit / len(train)), least, sizes, limit)
-    rows = smallest(train, np.ones(len(train), bool), counts, (seed, _LIMIT))
-    note = f"train: {limit} of {len(train)} {data.things} drawn, stratified, seed {seed}"
-    return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))
+    return _drawn(data, counts, _LIMIT, seed, "stratified")
 
 
 def stratum(labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -218,7 +270,7 @@ def _share(whole: Split, free: NDArray[np.bool_], fraction: float, key: Key, wha
     room = np.maximum(np.bincount(strata, free, len(exact)).astype(np.int64) - 1, 0)  # one of each class stays in train
     if not room.any():
         raise ValueError(
-            f"cannot carve {what}: no class has one to spare; add examples or that split, or set its fraction to 0"
+            f"cannot hold out {what}: no class has one to spare; add examples or that split, or set its fraction to 0"
         )
     counts = apportion(exact, np.zeros_like(room), room, max(1, round(float(exact.sum()))))
     return smallest(whole, free, counts, key)
@@ -316,7 +368,7 @@ def few_shots(data: DataSet, shots: int, seed: int) -> DataSet:
             f"data.shots: {data.classes[poorest]!r} has {sizes[poorest]} training {data.things} of the {shots} asked "
             f"for; use at most {sizes[poorest]}"
         )
-    return _kept(data, np.minimum(sizes, shots), SHOTS, seed, f"{shots} {data.things} a class")
+    return _drawn(data, np.minimum(sizes, shots), SHOTS, seed, f"{shots} {data.things} per class")
 
 
 def make_long_tail(data: DataSet, factor: float, seed: int) -> DataSet:
@@ -340,8 +392,8 @@ def make_long_tail(data: DataSet, factor: float, seed: int) -> DataSet:
     most = float((sizes[present] / profile).min())
     counts = np.zeros_like(sizes)
     counts[present] = np.floor(most * profile + 1e-9)  # 500 / 100 must be 5 in spite of rounding
-    what = f"long tail of {counts[present[0]]} to {counts[present[-1]]} {data.things} a class, factor {factor:g}"
-    return _kept(data, counts, LONG_TAIL, seed, what)
+    what = f"long tail of {counts[present[0]]} to {counts[present[-1]]} {data.things} per class, factor {factor:g}"
+    return _drawn(data, counts, LONG_TAIL, seed, what)
 
 
 def add_label_noise(data: DataSet, share: float, seed: int, level: str = "") -> DataSet:
@@ -360,7 +412,7 @@ def add_label_noise(data: DataSet, share: float, seed: int, level: str = "") -> 
     levels = train.levels
     if levels is not None:
         levels = levels.copy()
-        levels[:, [each.name for each in data.levels].index(level or FINEST)] = labels
+        levels[:, [known.name for known in data.levels].index(level or FINEST)] = labels
     note = f"train: {int(hit.sum())} of {len(train)} labels replaced by another class ({share:g} wanted), seed {seed}"
     noisy = replace(train, labels=labels, levels=levels)
     return replace(data, splits={**data.splits, "train": noisy}, notes=(*data.notes, note))
@@ -376,7 +428,7 @@ def _sizes(data: DataSet, setting: str) -> NDArray[np.int64]:
     return np.bincount(labels, minlength=len(data.classes)).astype(np.int64)
 
 
-def _kept(data: DataSet, counts: NDArray[np.int64], draw: int, seed: int, what: str) -> DataSet:
+def _drawn(data: DataSet, counts: NDArray[np.int64], draw: int, seed: int, what: str) -> DataSet:
     train = data["train"]
     rows = smallest(train, np.ones(len(train), bool), counts, (seed, draw))
     note = f"train: {len(rows)} of {len(train)} {data.things} drawn, {what}, seed {seed}"

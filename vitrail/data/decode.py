@@ -40,8 +40,8 @@ def decode(
     """The upright RGB image in a file or in bytes; raises `BadImage(key, reason)` for anything that is not one.
 
     Alpha is laid on white, 16-bit grey is scaled (not clipped) to 8 bits, of several frames the first is taken, and a
-    header that claims more than `max_pixels` is refused before any pixel is decoded. Where an image is larger than
-    Pillow's own limit (`PIL.Image.MAX_IMAGE_PIXELS`, doubled), Pillow refuses it whatever `max_pixels` says.
+    header that claims more than `max_pixels` is rejected before any pixel is decoded. Where an image is larger than
+    Pillow's own limit (`PIL.Image.MAX_IMAGE_PIXELS`, doubled), Pillow rejects it whatever `max_pixels` says.
 
     `at_least` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, as long as both sides stay at least that long. It
     saves most of the time for large photographs. It changes pixels slightly: the reduction is a mean over blocks in the
@@ -106,9 +106,9 @@ def _decode(source: Path | bytes | BinaryIO, key: str, max_pixels: int, at_least
             image.draft(None, (at_least, at_least))  # no mode: size only
         image.load()
         upright = _UPRIGHT.get(_orientation(image))
-        made = to_rgb(image if upright is None else image.transpose(upright))
-    made.info = {}  # profiles and thumbnails of the file would only travel along to worker processes
-    return made
+        rgb = to_rgb(image if upright is None else image.transpose(upright))
+    rgb.info = {}  # profiles and thumbnails of the file would only travel along to worker processes
+    return rgb
 
 
 def _orientation(image: Image.Image) -> int:

@@ -1,12 +1,8 @@
-"""One shard of a packed data set: written whole or not at all, with a record of what is in it.
+"""Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
 
-The record is written after its shard, so a shard with a record was finished; size and checksum tell whether it still is
-what it was.
-
-Writing a packed data set: every image decoded once, shrunk, and stored as raw pixels. The format is in packed.py.
-
-Shards are written one after the other, each under a temporary name, and a record of it after it; so a kill leaves whole
-shards, and the same command goes on behind the last one. `pack.json` comes last of all.
+Shards are written one after the other, each under a temporary name, and a record of it after it: a shard with a record
+was finished, and size and checksum tell whether it still is what it was. So a kill leaves whole shards, and the same
+command goes on behind the last one. `pack.json` comes last of all.
 """
 
 from __future__ import annotations
@@ -47,7 +43,10 @@ from vitrail.files import replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
+SHARD_BYTES = 256 * 2**20
 Box = tuple[int, int, int, int]  # left, top, right, bottom
+Report = Callable[[int, int], None]  # done, total
+_EVERY = 32  # images between calls of `progress`
 
 
 class Decoded(NamedTuple):
@@ -138,15 +137,11 @@ def write_shard(
             count(1)
             if limit is not None and size >= limit:
                 break
-    record = Record(
-        start,
-        start + len(written),
-        PackedFile(path.name, size, crc),
-        tuple(image.height for image in written),
-        tuple(image.width for image in written),
-        tuple(image.box for image in written if image.box is not None),
-        tuple((start + i, image.reason) for i, image in enumerate(written) if image.reason),
-    )
+    heights, widths = (tuple(getattr(image, side) for image in written) for side in ("height", "width"))
+    boxes = tuple(image.box for image in written if image.box is not None)
+    skipped = tuple((start + i, image.reason) for i, image in enumerate(written) if image.reason)
+    stored = PackedFile(path.name, size, crc)
+    record = Record(start, start + len(written), stored, heights, widths, boxes, skipped)
     write_text(path.with_suffix(".json"), json.dumps(asdict(record)))
     return record
 
@@ -169,15 +164,9 @@ def kept_shards(out: Path, split: Split) -> tuple[list[int], dict[int, Record]]:
         stops.append(record.stop)
 
 
-SHARD_BYTES = 256 * 2**20
-
-_EVERY = 32  # images between calls of `progress`
-Report = Callable[[int, int], None]
-
-
 @dataclass(frozen=True)
 class PackReport:
-    """What a packed folder holds."""
+    """A packed folder, counted."""
 
     path: str
     images: int  # with pixels
@@ -255,39 +244,25 @@ def _fill(
                         records.append(write_shard(out, split, number, start, images, limit, count))
                 splits.append(_write_arrays(out, split, records))
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for what nobody will use
+            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for images that are not used
             raise
     if not any(shard.bytes for split in splits for shard in split.shards):
         bad = splits[0].skipped[0]
         raise ValueError(f"none of the images of {data.uri} could be read, the first being {bad[1]} ({bad[2]})")
-    made = Pack(
-        **plan,
-        made_by=f"vitrail {__version__}",
-        classes=data.classes,
-        levels=data.levels,
-        multilabel=data.multilabel,
-        notes=data.notes,
-        splits=tuple(splits),
-    )
-    listing = {key: value for key, value in asdict(made).items() if key != "coarse_classes"}
+    facts = {name: getattr(data, name) for name in ("classes", "levels", "multilabel", "notes")}
+    finished = Pack(**plan, **facts, made_by=f"vitrail {__version__}", splits=tuple(splits))
+    listing = {key: value for key, value in asdict(finished).items() if key != "coarse_classes"}
     write_text(out / LISTING, json.dumps(listing, indent=1))
     (out / UNFINISHED).unlink()
-    return made
+    return finished
 
 
 def _write_arrays(out: Path, split: Split, records: Sequence[Record]) -> PackedSplit:
     heights = np.array([h for record in records for h in record.heights], np.int32)
     widths = np.array([w for record in records for w in record.widths], np.int32)
     offsets = np.cumsum([0, *(heights.astype(np.int64) * widths * 3)], dtype=np.int64)
-    arrays: dict[str, NDArray[Any] | None] = {
-        "offsets": offsets,
-        "heights": heights,
-        "widths": widths,
-        "index": split.index,
-        "labels": split.labels,
-        "levels": split.levels,
-        "generated": split.generated,
-    }
+    arrays: dict[str, NDArray[Any] | None] = {"offsets": offsets, "heights": heights, "widths": widths}
+    arrays |= {name: getattr(split, name) for name in ("index", "labels", "levels", "generated")}
     if split.boxes is not None:
         arrays["boxes"] = np.array([box for r in records for box in r.boxes], np.int64).reshape(-1, 4)
     stored = []
@@ -313,7 +288,7 @@ def _stored(path: Path) -> PackedFile:
 
 
 def _identity(data: DataSet) -> str:
-    """Changes with the source: its place, its rows, labels and class names, and the size of every file."""
+    """Changes with the source: its path, its rows, labels and class names, and the size of every file."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((data.classes, data.levels, data.multilabel)).encode("utf-8", "surrogateescape"))
     for name, split in data.splits.items():
@@ -339,7 +314,7 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
     """Whether `out` is finished already. Otherwise it is now begun; raises `ValueError` where it holds other things."""
     if (out / LISTING).is_file():
         pack = read_pack(out)
-        _refuse_other(out, asdict(pack), plan)
+        _reject_other(out, asdict(pack), plan)
         try:
             open_packed(out, plan["source"])
             return True
@@ -347,25 +322,25 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
             pass
     elif (out / UNFINISHED).is_file():
         try:
-            found = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+            begun = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
         except ValueError:
-            found = {}
-        _refuse_other(out, found if isinstance(found, dict) else {}, plan)
+            begun = {}
+        _reject_other(out, begun if isinstance(begun, dict) else {}, plan)
     elif any(not path.name.startswith(".") for path in out.iterdir()):
         raise ValueError(f"{out} holds other files; name a new or an empty folder to pack into")
     write_text(out / UNFINISHED, json.dumps(plan, indent=1))
     (out / LISTING).unlink(missing_ok=True)
-    for torn in out.glob(".*.tmp"):  # left by a kill; the lock tells that nobody is writing them
+    for torn in out.glob(".*.tmp"):  # left by a kill: with the lock held, no process writes them
         torn.unlink()
     return False
 
 
-def _refuse_other(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
-    if all(found.get(key) == plan[key] for key in ("identity", "size")):  # whatever the format: it can be read
+def _reject_other(out: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:
+    if all(begun.get(key) == plan[key] for key in ("identity", "size")):  # whatever the format: it can be read
         return
-    if all(found.get(key) == plan[key] for key in ("source", "size")):
+    if all(begun.get(key) == plan[key] for key in ("source", "size")):
         raise ValueError(f"{plan['source']} is not what it was when {out} was begun; pack into another folder")
-    was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (found, plan))
+    was, asked = (f"{p.get('source')} at size {p.get('size')}" for p in (begun, plan))
     raise ValueError(f"{out} holds {was}, not {asked}; pack into another folder, or delete that one")
 
 
@@ -387,8 +362,8 @@ def _held(out: Path) -> Iterator[None]:
         yield
 
 
-def _report(out: Path, made: Pack, already: bool) -> PackReport:
-    shards = [shard for split in made.splits for shard in split.shards]
-    skipped = tuple((split.name, key, reason) for split in made.splits for _, key, reason in split.skipped)
-    images = sum(split.images for split in made.splits) - len(skipped)
+def _report(out: Path, pack: Pack, already: bool) -> PackReport:
+    shards = [shard for split in pack.splits for shard in split.shards]
+    skipped = tuple((split.name, key, reason) for split in pack.splits for _, key, reason in split.skipped)
+    images = sum(split.images for split in pack.splits) - len(skipped)
     return PackReport(str(out), images, sum(shard.bytes for shard in shards), len(shards), skipped, already)

@@ -1,4 +1,4 @@
-"""How an image becomes the model's input wherever nothing is random: evaluation, prediction, export.
+"""Preprocessing wherever nothing is random: how an image becomes the model's input, and where its boxes then are.
 
 One object does it everywhere, because the same weights lose points under another resize. Resizing is Pillow's, called
 directly: its pixels are those of timm's evaluation transform, which published weights were measured with, and without
@@ -73,7 +73,7 @@ class Preprocess:
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def _moments_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._moments:  # copied once a device: a copy in every batch would make the host wait
+        if device not in self._moments:  # copied once per device: a copy in every batch would make the host wait
             mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.config.mean, self.config.std))
             self._moments[device] = mean, std
         return self._moments[device]

@@ -1,12 +1,11 @@
-"""Texts to numbers, once: what a text model reads is an integer tensor [3, length].
+"""Texts as integers: what a text model reads is an integer tensor [3, length].
 
-    row 0   numbers of the tokens
+    row 0   token ids
     row 1   segments: 0 for the first sentence, 1 for the second
-    row 2   what stands there: PADDING, WORD, MARK (separators and the like) or CLASS
+    row 2   kinds: PADDING, WORD, MARK (separators and the like) or CLASS
 
 So a batch of texts is one tensor, as a batch of images is, and goes through losses, evaluators and averages alike.
-
-Prompts and completions to numbers, as `vitrail.data.tokenizer` has them: segment 1 is what is learned.
+Of a prompt and its completion, segment 1 is what is learned:
 
     prompt words   [end]   completion words   end
     0 ...           0      1 ...               1     segment
@@ -29,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.sources.text_files import Text
+from vitrail.data.sources.text import Text
 
 PADDING, WORD, MARK, CLASS = range(4)
 TOKENIZER = "tokenizer.json"
@@ -42,9 +41,18 @@ def need_text_extra(package: str) -> str:
     return f"text models need the package {package}; install vitrail[text]"
 
 
+class TextTokens(NamedTuple):
+    """One text."""
+
+    ids: list[int]
+    segments: list[int]
+    kinds: list[int]
+    cut: bool  # it was longer than the model reads
+
+
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts as numbers, one behind the other."""
+    """Token ids of texts, one behind the other."""
 
     starts: NDArray[np.int64]  # [texts + 1]
     ids: NDArray[np.int32]  # [tokens], as are segments and kinds
@@ -52,6 +60,15 @@ class EncodedTexts:
     kinds: NDArray[np.uint8]
     pad: int = 0
     cut: int = 0  # texts that were longer than the model reads
+
+    @classmethod
+    def of(cls, rows: Sequence[TextTokens], pad: int) -> EncodedTexts:
+        """These texts."""
+        ids, segments, kinds, cut = zip(*rows, strict=True)
+        starts = np.cumsum([0, *map(len, ids)])
+        flat = np.concatenate([np.asarray(row, np.int32) for row in ids])
+        bytes_of = (np.concatenate([np.asarray(row, np.uint8) for row in column]) for column in (segments, kinds))
+        return cls(starts, flat, next(bytes_of), next(bytes_of), pad, sum(cut))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -65,29 +82,20 @@ class EncodedTexts:
         place = np.arange(length)
         real = place < sizes[:, None]
         at = np.where(real, begin[:, None] + place, 0)
-        made = np.zeros((len(rows), 3, length), np.int64)
-        made[:, 0] = np.where(real, self.ids[at], self.pad)
-        made[:, 1] = np.where(real, self.segments[at], 0)
-        made[:, 2] = np.where(real, self.kinds[at], PADDING)
-        return torch.from_numpy(made)
+        columns = ((self.ids, self.pad), (self.segments, 0), (self.kinds, PADDING))
+        padded = [np.where(real, values[at], fill).astype(np.int64) for values, fill in columns]
+        return torch.from_numpy(np.stack(padded, 1))
 
     def digest(self) -> str:
         """Changes with any token of any text."""
-        found = hashlib.sha256(self.starts.tobytes())
+        digest = hashlib.sha256(self.starts.tobytes())
         for values in (self.ids, self.kinds):
-            found.update(values.tobytes())
-        return found.hexdigest()[:16]
-
-
-class _One(NamedTuple):
-    ids: list[int]
-    segments: list[int]
-    kinds: list[int]
-    cut: bool
+            digest.update(values.tobytes())
+        return digest.hexdigest()[:16]
 
 
 class Tokeniser:
-    """Texts to `Encoded`, by a stored tokenizer (the text of its `tokenizer.json`).
+    """Texts to `EncodedTexts`, by a stored tokenizer (the text of its `tokenizer.json`).
 
     `class_token="first"`: the tokenizer's own template, whose first token is the class token. `"last"`: the template,
     then `end` between two sentences and behind the last, which is then the class token; without an `end` the last token
@@ -111,27 +119,21 @@ class Tokeniser:
     def __call__(self, texts: Iterable[Text]) -> EncodedTexts:
         """Raises `ValueError` where the template has no class token to put first."""
         texts = list(texts)
-        made = self._by_template(texts) if self.end is None else self._joined(texts, self.end)
-        return EncodedTexts(
-            starts=np.cumsum([0, *(len(one.ids) for one in made)]),
-            ids=np.concatenate([np.asarray(one.ids, np.int32) for one in made]),
-            segments=np.concatenate([np.asarray(one.segments, np.uint8) for one in made]),
-            kinds=np.concatenate([np.asarray(one.kinds, np.uint8) for one in made]),
-            pad=self.pad,
-            cut=sum(one.cut for one in made),
+        return EncodedTexts.of(
+            self._by_template(texts) if self.end is None else self._joined(texts, self.end), self.pad
         )
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """What a person calls each token."""
         return [str(self.tokenizer.decode([int(i)]) or self.tokenizer.id_to_token(int(i))) for i in ids]
 
-    def _by_template(self, texts: Sequence[Text]) -> list[_One]:
+    def _by_template(self, texts: Sequence[Text]) -> list[TextTokens]:
         self.tokenizer.enable_truncation(self.length, strategy="longest_first")
-        found = self.tokenizer.encode_batch([tuple(text) if text.pair else text.text for text in texts])
+        encodings = self.tokenizer.encode_batch([tuple(text) if text.pair else text.text for text in texts])
         self.tokenizer.no_truncation()
-        made = []
-        for one, text in zip(found, texts, strict=True):
-            kinds = [MARK if special else WORD for special in one.special_tokens_mask]
+        rows = []
+        for encoding, text in zip(encodings, texts, strict=True):
+            kinds = [MARK if special else WORD for special in encoding.special_tokens_mask]
             if not kinds:
                 raise ValueError(f"the tokenizer makes nothing of {text.text[:40]!r}; give every text some words")
             if not self.last and kinds[0] != MARK:
@@ -139,30 +141,25 @@ class Tokeniser:
                     "the tokenizer of this model puts no class token in front; use --model.trunk.class_token last"
                 )
             kinds[-1 if self.last else 0] = CLASS
-            made.append(_One(one.ids, one.type_ids, kinds, bool(one.overflowing)))
-        return made
+            rows.append(TextTokens(encoding.ids, encoding.type_ids, kinds, bool(encoding.overflowing)))
+        return rows
 
-    def _joined(self, texts: Sequence[Text], end: int) -> list[_One]:
+    def _joined(self, texts: Sequence[Text], end: int) -> list[TextTokens]:
         first = self.tokenizer.encode_batch([text.text for text in texts])
         second = self.tokenizer.encode_batch([text.pair for text in texts], add_special_tokens=False)
-        made = []
-        for one, other in zip(first, second, strict=True):
-            a, b = list(one.ids), list(other.ids)
+        rows = []
+        for encoding, other in zip(first, second, strict=True):
+            a, b = list(encoding.ids), list(other.ids)
             room = self.length - (2 if b else 1)
             cut = len(a) + len(b) > room
             while len(a) + len(b) > room:
                 (a if len(a) >= len(b) else b).pop()
-            kinds = [MARK if special else WORD for special in one.special_tokens_mask[: len(a)]]
+            kinds = [MARK if special else WORD for special in encoding.special_tokens_mask[: len(a)]]
             between = [end] if b else []
-            made.append(
-                _One(
-                    [*a, *between, *b, end],
-                    [0] * len([*a, *between]) + [1] * len(b) + [int(bool(b))],
-                    [*kinds, *[MARK] * len(between), *[WORD] * len(b), CLASS],
-                    cut,
-                )
-            )
-        return made
+            segments = [0] * len([*a, *between]) + [1] * len(b) + [int(bool(b))]
+            kinds += [*[MARK] * len(between), *[WORD] * len(b), CLASS]
+            rows.append(TextTokens([*a, *between, *b, end], segments, kinds, cut))
+        return rows
 
 
 def word_tokenizer(texts: Iterable[Text], class_token: Literal["first", "last"]) -> str:
@@ -175,16 +172,16 @@ def word_tokenizer(texts: Iterable[Text], class_token: Literal["first", "last"])
         counts.update(word for part in text for word, _ in split.pre_tokenize_str(part))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:MOST_WORDS]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *ranked]))}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    made.pre_tokenizer = split
-    made.add_special_tokens(special)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = split
+    tokenizer.add_special_tokens(special)
     if class_token == "first":
-        made.post_processor = tokenizers.processors.TemplateProcessing(
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{FIRST} $A {SEPARATOR}",
             pair=f"{FIRST} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
             special_tokens=[(FIRST, vocabulary[FIRST]), (SEPARATOR, vocabulary[SEPARATOR])],
         )
-    return str(made.to_str())
+    return str(tokenizer.to_str())
 
 
 def _package() -> Any:
@@ -208,13 +205,13 @@ def encode_prompts(tokeniser: Tokeniser, prompts: Sequence[str]) -> list[list[in
     """Each prompt up to where its completion begins."""
     marked = _begins_with_mark(tokeniser)
     between = [] if marked or tokeniser.end is None else [tokeniser.end]
-    made = []
-    for one in tokeniser.tokenizer.encode_batch(list(prompts)):
-        ids = list(one.ids)
-        if marked and len(ids) > 1 and one.special_tokens_mask[-1]:  # some templates also close what is not at its end
+    rows = []
+    for encoding in tokeniser.tokenizer.encode_batch(list(prompts)):
+        ids = list(encoding.ids)
+        if marked and len(ids) > 1 and encoding.special_tokens_mask[-1]:  # some templates also close an unfinished text
             ids.pop()
-        made.append([*ids, *between])
-    return made
+        rows.append([*ids, *between])
+    return rows
 
 
 def cut_start(tokeniser: Tokeniser, prompt: list[int], most: int) -> list[int]:
@@ -235,25 +232,15 @@ def encode_completions(tokeniser: Tokeniser, texts: Iterable[Text]) -> EncodedTe
     space = " " if _needs_space(tokeniser) else ""
     answers = tokeniser.tokenizer.encode_batch([space + text.pair for text in texts], add_special_tokens=False)
     ends = [] if tokeniser.end is None else [tokeniser.end]
-    rows: list[tuple[list[int], list[int]]] = []
-    cut, length = 0, tokeniser.length
+    rows, length = [], tokeniser.length
     for prompt, answer in zip(encode_prompts(tokeniser, [text.text for text in texts]), answers, strict=True):
         completion = [*answer.ids, *ends]
-        cut += len(prompt) + len(completion) > length
+        cut = len(prompt) + len(completion) > length
         kept = cut_start(tokeniser, prompt, length - min(len(completion), max(1, length // 4)))
-        rows.append((kept, completion[: length - len(kept)]))
-    sizes = [len(prompt) + len(completion) for prompt, completion in rows]
-    kinds = np.full(sum(sizes), WORD, np.uint8)
-    starts = np.cumsum([0, *sizes])
-    kinds[starts[1:] - 1] = CLASS
-    return EncodedTexts(
-        starts=starts,
-        ids=np.concatenate([np.asarray([*prompt, *completion], np.int32) for prompt, completion in rows]),
-        segments=np.concatenate([np.repeat(np.array([0, 1], np.uint8), [len(p), len(c)]) for p, c in rows]),
-        kinds=kinds,
-        pad=tokeniser.pad,
-        cut=cut,
-    )
+        ids = [*kept, *completion[: length - len(kept)]]
+        segments = [0] * len(kept) + [1] * (len(ids) - len(kept))
+        rows.append(TextTokens(ids, segments, [WORD] * (len(ids) - 1) + [CLASS], cut))
+    return EncodedTexts.of(rows, tokeniser.pad)
 
 
 def _begins_with_mark(tokeniser: Tokeniser) -> bool:

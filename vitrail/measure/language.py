@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
-from vitrail.data.sources.text_files import texts_of
+from vitrail.data.sources.text import texts_of
 from vitrail.files import write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import Advance, Findings, Loaders, Model, Where, batches, evaluator

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from vitrail.data.sources.text_files import Text
+from vitrail.data.sources.text import Text
 from vitrail.data.tokenizer import END, PAD, TOKENIZER, word_tokenizer
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone

@@ -18,14 +18,12 @@ from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment, stored_alike, view_augments
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.dataset import DataSet, Split
-from vitrail.data.loading.device_images import DeviceImages, fits
-from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceLoader
-from vitrail.data.loading.loader import EvalLoader, TrainLoader, auto_workers
+from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits
+from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.loading.text_loader import TextEvalLoader, TextTrainLoader
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.completions import holds_completions
-from vitrail.data.sources.text_files import holds_texts, texts_of
+from vitrail.data.sources.text import holds_completions, holds_texts, texts_of
 from vitrail.data.tokenizer import TOKENIZER, EncodedTexts, encode_completions
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
@@ -152,8 +150,7 @@ class ImageModule(DataModule):
             self.images = DeviceImages(train, chosen.augment, self.preprocess, device=self.device, workers=self.workers)
 
     def batches(self, start: int, stop: int) -> TrainLoader:
-        options: dict[str, Any] = {"images": self.images} if self.on_device else {}
-        return (DeviceLoader if self.on_device else TrainLoader)(
+        spec = LoaderSpec(
             self.data["train"],
             self.sampler,
             self.augment,
@@ -169,8 +166,8 @@ class ImageModule(DataModule):
             rank=self.group.rank,
             world=self.group.world,
             views=self.augments,
-            **options,
         )
+        return DeviceLoader(spec, self.images) if self.on_device else TrainLoader(spec)
 
     def evaluation(self, split: str, on_device: bool | None = None) -> EvalLoader:
         on_device = self.on_device if on_device is None else on_device

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import dump
-from vitrail.data.sources.folder import Bad
+from vitrail.data.check.scan import Bad
 from vitrail.engine.loop import Loop
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import UnlabelledFigures, write_predictions

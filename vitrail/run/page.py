@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.text_files import Text, texts_of
+from vitrail.data.sources.text import Text, texts_of
 from vitrail.data.tokenizer import PADDING, TOKENIZER, EncodedTexts
 from vitrail.engine.run_folder import RunFolder
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers

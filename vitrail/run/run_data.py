@@ -14,10 +14,10 @@ import numpy as np
 
 from vitrail.config import DataConfig, RunConfig
 from vitrail.data.check.check import leak_notes
+from vitrail.data.check.scan import Bad, drop_bad, reject_if_too_many, scan
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
-from vitrail.data.sources.folder import Bad, drop_bad, refuse_if_too_many, scan
-from vitrail.data.sources.text_files import holds_texts
+from vitrail.data.sources.text import holds_texts
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.progress import Progress
 from vitrail.model.classifier import Classifier
@@ -68,7 +68,7 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
 
             bad = scan(data, progress=seen)
     bad = group.gather(bad)[0]
-    refuse_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
+    reject_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
     for key, reason in bad:
         group.say(quiet, f"skipped {key}: {reason}")
     data = drop_bad(data, bad)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml
+from vitrail.data.check.scan import Bad
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
-from vitrail.data.sources.completions import template_of
-from vitrail.data.sources.folder import Bad
-from vitrail.data.sources.text_files import holds_texts, texts_of
+from vitrail.data.sources.text import holds_texts, template_of, texts_of
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop

@@ -1,4 +1,4 @@
-"""How a whole batch is changed where it lies: the operations of `vitrail.data.augment.host`, batched, on any device.
+"""Augmentation of a whole batch on its device: the operations of `vitrail.data.augment.host`, batched.
 
 What is random is drawn on the host, for all images at once and as a function of each image's key; it goes to the device
 in one small copy, and from there on there are only tensor operations. So an image does not depend on the batch, the
@@ -17,36 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.augment.crops import BOX_DRAWS, crop_boxes, erasing_boxes
-from vitrail.data.augment.device_policies import (
-    BIG_VISION_DRAWS,
-    TIMM_DRAWS,
+from vitrail.data.augment import pixel_ops as ops
+from vitrail.data.augment.policies import (
+    RAND_STYLES,
     RandTurn,
-    Smooth,
-    big_vision_augmented,
+    Rendering,
     draw_auto,
-    draw_big_vision,
-    draw_timm,
     draw_trivial,
     draw_turn,
     rand_augmented,
+    rendering,
 )
-from vitrail.data.augment.host import affine_interpolation, blur_range, check_possible, fill_colour
-from vitrail.data.augment.pixel_ops import (
-    CropBoxes,
-    blur_reach,
-    blur_weights,
-    blurred,
-    hue_turned,
-    jittered,
-    luminance,
-    normal_noise,
-    reflected_window,
-    resampled,
-    solarised,
-    within,
-)
-from vitrail.data.config import AugmentConfig, PreprocessConfig
+from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import bits, seed_of, uniform
 
 _HUE = 3  # after brightness, contrast and saturation
@@ -79,15 +61,15 @@ class Drawn:
         return replace(self, columns=dict(zip(self.columns, packed.unbind(), strict=True)))
 
     def turns(self) -> Iterator[RandTurn]:
-        """What the policy does, one operation an image at a time."""
+        """Turns of the policy, one operation per image each."""
         for number, bounds in enumerate(self.bounds):
             prefix = f"rand_{number}_"
-            own = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
-            yield RandTurn(own, bounds)
+            columns = {name.removeprefix(prefix): v for name, v in self.columns.items() if name.startswith(prefix)}
+            yield RandTurn(columns, bounds)
 
-    def boxes(self, what: str) -> CropBoxes:
+    def boxes(self, what: str) -> ops.CropBoxes:
         """The rectangles of `crop` or `erase`."""
-        return CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
+        return ops.CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
 
 
 def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int, width: int) -> Drawn:
@@ -98,7 +80,7 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     key = bits(seed_of("device"), *keys.T)
     columns: dict[str, NDArray[Any]] = {}
     if config.crop == "resized":
-        columns |= _named("crop", crop_boxes(config, _uniform(key, "crop", BOX_DRAWS), height, width))
+        columns |= _named("crop", ops.crop_boxes(config, _uniform(key, "crop", ops.BOX_DRAWS), height, width))
     elif config.crop in ("simple", "pad"):
         down, right = _uniform(key, "crop", 2).T
         columns["crop_top"] = np.floor(down * (height + 2 * config.padding - size + 1)) - config.padding
@@ -110,15 +92,15 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
     blurs = 0
     if config.three or config.grey or config.solarise or config.blur:
         which, grey, solarise, blur, radius = _uniform(key, "looks", 5).T
-        one = np.floor(3 * which) if config.three else np.full(len(key), -1)
-        columns["grey"] = (one == 0) | (grey < config.grey)
-        columns["solarise"] = (one == 1) | (solarise < config.solarise)
-        wanted = (one == 2) | (blur < config.blur)
+        look = np.floor(3 * which) if config.three else np.full(len(key), -1)
+        columns["grey"] = (look == 0) | (grey < config.grey)
+        columns["solarise"] = (look == 1) | (solarise < config.solarise)
+        wanted = (look == 2) | (blur < config.blur)
         blurs = int(wanted.sum())
         columns["blur_rows"] = np.argsort(~wanted, kind="stable")
-        low, high = blur_range(size)
+        low, high = ops.blur_range(size)
         columns["blur_sigma"] = low + (high - low) * radius
-        weights = blur_weights(columns["blur_sigma"], blur_reach(high))
+        weights = ops.blur_weights(columns["blur_sigma"], ops.blur_reach(high))
         columns |= {f"blur_{distance}": weight for distance, weight in enumerate(weights)}
     policy = _policy_turns(config, key, size)
     for number, chosen in enumerate(policy):
@@ -129,9 +111,9 @@ def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int,
         columns |= jitter
     erasures = 0
     if config.erasing:
-        chances = _uniform(key, "erase", BOX_DRAWS + 1)
-        found, boxes = erasing_boxes(chances[:, 1:], size)
-        wanted = found & (chances[:, 0] < config.erasing)
+        chances = _uniform(key, "erase", ops.BOX_DRAWS + 1)
+        fits, boxes = ops.erasing_boxes(chances[:, 1:], size)
+        wanted = fits & (chances[:, 0] < config.erasing)
         erasures = int(wanted.sum())
         columns["erase_rows"] = np.argsort(~wanted, kind="stable")
         columns |= _named("erase", boxes)
@@ -175,8 +157,8 @@ class DeviceAugment:
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
         check_possible(config, preprocess.size)
         self.config, self.preprocess = config, preprocess
-        self._blur_reach = blur_reach(blur_range(preprocess.size)[1])
-        self._colours: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._blur_reach = ops.blur_reach(ops.blur_range(preprocess.size)[1])
+        self._colours: dict[torch.device, tuple[Tensor, Tensor, Rendering | None]] = {}
 
     def __call__(self, images: Tensor, keys: NDArray[np.int64]) -> Tensor:
         """Augment images with keys [batch, 5] of (seed, epoch, index, view, repeat)."""
@@ -209,21 +191,17 @@ class DeviceAugment:
     def _cropped(self, images: Tensor, drawn: Drawn) -> Tensor:
         size, crop = self.preprocess.size, self.config.crop
         if crop == "resized":
-            return resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
+            return ops.resampled(images.to(torch.float32), drawn.boxes("crop"), size, self.preprocess.interpolation)
         if crop == "evaluation":
             return images
-        return reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
+        return ops.reflected_window(images, drawn.columns["crop_top"], drawn.columns["crop_left"], size)
 
     def _coloured(self, images: Tensor, drawn: Drawn) -> Tensor:
         """Colours and policies, in the order of `Augment`."""
         if self.config.three:
             images = self._with_looks(images, drawn)
-        smooth, style = None, self.config.rand_style if self.config.rand_ops else ""
-        if style == "timm" and drawn.bounds:
-            smooth = Smooth(self._colours_on(images.device)[2], affine_interpolation(self.preprocess))
-        for operations in drawn.turns():
-            big = style == "big_vision"
-            images = big_vision_augmented(images, operations) if big else rand_augmented(images, operations, smooth)
+        for turn in drawn.turns():
+            images = rand_augmented(images, turn, self._colours_on(images.device)[2])
         if "jitter_0" in drawn.columns:
             images = _all_jittered(images, drawn)
         return images if self.config.three else self._with_looks(images, drawn)
@@ -233,30 +211,30 @@ class DeviceAugment:
         columns = drawn.columns
         if "grey" not in columns:
             return images
-        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, luminance(images), images)
+        images = torch.where(columns["grey"].view(-1, 1, 1, 1) > 0, ops.luminance(images), images)
         if drawn.blurs:
             rows = columns["blur_rows"][: drawn.blurs].to(torch.int64)
             weights = torch.stack([columns[f"blur_{distance}"] for distance in range(self._blur_reach + 1)])[:, rows]
-            images = images.index_copy(0, rows, blurred(images[rows], weights))
-        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, solarised(images), images)
+            images = images.index_copy(0, rows, ops.blurred(images[rows], weights))
+        return torch.where(columns["solarise"].view(-1, 1, 1, 1) > 0, ops.solarised(images), images)
 
     def _erased(self, images: Tensor, drawn: Drawn) -> Tensor:
         rows = drawn.columns["erase_rows"][: drawn.erasures].to(torch.int64)
         high, low = (drawn.columns[name][rows].to(torch.int64) for name in ("noise_high", "noise_low"))
         mean, std, _ = self._colours_on(images.device)
-        noise = normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
+        noise = ops.normal_noise((high << _SEED_BITS) | low, *images.shape[1:])
         noise = ((noise * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
-        inside = within(CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
+        inside = ops.within(ops.CropBoxes(*(side[rows] for side in drawn.boxes("erase"))), *images.shape[-2:])
         return images.index_copy(0, rows, torch.where(inside, noise, images[rows]))
 
-    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and deviation as fractions, and the mean in bytes."""
-        if device not in self._colours:  # copied once a device: a copy in every batch would make the host wait
+    def _colours_on(self, device: torch.device) -> tuple[Tensor, Tensor, Rendering | None]:
+        """Mean and deviation as fractions, and how RandAugment fills and interpolates."""
+        if device not in self._colours:  # copied once per device: a copy in every batch would make the host wait
             mean, std = (
                 torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std)
             )
-            filled = torch.tensor(fill_colour(self.preprocess), device=device, dtype=torch.float32)
-            self._colours[device] = mean, std, filled
+            style = self.config.rand_style if self.config.rand_ops else ""
+            self._colours[device] = mean, std, rendering(style, self.preprocess, device)
         return self._colours[device]
 
 
@@ -264,10 +242,10 @@ def _all_jittered(images: Tensor, drawn: Drawn) -> Tensor:
     """Brightness, contrast, saturation and hue, in the order of each image."""
     columns, begin = drawn.columns, 0
     for turn in range(len(drawn.hues) or _HUE):
-        images = jittered(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
+        images = ops.enhanced(images, columns[f"jitter_{turn}"], columns[f"factor_{turn}"])
         if drawn.hues and drawn.hues[turn] > begin:
             rows = columns["hue_rows"][begin : drawn.hues[turn]].to(torch.int64)
-            images = images.index_copy(0, rows, hue_turned(images[rows], columns["hue"][rows]))
+            images = images.index_copy(0, rows, ops.hue_turned(images[rows], columns["hue"][rows]))
             begin = drawn.hues[turn]
     return images
 
@@ -277,15 +255,9 @@ def _policy_turns(config: AugmentConfig, key: NDArray[np.uint64], size: int) -> 
         return [draw_trivial(_uniform(key, "trivial", 3), size)]
     if config.auto:
         return list(draw_auto(_uniform(key, "auto", 5), config.auto_policy, size))
-    if config.rand_style == "timm":
-        numbers = _uniform(key, "timm", TIMM_DRAWS * config.rand_ops).reshape(len(key), config.rand_ops, TIMM_DRAWS)
-        return [draw_timm(each, config.rand_magnitude, config.rand_std, size) for each in numbers.swapaxes(0, 1)]
-    if config.rand_style == "big_vision":
-        numbers = _uniform(key, "bigvis", BIG_VISION_DRAWS * config.rand_ops)
-        each_turn = numbers.reshape(len(key), config.rand_ops, BIG_VISION_DRAWS).swapaxes(0, 1)
-        return [draw_big_vision(each, config.rand_magnitude, size, size) for each in each_turn]
-    chances = _uniform(key, "rand", 2 * config.rand_ops)
-    return [draw_turn(chances[:, 2 * n : 2 * n + 2], config.rand_magnitude, size) for n in range(config.rand_ops)]
+    style, turns = RAND_STYLES[config.rand_style], config.rand_ops
+    chances = _uniform(key, style.stream, style.draws * turns).reshape(len(key), turns, style.draws).swapaxes(0, 1)
+    return [draw_turn(config.rand_style, c, config.rand_magnitude, config.rand_std, height=size) for c in chances]
 
 
 def _uniform(key: NDArray[np.uint64], purpose: str, count: int) -> NDArray[np.float64]:

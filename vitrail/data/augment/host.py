@@ -1,19 +1,8 @@
-"""Policies: random operations on an image, by the libraries that define them.
-
-The same words mean different things. RandAugment(2, 9) is, by torchvision's definition: two of 14 operations, each
-certain to come, at level 9 of 30, nearest neighbour, black where the image has left. By timm's (`rand-m9-mstd0.5-inc1`,
-what DeiT and its successors trained with): two of 15 operations, among them Invert and SolarizeAdd, each coming with
-probability 1/2, at a level of 10 drawn from N(9, 0.5), interpolated as the crop is, the mean colour where the image has
-left. By big_vision's: two of 16, with Cutout, each certain to come, at level 9 of 10, nearest neighbour, grey where the
-image has left, and with the quirks that `vitrail/data/device_big_vision.py` lists. A recipe says which by `rand_style`.
-
-How one training image is changed, as a pure function of the image and a key.
+"""Augmentation of one training image, as a pure function of the image and a key; views weak, strong and small.
 
 Pixels stay in Pillow until the end: RandAugment and colour jitter of torchvision take about half the time there that
 they take on tensors. Padding, cropping and mirroring are plain indexing, because for images of 28 pixels the transform
 objects cost more than the work.
-
-Augmentations of the views of an image: weak, strong, small.
 """
 
 from __future__ import annotations
@@ -29,24 +18,30 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
-from vitrail.data.augment.crops import BOX_DRAWS, crop_boxes, erasing_boxes
+from vitrail.data.augment.pixel_ops import BOX_DRAWS, SOLARISE_FROM, blur_range, crop_boxes, erasing_boxes
+from vitrail.data.augment.policies import (
+    RAND_MAGNITUDES,
+    RAND_STYLES,
+    RandTurn,
+    affine_interpolation,
+    draw_turn,
+    fill_colour,
+    rand_augmented,
+    rendering,
+)
 from vitrail.data.batch import ViewSpec
-from vitrail.data.config import AugmentConfig, Interpolation, PreprocessConfig, conflicts
+from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import seed_of
 from vitrail.data.preprocess import RESAMPLING, Preprocess, as_tensor, resized, shorter_side
 
-RAND_MAGNITUDES = 31  # of torchvision's styles: 0 to 30
-
-Policy = Callable[[Image.Image], Image.Image]
+ImageOperation = Callable[[Image.Image], Image.Image]
 
 
-def policy_of(config: AugmentConfig, preprocess: PreprocessConfig) -> Policy | None:
+def policy_of(config: AugmentConfig, preprocess: PreprocessConfig) -> ImageOperation | None:
     """The policy of a configuration, drawn from torch's generator, on RGB images; picklable."""
     if config.rand_ops and config.rand_style == "timm":
         return TimmRandAugment(config.rand_ops, config.rand_magnitude, config.rand_std, preprocess)
     if config.rand_ops and config.rand_style == "big_vision":
-        from vitrail.data.augment.device_policies import BigVisionRandAugment  # which stands on this file
-
         return BigVisionRandAugment(config.rand_ops, config.rand_magnitude)
     if config.rand_ops:
         return v2.RandAugment(config.rand_ops, config.rand_magnitude, RAND_MAGNITUDES)
@@ -55,18 +50,8 @@ def policy_of(config: AugmentConfig, preprocess: PreprocessConfig) -> Policy | N
     return v2.AutoAugment(v2.AutoAugmentPolicy(config.auto_policy)) if config.auto else None
 
 
-def fill_colour(preprocess: PreprocessConfig) -> tuple[int, ...]:
-    """What timm's style fills with, in bytes."""
-    return tuple(min(255, round(255 * channel)) for channel in preprocess.mean)
-
-
-def affine_interpolation(preprocess: PreprocessConfig) -> Interpolation:
-    """How timm's style moves pixels: as they are resized, but for Lanczos, which Pillow's affine maps do not have."""
-    return "bicubic" if preprocess.interpolation == "lanczos" else preprocess.interpolation
-
-
 def posterised(image: Image.Image, bits: int, **_: object) -> Image.Image:
-    """timm's Posterize for any number of bits: at its largest level it keeps none, which recent Pillows refuse."""
+    """timm's Posterize for any number of bits: at its largest level it keeps none, which recent Pillows reject."""
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
@@ -103,9 +88,21 @@ class TimmRandAugment:
         return image
 
 
-SOLARISE_FROM = 128
-BLUR_SIGMA = (0.1, 2.0)  # pixels of a 224-pixel image, as papers give it
-BLUR_SIZE = 224
+class BigVisionRandAugment:
+    """big_vision's RandAugment on one image, drawn from torch's generator: the pixels are those of a batch."""
+
+    def __init__(self, count: int, magnitude: int) -> None:
+        self.count, self.magnitude = count, magnitude
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        chances = torch.rand(self.count, RAND_STYLES["big_vision"].draws, dtype=torch.float64).numpy()
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].to(torch.float32)
+        how = rendering("big_vision", PreprocessConfig(), pixels.device)
+        for drawn in chances:
+            turn = draw_turn("big_vision", drawn[None], self.magnitude, height=image.height, width=image.width)
+            columns = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in turn.columns.items()}
+            pixels = rand_augmented(pixels, RandTurn(columns, turn.bounds), how)
+        return Image.fromarray(pixels[0].permute(1, 2, 0).to(torch.uint8).numpy())
 
 
 class Augment:
@@ -121,26 +118,21 @@ class Augment:
 
     `simple` and `pad` crops are one operation: both bring the shorter side to the size (which leaves alone what has it)
     and take a window of the reflected image, at random on both axes, as the code of DeiT III does for its
-    Simple Random Crop (Touvron et al., 2022, arXiv 2204.07118). RandAugment is torchvision's with its defaults or
-    timm's, the other two are torchvision's. Erasing covers 2 to 33 % of the image with what
-    is N(0, 1) after normalisation, as far as bytes can show it.
+    Simple Random Crop (Touvron et al., 2022, arXiv 2204.07118). Erasing covers 2 to 33 % of the image with what is
+    N(0, 1) after normalisation, as far as bytes can show it.
     """
 
     def __init__(self, config: AugmentConfig, preprocess: PreprocessConfig) -> None:
-        self.config = config
-        self.preprocess = preprocess
+        self.config, self.preprocess = config, preprocess
         check_possible(config, preprocess.size)
         self._evaluation = Preprocess(preprocess)
-        self._image_operations: list[Policy] = []
         policy = policy_of(config, preprocess)
-        if policy is not None:
-            self._image_operations.append(policy)
+        self._image_operations: list[ImageOperation] = [] if policy is None else [policy]
         if config.jitter or config.hue:
             jitter = v2.ColorJitter(config.jitter, config.jitter, config.jitter, config.hue)
-            certain = config.jitter_chance == 1  # without a draw, as with the looks below
+            certain = config.jitter_chance == 1  # without a draw, as in `_drawn_looks`
             self._image_operations.append(jitter if certain else v2.RandomApply([jitter], config.jitter_chance))
-        self._mean = torch.tensor(preprocess.mean).view(3, 1, 1)
-        self._std = torch.tensor(preprocess.std).view(3, 1, 1)
+        self._mean, self._std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
 
     def __call__(self, image: Image.Image, key: tuple[int, ...]) -> Tensor:
         """Augment one image; raises `ValueError` unless it is RGB."""
@@ -172,15 +164,19 @@ class Augment:
         tensor = as_tensor(pixels[:, ::-1] if flip < self.config.flip else pixels)
         return self._erased(tensor) if erase < self.config.erasing else tensor
 
-    def _drawn_looks(self) -> list[Callable[[Image.Image], Image.Image]]:
-        """Those of grey, blur and solarise that fall to this image, in this order."""
+    def _drawn_looks(self) -> list[ImageOperation]:
+        """Those of grey, blur and solarise that this image gets, in this order."""
         config = self.config
         if not (config.three or config.grey or config.solarise or config.blur):
             return []  # without a draw: what else is random stays as it is without these settings
         which, grey, solarise, blur, radius = torch.rand(5).tolist()
         low, high = blur_range(self.preprocess.size)
-        blurred = ImageFilter.GaussianBlur(low + (high - low) * radius)
-        looks: list[Callable[[Image.Image], Image.Image]] = [greyed, solarised, lambda image: image.filter(blurred)]
+        gaussian = ImageFilter.GaussianBlur(low + (high - low) * radius)
+        looks: list[ImageOperation] = [
+            lambda image: image.convert("L").convert("RGB"),
+            lambda image: ImageOps.solarize(image, SOLARISE_FROM),
+            lambda image: image.filter(gaussian),
+        ]
         if config.three:
             return [looks[int(3 * which)]]
         wanted = ((0, grey < config.grey), (2, blur < config.blur), (1, solarise < config.solarise))
@@ -205,8 +201,8 @@ class Augment:
         return resized(image.crop((left, top, left + width, top + height)), (size, size), self.preprocess)
 
     def _erased(self, image: Tensor) -> Tensor:
-        found, boxes = erasing_boxes(_box_draws(), image.shape[-1])
-        if found[0]:  # not where ten tries found no rectangle that fits
+        fits, boxes = erasing_boxes(_box_draws(), image.shape[-1])
+        if fits[0]:  # not where ten tries gave no rectangle that fits
             i, j, h, w = (int(side[0]) for side in boxes)
             noise = torch.randn(3, h, w).mul_(self._std).add_(self._mean).mul_(255)
             image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, 255).to(torch.uint8)
@@ -215,45 +211,6 @@ class Augment:
 
 def _box_draws() -> NDArray[np.float64]:
     return torch.rand(1, BOX_DRAWS, dtype=torch.float64).numpy()
-
-
-def check_possible(config: AugmentConfig, size: int) -> None:
-    """Raise `ValueError` where settings exclude one another or the size."""
-    if config.crop in ("simple", "pad") and config.padding >= size:
-        raise ValueError(
-            f"data.augment.padding: a border of {config.padding} pixels cannot be reflected from an image of {size}; "
-            f"use at most {size - 1}"
-        )
-    problems = conflicts(config)
-    if config.rand_ops and config.rand_style == "big_vision" and 10 * config.rand_magnitude >= size:
-        problems.append(
-            f"data.augment.rand_style: big_vision's moves images by {10 * config.rand_magnitude} pixels and these have "
-            f"{size}; use torchvision or timm, or images of 224"
-        )
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def blur_range(size: int) -> tuple[float, float]:
-    """Smallest and largest sigma of the blur, in pixels of an image of this size.
-
-    The same share of the image at every size: the pixels meant for 224 would leave little of an image of 32.
-
-    >>> blur_range(448)
-    (0.2, 4.0)
-    """
-    low, high = BLUR_SIGMA
-    return low * size / BLUR_SIZE, high * size / BLUR_SIZE
-
-
-def greyed(image: Image.Image) -> Image.Image:
-    """Luminance, in three equal channels."""
-    return image.convert("L").convert("RGB")
-
-
-def solarised(image: Image.Image) -> Image.Image:
-    """The image with its bright bytes inverted."""
-    return ImageOps.solarize(image, SOLARISE_FROM)
 
 
 def reflected(start: int, count: int, length: int) -> NDArray[np.int64]:
@@ -274,8 +231,8 @@ def view_augments(
 
     Raises `ValueError` where a view wants another share of the image than a crop of its kind can give.
     """
-    made: dict[tuple[AugmentConfig, PreprocessConfig], Augment] = {}
-    found = []
+    augments: dict[tuple[AugmentConfig, PreprocessConfig], Augment] = {}
+    views = []
     for view in spec.all():
         config = weak if view.weak else strong
         if view.scale is not None:
@@ -283,11 +240,11 @@ def view_augments(
                 name = "weak" if view.weak else "augment"
                 raise ValueError(f"data.{name}.crop: views of several scales need resized crops, not {config.crop}")
             config = replace(config, scale=view.scale)
-        seen = preprocess if view.size is None else replace(preprocess, size=view.size)
-        if (config, seen) not in made:
-            made[config, seen] = Augment(config, seen)
-        found.append(made[config, seen])
-    return found
+        settings = config, preprocess if view.size is None else replace(preprocess, size=view.size)
+        if settings not in augments:
+            augments[settings] = Augment(*settings)
+        views.append(augments[settings])
+    return views
 
 
 def stored_alike(augments: Sequence[Augment]) -> bool:

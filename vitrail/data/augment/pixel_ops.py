@@ -3,6 +3,9 @@
 Images are [batch, 3, height, width] with values 0 to 255, parameters [batch]. Each operation is Pillow's and rounds
 where Pillow rounds, so that bytes come out as those of the host. Values are whole numbers in float32, which holds all
 that appear here exactly. Nothing waits for the device.
+
+Random rectangles, for crops and for erasing, have torchvision's distributions and come from numbers that are given:
+[batch, BOX_DRAWS] in [0, 1), ten tries per image at once, so that a batch takes no loop.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.data.augment.host import SOLARISE_FROM
-from vitrail.data.config import Interpolation
+from vitrail.data.config import AugmentConfig, Interpolation
 
+SOLARISE_FROM = 128
+BLUR_SIGMA = (0.1, 2.0)  # pixels of an image of BLUR_SIZE, as papers give it
+BLUR_SIZE = 224
 BLUR_PASSES = 3
+_TRIES = 10  # of a random rectangle, as in torchvision
+BOX_DRAWS = 2 * _TRIES + 2
+_ERASED_SHARE, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 _FIXED = 1 << 24  # Pillow's weights are whole parts of this
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
-
-
-AFFINE = ("ax", "bx", "cx", "ay", "by", "cy")  # x = ax * column + bx * row + cx, and y
 
 
 class CropBoxes(NamedTuple):
@@ -35,6 +40,47 @@ class CropBoxes(NamedTuple):
     left: Tensor
     height: Tensor
     width: Tensor
+
+
+def crop_boxes(
+    config: AugmentConfig, drawn: NDArray[np.float64], height: int, width: int
+) -> tuple[NDArray[np.float64], ...]:
+    """Top, left, height, width, each [batch], of crops: ten tries, then the centre at the nearest ratio."""
+    tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
+    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
+    fitting, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
+    least, most = min(config.ratio), max(config.ratio)
+    other_width, other_height = width, height
+    if width / height < least:
+        other_height = round(width / least)
+    elif width / height > most:
+        other_width = round(height * most)
+    tall, wide = np.where(fitting, tall[first], other_height), np.where(fitting, wide[first], other_width)
+    down, right = drawn[:, -2:].T
+    top = np.where(fitting, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
+    left = np.where(fitting, np.floor(right * (width - wide + 1)), (width - other_width) // 2)
+    return top, left, tall, wide
+
+
+def erasing_boxes(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.bool_], tuple[NDArray[np.float64], ...]]:
+    """Whether one of ten tries fits, and its top, left, height, width; as torchvision."""
+    # torchvision's ratio is height over width here, and width over height when it crops.
+    wide, tall = _rectangles(drawn, size * size, _ERASED_SHARE, _ERASED_RATIO)
+    fits: NDArray[np.bool_] = (tall < size) & (wide < size)
+    first = np.arange(len(drawn)), fits.argmax(1)
+    tall, wide = tall[first], wide[first]
+    down, right = drawn[:, -2:].T
+    return fits[first], (np.floor(down * (size - tall + 1)), np.floor(right * (size - wide + 1)), tall, wide)
+
+
+def _rectangles(
+    drawn: NDArray[np.float64], area: int, share: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Heights and widths [batch, tries], of a uniform share of the area and a log-uniform ratio of width to height."""
+    areas = area * (share[0] + (share[1] - share[0]) * drawn[:, :_TRIES])
+    low, high = np.log(ratio)
+    ratios = np.exp(low + (high - low) * drawn[:, _TRIES : 2 * _TRIES])
+    return np.rint(np.sqrt(areas / ratios)), np.rint(np.sqrt(areas * ratios))
 
 
 def resampled(images: Tensor, boxes: CropBoxes, size: int, interpolation: Interpolation) -> Tensor:
@@ -83,8 +129,8 @@ def warped(images: Tensor, maps: Tensor, fill: Tensor, interpolation: Interpolat
 
     offsets = range(-1, 3) if reach == 4 else range(reach)
     lines = [_between([taken(i, j) for j in offsets], dx) for i in offsets]
-    found = _between(lines, dy).clamp(0, 255).floor_()
-    return torch.where(inside[:, None], found, fill.view(1, 3, 1, 1))
+    values = _between(lines, dy).clamp(0, 255).floor_()
+    return torch.where(inside[:, None], values, fill.view(1, 3, 1, 1))
 
 
 def luminance(images: Tensor) -> Tensor:
@@ -103,12 +149,80 @@ def blended(images: Tensor, toward: Tensor, factor: Tensor) -> Tensor:
     return (toward + _per_image(factor) * (images - toward)).clamp_(0, 255).floor_()
 
 
-def jittered(images: Tensor, which: Tensor, factor: Tensor) -> Tensor:
-    """Brightness (0), contrast (1) or saturation (2) of each image, times its factor."""
-    grey = luminance(images)
-    mean = (grey.mean((1, 2, 3), keepdim=True) + 0.5).floor_()
+def enhanced(
+    images: Tensor, which: Tensor, factor: Tensor, grey: Tensor | None = None, mean: Tensor | float | None = None
+) -> Tensor:
+    """Brightness (0), contrast (1) or saturation (2) of each image, times its factor.
+
+    Saturation blends with `grey` [batch, 1, height, width] and contrast with `mean`; none: Pillow's.
+    """
+    grey = luminance(images) if grey is None else grey
+    mean = (grey.mean((1, 2, 3), keepdim=True) + 0.5).floor_() if mean is None else mean
     which = _per_image(which)
     return blended(images, torch.where(which == 2, grey, torch.where(which == 1, mean, 0.0)), factor)
+
+
+def moved(images: Tensor, maps: Tensor, fraction_bits: int) -> Tensor:
+    """Each pixel from where its image's affine map says, black from outside: Pillow's nearest neighbour, exact.
+
+    Maps are int64 [8, batch] in fixed point, their offsets as whole and part.
+    """
+    height, width = images.shape[-2:]
+    row = torch.arange(height, device=images.device).view(-1, 1)
+    column = torch.arange(width, device=images.device)
+    xx, xy, x_whole, x_part, yx, yy, y_whole, y_part = (part.view(-1, 1, 1) for part in maps)
+    x = x_whole + ((x_part + xx * column + xy * row) >> fraction_bits)
+    y = y_whole + ((y_part + yx * column + yy * row) >> fraction_bits)
+    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    places = torch.where(inside, y * width + x, 0).flatten(1)[:, None].expand(-1, 3, -1)
+    return torch.where(inside[:, None], images.flatten(2).gather(2, places).view_as(images), 0.0)
+
+
+def smoothed(images: Tensor, half: float = 0.5) -> Tensor:
+    """Pillow's SMOOTH: the mean of 3 x 3 pixels with the middle five times; the border stays. Exact.
+
+    It rounds; with `half` 0 means are cut to whole numbers.
+    """
+    height, width = images.shape[-2:]
+    if min(height, width) < 3:
+        return images
+    total = 4 * images[..., 1:-1, 1:-1]
+    for i in range(3):
+        for j in range(3):
+            total = total + images[..., i : i + height - 2, j : j + width - 2]
+    smooth = images.clone()
+    smooth[..., 1:-1, 1:-1] = (total / 13 + half).floor_()
+    return smooth
+
+
+def posterised(images: Tensor, step: Tensor) -> Tensor:
+    """Values cut down to multiples of their image's step [batch], a power of two; exact."""
+    step = step.view(-1, 1, 1, 1)
+    return (images / step).floor_() * step
+
+
+def autocontrasted(images: Tensor) -> Tensor:
+    """Every channel stretched to the whole range. In float64, as Pillow, since it cuts and not rounds: exact."""
+    values = images.to(torch.float64)
+    low, high = values.amin((-2, -1), keepdim=True), values.amax((-2, -1), keepdim=True)
+    scale = torch.full_like(low, 255.0) / (high - low).clamp(min=1)  # 255.0 / tensor would round twice
+    stretched = (values * scale + -low * scale).trunc_().clamp_(0, 255)
+    return torch.where(high > low, stretched, values).to(torch.float32)
+
+
+def equalised(images: Tensor) -> Tensor:
+    """Every channel through the table that flattens its histogram, in whole numbers; exact."""
+    count = images.shape[0] * 3
+    values = images.to(torch.int64).reshape(count, -1)
+    # One dimension: that is the form of scatter_add which is the same in every run, on an accelerator too.
+    flat = (values + 256 * torch.arange(count, device=images.device)[:, None]).flatten()
+    histogram = torch.zeros(count * 256, dtype=torch.int64, device=images.device)
+    histogram = histogram.scatter_add_(0, flat, torch.ones_like(flat)).view(count, 256)
+    last = histogram.gather(1, values.amax(1, keepdim=True))
+    step = (values.shape[1] - last) // 255
+    below = histogram.cumsum(1) - histogram
+    table = ((step // 2 + below) // step.clamp(min=1)).clamp_(max=255)
+    return torch.where(step > 0, table.gather(1, values), values).view(images.shape).to(torch.float32)
 
 
 def hue_turned(images: Tensor, turn: Tensor) -> Tensor:
@@ -125,11 +239,23 @@ def hue_turned(images: Tensor, turn: Tensor) -> Tensor:
     hue = torch.where(span > 0, circle.to(torch.float32).to(torch.float64).mul_(255).floor_(), 0.0)
     hue = ((hue + turn.view(-1, 1, 1)) % 256 * 6 / 255).to(torch.float32)
     share = (span / most.clamp(min=1)).to(torch.float64).mul_(255).floor_().div_(255).to(torch.float32)
-    made = []
+    channels = []
     for start in (5, 3, 1):  # red, green and blue fall and rise at different places of the circle
         along = (hue + start) % 6
-        made.append(most * (1 - share * torch.minimum(along, 4 - along).clamp_(0, 1)))
-    return _bytes(torch.stack(made, 1))
+        channels.append(most * (1 - share * torch.minimum(along, 4 - along).clamp_(0, 1)))
+    return _bytes(torch.stack(channels, 1))
+
+
+def blur_range(size: int) -> tuple[float, float]:
+    """Smallest and largest sigma of the blur, in pixels of an image of this size.
+
+    The same share of the image at every size: the pixels meant for 224 would leave little of an image of 32.
+
+    >>> blur_range(448)
+    (0.2, 4.0)
+    """
+    low, high = BLUR_SIGMA
+    return low * size / BLUR_SIZE, high * size / BLUR_SIZE
 
 
 def blur_reach(sigma: float) -> int:

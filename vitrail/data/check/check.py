@@ -1,9 +1,7 @@
 """Problems of a data set, before training: unreadable, odd, duplicate, leaked, mislabelled or imbalanced images.
 
-Images of val and test that are training images, too: a look at files before a run, without decoding any.
-
-`vitrail check` compares decoded pixels and finds near copies as well; this finds copied files, in the time that it
-takes to ask for their sizes.
+`vitrail check` compares decoded pixels and finds near copies as well; `leak_notes` is for every run and finds copied
+files alone, in the time that it takes to ask for their sizes.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import hashlib
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +36,7 @@ _ODD_MODES = {"CMYK": "CMYK", "1": "1 bit", "I": "32 bits", "F": "floating point
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found: how bad, what, how often, and examples."""
+    """One problem: how bad, what, how often, and examples."""
 
     check: str
     level: Level
@@ -48,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything that was found in a data set. Notes do not count against it."""
+    """All problems of a data set. Notes do not count against it."""
 
     uri: str
     images: dict[str, int]  # by split
@@ -150,9 +149,8 @@ def _balance(data: DataSet) -> Iterator[Finding]:
     tiny = [c for c in np.argsort(train, kind="stable").tolist() if 0 < train[c] < TINY_CLASS]
     if tiny:
         names = tuple(f"{data.classes[c]} ({train[c]})" for c in tiny[:10])
-        yield Finding(
-            "tiny classes", "warning", len(tiny), f"classes with fewer than {TINY_CLASS} training images", names
-        )
+        text = f"classes with fewer than {TINY_CLASS} training images"
+        yield Finding("tiny classes", "warning", len(tiny), text, names)
     if data.unlabelled:
         return
     present = train[train > 0]
@@ -172,13 +170,8 @@ def _unreadable(prints: Fingerprints, bad_limit: float) -> Iterator[Finding]:
     if bad:
         share = len(bad) / len(prints.keys)
         examples = tuple(f"{prints.name(i)} ({prints.reason[i]})" for i in bad[:10])
-        yield Finding(
-            "unreadable",
-            "error" if share > bad_limit else "warning",
-            len(bad),
-            f"images ({share:.2%}) cannot be read",
-            examples,
-        )
+        level: Level = "error" if share > bad_limit else "warning"
+        yield Finding("unreadable", level, len(bad), f"images ({share:.2%}) cannot be read", examples)
 
 
 def _oddities(prints: Fingerprints) -> Iterator[Finding]:
@@ -194,18 +187,16 @@ def _oddities(prints: Fingerprints) -> Iterator[Finding]:
     for mode in sorted(modes):
         words = "16 bits" if mode.startswith("I;16") else _ODD_MODES.get(mode)
         if words is not None and modes[mode] < len(good):
-            yield from odd(
-                "colour mode", "note", good[[prints.mode[i] == mode for i in good.tolist()]], f"stored as {words}"
-            )
+            stored = good[[prints.mode[i] == mode for i in good.tolist()]]
+            yield from odd("colour mode", "note", stored, f"stored as {words}")
     spread = prints.thumbnail[good].max(-1).astype(np.int16) - prints.thumbnail[good].min(-1)
     grey = good[spread.reshape(len(good), -1).max(1) <= 2]
     if len(grey) <= len(good) / 2:
         yield from odd("colour mode", "note", grey, "grey images among colour")
     short, long = prints.size[good].min(1), prints.size[good].max(1)
     if np.median(short) >= 2 * SMALL_SIDE:
-        yield from odd(
-            "size", "warning", good[short < SMALL_SIDE], f"images less than {SMALL_SIDE} pixels wide or high"
-        )
+        small = f"images less than {SMALL_SIDE} pixels wide or high"
+        yield from odd("size", "warning", good[short < SMALL_SIDE], small)
     stretched = good[long > LONG_ASPECT * short]
     yield from odd("aspect", "warning", stretched, f"images more than {LONG_ASPECT:g} times as long as wide")
 
@@ -225,7 +216,7 @@ def _duplicates(prints: Fingerprints, suspects: list[Suspect]) -> Iterator[Findi
             examples = tuple(" = ".join(prints.name(i) for i in group[:3].tolist()) for group in groups[:10])
             yield Finding(check, level, sum(len(g) - 1 for g in groups), text, examples)
 
-    yield from found("leak", "error", leaks, "exact copies of an image in another split: figures would be too good")
+    yield from found("leak", "error", leaks, "exact copies of an image in another split: metrics would be too good")
     yield from found("duplicates", "warning", within, "exact copies of an image in the same split")
     yield from found("conflicting labels", "warning", conflicts, "copies of an image that carry another label")
 
@@ -242,17 +233,17 @@ def _near_duplicates(prints: Fingerprints) -> Iterator[Finding]:
 def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Suspect]) -> Iterator[Finding]:
     if (prints.labels < 0).any() or (prints.labels >= max(len(classes), 2)).any():
         return  # reported as label range; neighbours cannot vote for classes that do not exist
-    found, trust = strangers(prints, len(classes))
-    if not found or trust < TRUST:
+    odd, trust = strangers(prints, len(classes))
+    if not odd or trust < TRUST:
         return
-    suspects += [_suspect(prints, image, f"looks like {classes[other]}") for image, other in found]
+    suspects += [_suspect(prints, image, f"looks like {classes[other]}") for image, other in odd]
     examples = tuple(
-        f"{prints.name(i)} ({classes[int(prints.labels[i])]}, looks like {classes[other]})" for i, other in found[:10]
+        f"{prints.name(i)} ({classes[int(prints.labels[i])]}, looks like {classes[other]})" for i, other in odd[:10]
     )
     text = (
         f"images whose thumbnails resemble one other class only (such neighbours are right for {trust:.0%} of images)"
     )
-    yield Finding("suspicious labels", "warning", len(found), text, examples)
+    yield Finding("suspicious labels", "warning", len(odd), text, examples)
 
 
 def _suspect(prints: Fingerprints, image: int, reason: str) -> Suspect:
@@ -271,25 +262,20 @@ def copied_files(data: DataSet) -> dict[str, list[tuple[str, str]]]:
     for size, key, path in _files(data["train"]):
         sizes[size].append((key, path))
     ends: dict[Path, bytes] = {}
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name, split in data.splits.items():
-        if name == "train":
-            continue
-        pairs = []
-        for size, key, path in _files(split):
+    copied: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name in data.splits.keys() - {"train"}:
+        for size, key, path in _files(data[name]):
             twin = next((k for k, p in sizes.get(size, ()) if _end(p, size, ends) == _end(path, size, ends)), None)
             if twin is not None:
-                pairs.append((twin, key))
-        if pairs:
-            found[name] = pairs
-    return found
+                copied[name].append((twin, key))
+    return {name: copied[name] for name in data.splits if name in copied}
 
 
 def leak_notes(data: DataSet) -> tuple[str, ...]:
     """A sentence for each split that holds copies of training images."""
     return tuple(
         f"warning: {len(pairs):,} of {len(data[name]):,} {name} images are copies of training images "
-        f"({pairs[0][1]} is {pairs[0][0]}), so their figures will be too good; remove them from one of the two splits "
+        f"({pairs[0][1]} is {pairs[0][0]}), so their metrics will be too good; remove them from one of the two splits "
         f"(`vitrail check {data.uri}` lists copies)"
         for name, pairs in copied_files(data).items()
     )
@@ -298,14 +284,12 @@ def leak_notes(data: DataSet) -> tuple[str, ...]:
 def _files(split: Split) -> list[tuple[int, str, Path]]:
     if not isinstance(split.reader, FileReader):
         return []
-    found = []
+    files = []
     for key, index in zip(split.keys, split.index, strict=True):
         path = split.reader.path(int(index))
-        try:
-            found.append((path.stat().st_size, key, path))
-        except OSError:
-            continue
-    return found
+        with suppress(OSError):
+            files.append((path.stat().st_size, key, path))
+    return files
 
 
 def _end(path: Path, size: int, known: dict[Path, bytes]) -> bytes:

@@ -1,33 +1,29 @@
-"""A few facts about every image, gathered in one pass: enough to find copies, oddities and strangers among them.
+"""Fingerprints of images, taken in one pass, and what they show: copies, near copies, and images among strangers.
 
-Which images are copies of one another, nearly so, or look like another class.
-
-All work is done on fingerprints, in chunked products and sorted tables: a hundred thousand images take about a minute.
+All comparisons are chunked products and sorted tables: a hundred thousand images take about a minute.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail.data.check.scan import Progress, read_all
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import stored_mode
 from vitrail.data.sources.folder import FileReader
 
 SIDE = 16  # of the thumbnails
-_BLOCK = 32  # images a task
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """One row an image, through all splits in order."""
+    """One row per image, through all splits in order."""
 
     splits: tuple[str, ...]
     split: NDArray[np.int64]  # [images] position in `splits`
@@ -51,66 +47,48 @@ class Fingerprints:
         return f"{self.splits[self.split[image]]}: {self.keys[image]}"
 
 
-def take_fingerprints(
-    data: DataSet, workers: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Fingerprints:
-    """Read every image once, in threads (Pillow decodes and resizes outside the interpreter lock)."""
+class _Fingerprint(NamedTuple):
+    """Of one image; as the columns of `Fingerprints`."""
+
+    reason: str
+    mode: str
+    size: tuple[int, int] = (0, 0)
+    digest: int = 0
+    outline: int = 0
+    thumbnail: NDArray[np.uint8] = np.zeros((SIDE, SIDE, 3), np.uint8)
+
+
+def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progress | None = None) -> Fingerprints:
+    """Read every image once, in threads."""
     places = [(split, row) for split in data.splits.values() for row in range(len(split))]
-    blocks = [places[i : i + _BLOCK] for i in range(0, len(places), _BLOCK)]
-    facts: list[_Facts] = []
-    with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
-        try:
-            for found in pool.map(_look_at, blocks):
-                facts += found
-                if progress is not None:
-                    progress(len(facts), len(places))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    names = tuple(data.splits)
-    sizes = [len(data.splits[name]) for name in names]
+    prints = list(read_all(_fingerprint, places, workers, progress))
+    sizes = [len(split) for split in data.splits.values()]
     return Fingerprints(
-        splits=names,
-        split=np.repeat(np.arange(len(names)), sizes),
+        splits=tuple(data.splits),
+        split=np.repeat(np.arange(len(sizes)), sizes),
         row=np.concatenate([np.arange(size) for size in sizes]),
         keys=[key for split in data.splits.values() for key in split.keys],
         labels=np.concatenate([split.labels for split in data.splits.values()]),
-        reason=[f.reason for f in facts],
-        mode=[f.mode for f in facts],
-        size=np.array([f.size for f in facts], np.int64).reshape(-1, 2),
-        digest=np.array([f.digest for f in facts], np.uint64),
-        outline=np.array([f.outline for f in facts], np.uint64),
-        thumbnail=np.stack([f.thumbnail for f in facts]) if facts else np.zeros((0, SIDE, SIDE, 3), np.uint8),
+        reason=[f.reason for f in prints],
+        mode=[f.mode for f in prints],
+        size=np.array([f.size for f in prints], np.int64).reshape(-1, 2),
+        digest=np.array([f.digest for f in prints], np.uint64),
+        outline=np.array([f.outline for f in prints], np.uint64),
+        thumbnail=np.array([f.thumbnail for f in prints], np.uint8).reshape(-1, SIDE, SIDE, 3),
     )
 
 
-@dataclass(frozen=True)
-class _Facts:
-    reason: str
-    mode: str
-    size: tuple[int, int]
-    digest: int
-    outline: int
-    thumbnail: NDArray[np.uint8]
-
-
-def _look_at(block: Sequence[tuple[Split, int]]) -> list[_Facts]:
-    return [_facts(split, row) for split, row in block]
-
-
-def _facts(split: Split, row: int) -> _Facts:
-    mode = ""
-    if isinstance(split.reader, FileReader):
-        mode = stored_mode(split.reader.path(int(split.index[row])))
+def _fingerprint(place: tuple[Split, int]) -> _Fingerprint:
+    split, row = place
+    reader = split.reader
+    mode = stored_mode(reader.path(int(split.index[row]))) if isinstance(reader, FileReader) else ""
     try:
         image = split.read(row)
     except BadImage as bad:
-        return _Facts(bad.reason, mode, (0, 0), 0, 0, np.zeros((SIDE, SIDE, 3), np.uint8))
+        return _Fingerprint(bad.reason, mode)
     digest = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=8).digest()
-    small = image.resize((SIDE, SIDE), Image.Resampling.BOX)
-    return _Facts(
-        "", mode, image.size, int.from_bytes(digest, "little"), difference_hash(image), np.asarray(small, np.uint8)
-    )
+    thumbnail = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.uint8)
+    return _Fingerprint("", mode, image.size, int.from_bytes(digest, "little"), difference_hash(image), thumbnail)
 
 
 def difference_hash(image: Image.Image) -> int:
@@ -197,7 +175,7 @@ def strangers(prints: Fingerprints, classes: int) -> tuple[list[tuple[int, int]]
     chosen = torch.arange(len(images))
     if len(images) > _REFERENCES:
         chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:_REFERENCES]
-    found: list[tuple[int, int]] = []
+    odd: list[tuple[int, int]] = []
     agree = 0
     for rows in torch.arange(len(images)).split(1024):
         likeness = features[rows] @ features[chosen].T
@@ -207,5 +185,5 @@ def strangers(prints: Fingerprints, classes: int) -> tuple[list[tuple[int, int]]
         most, winner = votes.max(1)
         agree += int((winner == labels[rows]).sum())
         strange = (most == NEIGHBOURS) & (winner != labels[rows])
-        found += zip(images[rows[strange].numpy()].tolist(), winner[strange].tolist(), strict=True)
-    return found, agree / len(images)
+        odd += zip(images[rows[strange].numpy()].tolist(), winner[strange].tolist(), strict=True)
+    return odd, agree / len(images)

@@ -1,155 +1,294 @@
-"""From rows to batches on the device: what a training run and an evaluation iterate over.
+"""From rows to batches on the device, by worker processes: what a training run and an evaluation iterate over.
 
-The main process normalises and mixes what workers made. What a batch holds depends on its step and on nothing else: not
-on workers, processes, or where the run began.
+A loader lists which rows make each batch; workers read, augment and collate them; the main process copies the result to
+the device (on CUDA one ahead on a stream of its own), normalises and mixes. What a batch holds depends on its step and
+on nothing else: not on workers, processes, or where the run began. Everything that travels to workers is picklable, so
+that they can be spawned.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.augment.host import Augment
 from vitrail.data.augment.mixing import mix
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, BatchIndices, CollatedBatch
 from vitrail.data.dataset import BadImage, Split
-from vitrail.data.loading.sampler import BatchSampler, Draw
-from vitrail.data.loading.workers import BatchTask, DecodedBatch, PieceLoader
+from vitrail.data.loading.sampler import BatchSampler, Draw, share_of_batch
 from vitrail.data.preprocess import Preprocess
 
 TINY_PIXELS = 64 * 64
 MOST_WORKERS = 16
 
-
-class _TrainViews:
-    """Augmented views of an image; picklable."""
-
-    def __init__(self, augments: Sequence[Augment], seed: int) -> None:
-        self.augments, self.seed = augments, seed
-
-    def __call__(self, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
-        return [
-            augment(image, (self.seed, draw.epoch, index, view, draw.repeat))
-            for view, augment in enumerate(self.augments)
-        ]
+ViewsOf = Callable[[Image.Image, int, Draw], list[Tensor]]
+"""Image, stable index, draw -> views, each uint8 [3, size, size]. Picklable."""
+L = TypeVar("L", bound="BatchLoader")
 
 
-class _EvalView:
-    """The one view of an evaluation; picklable."""
+class _Collated(Dataset[CollatedBatch]):
+    """What runs in a worker: rows are read and collated."""
 
-    def __init__(self, preprocess: Preprocess) -> None:
-        self.preprocess = preprocess
+    def __init__(self, split: Split, views_of: ViewsOf) -> None:
+        self.split, self.views_of = split, views_of
 
-    def __call__(self, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
-        return [self.preprocess(image)]
+    def __getitem__(self, indices: BatchIndices) -> CollatedBatch:
+        split = self.split
+        views: list[list[Tensor]] = []
+        rows: list[int] = []
+        places: list[int] = []
+        skipped: list[tuple[str, str]] = []
+        for place, draw in enumerate(map(Draw._make, indices.draws.tolist()), indices.place):
+            try:
+                image = split.read(draw.row)
+            except BadImage as bad:
+                skipped.append((split.keys[draw.row], bad.reason))
+                continue
+            views.append(self.views_of(image, int(split.index[draw.row]), draw))
+            rows.append(draw.row)
+            places.append(place)
+        label = torch.from_numpy(split.labels[rows])
+        return CollatedBatch(
+            indices,
+            views=tuple(torch.stack(view) for view in zip(*views, strict=True)),
+            label=label.to(torch.float32) if label.ndim == 2 else label,
+            index=torch.from_numpy(split.index[rows]),
+            levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
+            places=np.array(places, dtype=np.int64),
+            skipped=skipped,
+        )
 
 
-class TrainLoader(PieceLoader):
-    """Batches of optimiser steps `start` to `stop`: for each step `accumulate` of them, one after the other.
+class _Sampler:
+    """The batches of a pass, again for each pass."""
 
-    The global batch of a step is cut into world * accumulate equal runs of places; piece a of rank r is run
-    r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when mixing,
-    the others keep their places and partners, and the one whose partner is missing stays unmixed. `views` is how many
-    views `augment` makes of an image, or what makes each of them; mixing is as `augment` says. Raises `ValueError`
-    where the batch cannot be cut, labels do not fit `classes`, or nothing of a batch can be read.
-    """
+    def __init__(self, batches: Callable[[], Iterator[BatchIndices]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        return self._batches()
+
+
+class BatchLoader:
+    """What training and evaluation share: workers, the copy to the device, and the list of what could not be read."""
 
     def __init__(
         self,
         split: Split,
-        order: BatchSampler,
-        augment: Augment,
-        preprocess: Preprocess,
+        views_of: ViewsOf,
         *,
-        classes: int,
-        multilabel: bool,
-        seed: int,
         device: torch.device | str,
         workers: int,
-        start: int,
-        stop: int,
-        accumulate: int = 1,
-        rank: int = 0,
-        world: int = 1,
-        views: int | Sequence[Augment] = 1,
         start_method: str | None = None,
     ) -> None:
-        self.augments = [augment] * views if isinstance(views, int) else list(views)
+        if workers < 0:
+            raise ValueError(f"data.workers: {workers} must be 0 or more")
+        self.split, self.device, self.workers = split, torch.device(device), workers
+        self.skipped: list[tuple[str, str]] = []  # (key, reason) of each image left out so far, once
+        self._collated, self._start_method = _Collated(split, views_of), start_method
+        self._loader: DataLoader[CollatedBatch] | None = None
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def close(self) -> None:
+        """End the workers. Iterating again starts new ones."""
+        loader, self._loader = self._loader, None
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()  # what its __del__ does, but now and not when the last reference goes
+
+    def __enter__(self: L) -> L:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def indices(self) -> Iterator[BatchIndices]:
+        """The rows of each batch of a pass."""
+        raise NotImplementedError
+
+    def received(self) -> Iterator[CollatedBatch]:
+        """Batches on the device; on CUDA each is copied, on a stream of its own, while the one before is used."""
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._collated,
+                batch_size=None,
+                sampler=_Sampler(self.indices),
+                num_workers=self.workers,
+                collate_fn=_unchanged,
+                pin_memory=self._copies is not None,
+                persistent_workers=self.workers > 0,
+                worker_init_fn=_leave_interrupts_to_main,
+                multiprocessing_context=self._start_method if self.workers else None,
+                # Its own: every pass draws a seed, which must not come out of the run's generator.
+                generator=torch.Generator(),
+            )
+        if self._copies is None:
+            for batch in self._loader:
+                yield batch.changed(lambda tensor: tensor.to(self.device))
+            return
+        ahead: list[CollatedBatch] = []
+        for batch in self._loader:
+            ready = self._awaited(ahead)
+            with torch.cuda.stream(self._copies):
+                ahead = [batch.changed(lambda tensor: tensor.to(self.device, non_blocking=True))]
+            yield from ready
+        yield from self._awaited(ahead)
+
+    def _awaited(self, batches: list[CollatedBatch]) -> list[CollatedBatch]:
+        """Batches that the copy stream made, for use on the current one."""
+        if not batches:
+            return []
+        current = torch.cuda.current_stream(self.device)
+        assert self._copies is not None
+        current.wait_stream(self._copies)
+
+        def used_here(tensor: Tensor) -> Tensor:
+            tensor.record_stream(current)  # else its memory could be given to the next copy while still read
+            return tensor
+
+        return [batch.changed(used_here) for batch in batches]
+
+    def note(self, skipped: list[tuple[str, str]]) -> None:
+        """Add to `skipped` what is not there yet: a bad image comes again in every epoch."""
+        known = {key for key, _ in self.skipped}
+        self.skipped += [(key, reason) for key, reason in dict(skipped).items() if key not in known]
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _leave_interrupts_to_main(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main one still wants its batch, and then ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _train_views(augments: Sequence[Augment], seed: int, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
+    keys = [(seed, draw.epoch, index, view, draw.repeat) for view in range(len(augments))]
+    return [augment(image, key) for augment, key in zip(augments, keys, strict=True)]
+
+
+def _eval_view(preprocess: Preprocess, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
+    return [preprocess(image)]
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """Training batches: which images, how they are augmented, and which steps of which process."""
+
+    split: Split
+    sampler: BatchSampler
+    augment: Augment  # of every view, unless `views` says otherwise; mixing is always its
+    preprocess: Preprocess
+    classes: int
+    seed: int
+    device: torch.device | str
+    stop: int  # optimiser step
+    start: int = 0
+    multilabel: bool = False
+    workers: int = 0
+    accumulate: int = 1  # batches per step
+    rank: int = 0
+    world: int = 1
+    views: int | Sequence[Augment] = 1  # how many, or the augmentation of each
+    start_method: str | None = None  # of workers
+
+    @property
+    def augments(self) -> list[Augment]:
+        """One per view."""
+        return [self.augment] * self.views if isinstance(self.views, int) else list(self.views)
+
+
+class TrainLoader(BatchLoader):
+    """Batches of optimiser steps `start` to `stop`: for each step `accumulate` of them, one after the other.
+
+    The global batch of a step is cut into world * accumulate equal runs of places; batch a of rank r is run
+    r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when mixing,
+    the others keep their places and partners, and the one whose partner is missing stays unmixed. Raises `ValueError`
+    where the batch cannot be cut, labels do not fit `classes`, or nothing of a batch can be read.
+    """
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        split, sampler, world, accumulate = spec.split, spec.sampler, spec.world, spec.accumulate
+        self.spec, self.augments = spec, spec.augments
         super().__init__(
-            split, _TrainViews(self.augments, seed), device=device, workers=workers, start_method=start_method
+            split,
+            partial(_train_views, self.augments, spec.seed),
+            device=spec.device,
+            workers=spec.workers,
+            start_method=spec.start_method,
         )
-        _check_rank(rank, world)
-        _check_labels(split, classes, multilabel)
-        if len(split) != order.rows:
-            raise ValueError(f"the order is over {order.rows} rows, but {split.name} has {len(split)}")
-        self.piece, left_over = divmod(order.batch, world * accumulate)
-        if left_over:
+        _check_rank(spec.rank, world)
+        _check_labels(split, spec.classes, spec.multilabel)
+        if len(split) != sampler.rows:
+            raise ValueError(f"the order is over {sampler.rows} rows, but {split.name} has {len(split)}")
+        self.size = share_of_batch(sampler.batch, world, accumulate, "images")
+        self.mixes = bool(spec.augment.config.mixup or spec.augment.config.cutmix)
+        if self.mixes and self.size % 2:
             raise ValueError(
-                f"data.batch: {order.batch} images cannot be cut into {world} processes x {accumulate} accumulation "
-                f"pieces; use a multiple of {world * accumulate}"
+                f"data.batch: mixup and CutMix mix pairs, but {sampler.batch} images over {world} processes x "
+                f"{accumulate} accumulation pieces are {self.size} each; use a multiple of {2 * world * accumulate}"
             )
-        self.mixes = bool(augment.config.mixup or augment.config.cutmix)
-        if self.mixes and self.piece % 2:
-            raise ValueError(
-                f"data.batch: mixup and CutMix mix pairs, but {order.batch} images over {world} processes x "
-                f"{accumulate} accumulation pieces are {self.piece} each; use a multiple of {2 * world * accumulate}"
-            )
-        self.order, self.augment, self.preprocess, self.classes, self.seed = order, augment, preprocess, classes, seed
-        self.start, self.stop, self.accumulate, self.rank = start, stop, accumulate, rank
 
     def __len__(self) -> int:
-        return max(0, self.stop - self.start) * self.accumulate
+        return max(0, self.spec.stop - self.spec.start) * self.spec.accumulate
 
     def __iter__(self) -> Iterator[Batch]:
-        for piece in self.received():
-            self.note(piece.skipped)
-            if not piece.views:
-                key, reason = piece.skipped[0]
+        for batch in self.received():
+            self.note(batch.skipped)
+            if not batch.views:
+                key, reason = batch.skipped[0]
                 raise ValueError(
-                    f"none of the {len(piece.task.draws)} images of a batch of step {piece.task.step} could be read, "
-                    f"the first being {key} ({reason}); run `vitrail check` on the data"
+                    f"none of the {len(batch.indices.draws)} images of a batch of step {batch.indices.step} could be "
+                    f"read, the first being {key} ({reason}); run `vitrail check` on the data"
                 )
-            yield self._batch(piece)
+            yield self._mixed(batch)
 
-    def tasks(self) -> Iterator[BatchTask]:
-        for step in range(self.start, self.stop):
-            yield from self.tasks_of(step)
+    def indices(self) -> Iterator[BatchIndices]:
+        for step in range(self.spec.start, self.spec.stop):
+            yield from self.indices_of(step)
 
-    def tasks_of(self, step: int) -> Iterator[BatchTask]:
+    def indices_of(self, step: int) -> Iterator[BatchIndices]:
         """Those of one step."""
-        for part in range(self.accumulate):
-            place = (self.rank * self.accumulate + part) * self.piece
-            yield BatchTask(step, place, self.order.table(step, place, self.piece))
+        for part in range(self.spec.accumulate):
+            place = (self.spec.rank * self.spec.accumulate + part) * self.size
+            yield BatchIndices(step, place, self.spec.sampler.table(step, place, self.size))
 
-    def _batch(self, piece: DecodedBatch) -> Batch:
-        views = piece.views  # bytes: models normalise them in their first kernel
-        target = piece.label
+    def _mixed(self, batch: CollatedBatch) -> Batch:
+        spec, indices = self.spec, batch.indices
+        views, target = batch.views, batch.label  # bytes: models normalise them in their first kernel
         if self.mixes:
-            views = tuple(self.preprocess.normalize(view) for view in views)
-            complete = len(piece.places) == len(piece.task.draws)
+            complete = len(batch.places) == len(indices.draws)
             mixed = [
                 mix(
-                    view,
-                    piece.label,
-                    classes=self.classes,
-                    config=self.augment.config,
-                    seed=self.seed,
-                    step=piece.task.step,
-                    place=piece.task.place,
-                    places=None if complete else piece.places,
+                    spec.preprocess.normalize(view),
+                    batch.label,
+                    classes=spec.classes,
+                    config=spec.augment.config,
+                    seed=spec.seed,
+                    step=indices.step,
+                    place=indices.place,
+                    places=None if complete else batch.places,
                 )
                 for view in views
             ]
             views, target = tuple(images for images, _ in mixed), mixed[0][1]
-        return Batch(views, piece.label, target, piece.index, piece.levels, piece.task.step)
+        return Batch(views, batch.label, target, batch.index, batch.levels, indices.step)
 
 
-class EvalLoader(PieceLoader):
+class EvalLoader(BatchLoader):
     """Every image of a split once, in order: rank r of w takes rows r, r + w, r + 2w, ..., none of them twice.
 
     The last batch may be smaller. Images that cannot be read are listed in `skipped`; a batch of which none can be read
@@ -168,7 +307,9 @@ class EvalLoader(PieceLoader):
         world: int = 1,
         start_method: str | None = None,
     ) -> None:
-        super().__init__(split, _EvalView(preprocess), device=device, workers=workers, start_method=start_method)
+        super().__init__(
+            split, partial(_eval_view, preprocess), device=device, workers=workers, start_method=start_method
+        )
         _check_rank(rank, world)
         if batch < 1:
             raise ValueError(f"an evaluation batch of {batch} images is impossible; use at least 1")
@@ -180,12 +321,12 @@ class EvalLoader(PieceLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         empty = True
-        for piece in self.received():
-            self.note(piece.skipped)
-            if piece.views:
+        for batch in self.received():
+            self.note(batch.skipped)
+            if batch.views:
                 empty = False
-                images = self.preprocess.normalize(piece.views[0])
-                yield Batch((images,), piece.label, piece.label, piece.index, piece.levels)
+                images = self.preprocess.normalize(batch.views[0])
+                yield Batch((images,), batch.label, batch.label, batch.index, batch.levels)
         if empty and self.rows:
             key, reason = self.skipped[0]
             raise ValueError(
@@ -193,9 +334,9 @@ class EvalLoader(PieceLoader):
                 f"({reason}); run `vitrail check` on the data"
             )
 
-    def tasks(self) -> Iterator[BatchTask]:
+    def indices(self) -> Iterator[BatchIndices]:
         for first in range(0, len(self.rows), self.batch):
-            yield BatchTask.once(first, self.rows[first : first + self.batch])
+            yield BatchIndices.once(first, self.rows[first : first + self.batch])
 
 
 def auto_workers(split: Split | None = None) -> int:
@@ -232,7 +373,7 @@ def _check_labels(split: Split, classes: int, multilabel: bool) -> None:
     if multilabel != (labels.ndim == 2):
         raise ValueError(
             f"labels of {split.name} have shape {list(labels.shape)}, which is not that of "
-            f"{'several labels' if multilabel else 'one label'} an image"
+            f"{'several labels' if multilabel else 'one label'} per image"
         )
     if multilabel and labels.shape[1] != classes:
         raise ValueError(f"labels of {split.name} are over {labels.shape[1]} classes, the model over {classes}")

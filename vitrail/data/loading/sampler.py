@@ -1,4 +1,4 @@
-"""Which image comes when.
+"""The order of training images.
 
 The training stream is one endless line: epoch 0's rows, epoch 1's rows, and so on, each in an order drawn from (seed,
 epoch). Step s takes places s * batch to (s + 1) * batch of that line, across the ends of epochs, so every batch is full
@@ -113,7 +113,7 @@ class BatchSampler:
     def steps_for(self, epochs: float) -> int:
         """Steps that cover so many epochs, the last one rounded up.
 
-        >>> Order(rows=10, batch=4, seed=0).steps_for(1)
+        >>> BatchSampler(rows=10, batch=4, seed=0).steps_for(1)
         3
         """
         # 0.1 epochs means a tenth, not the binary number a little above it, which could round up to one step more.
@@ -135,6 +135,17 @@ class BatchSampler:
         else:
             self._epochs[epoch] = generator.permutation(self.rows), None
         return self._epochs[epoch]
+
+
+def share_of_batch(batch: int, world: int, accumulate: int, things: str) -> int:
+    """Examples of a global batch in each of a process's batches. Raises `ValueError` where it cannot be cut."""
+    size, left_over = divmod(batch, world * accumulate)
+    if left_over:
+        raise ValueError(
+            f"data.batch: {batch} {things} cannot be cut into {world} processes x {accumulate} accumulation "
+            f"pieces; use a multiple of {world * accumulate}"
+        )
+    return size
 
 
 def _balanced(

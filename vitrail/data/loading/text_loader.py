@@ -1,11 +1,11 @@
-"""Batches of texts on the device: the same interface, order and places as the loaders of images."""
+"""Batches of texts on the device, with the interface, the order and the places of the loaders of images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
-from vitrail.data.loading.sampler import BatchSampler
+from vitrail.data.loading.sampler import BatchSampler, share_of_batch
 from vitrail.data.tokenizer import EncodedTexts
 
-L = TypeVar("L", bound="_Texts")
 
-
-class _Texts:
+class _Texts(AbstractContextManager["_Texts"]):
     """What training and evaluation share."""
 
     def __init__(self, texts: EncodedTexts, split: Split, device: torch.device | str, length: int | None) -> None:
@@ -30,10 +28,7 @@ class _Texts:
     def close(self) -> None:
         """There are no workers to end."""
 
-    def __enter__(self: L) -> L:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def _batch(self, rows: Sequence[int] | NDArray[np.int64], step: int = 0) -> Batch:
@@ -44,7 +39,7 @@ class _Texts:
 
 
 class TextTrainLoader(_Texts):
-    """Batches of optimiser steps `start` to `stop`, cut into pieces as `TrainLoader` cuts them.
+    """Batches of optimiser steps `start` to `stop`, cut as `TrainLoader` cuts them.
 
     `length` is what every batch is padded to (none: its longest text). Raises `ValueError` where it cannot be cut.
     """
@@ -64,12 +59,7 @@ class TextTrainLoader(_Texts):
         length: int | None = None,
     ) -> None:
         super().__init__(texts, split, device, length)
-        self.piece, left_over = divmod(order.batch, world * accumulate)
-        if left_over:
-            raise ValueError(
-                f"data.batch: {order.batch} texts cannot be cut into {world} processes x {accumulate} accumulation "
-                f"pieces; use a multiple of {world * accumulate}"
-            )
+        self.size = share_of_batch(order.batch, world, accumulate, "texts")
         self.order, self.start, self.stop, self.accumulate, self.rank = order, start, stop, accumulate, rank
 
     def __len__(self) -> int:
@@ -78,8 +68,8 @@ class TextTrainLoader(_Texts):
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
             for part in range(self.accumulate):
-                place = (self.rank * self.accumulate + part) * self.piece
-                yield self._batch(self.order.table(step, place, self.piece)[:, 0], step)
+                place = (self.rank * self.accumulate + part) * self.size
+                yield self._batch(self.order.table(step, place, self.size)[:, 0], step)
 
 
 class TextEvalLoader(_Texts):

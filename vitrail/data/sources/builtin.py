@@ -1,7 +1,7 @@
 """Data sets known by name: those of torchvision, and the small one that comes with the package.
 
 `embedded:fashion` is Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017; MIT licence) cut down to 1000 training and 200 test
-images a class, 28 x 28 grey, compressed at 42.6 dB PSNR; tools/make_embedded.py made the file.
+images per class, 28 x 28 grey, compressed at 42.6 dB PSNR; tools/make_embedded.py made the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Split
+from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split
 from vitrail.data.decode import to_rgb
 from vitrail.data.sources.folder import FileReader
 from vitrail.schema import near
@@ -69,8 +69,9 @@ class EmbeddedReader:
         return Image.fromarray(self.images()[index]).convert("RGB")
 
 
-def open_embedded(name: str, uri: str) -> DataSet:
+def open_embedded(location: Location) -> DataSet:
     """A data set that comes with the package."""
+    name = str(location.path)
     if name not in EMBEDDED:
         raise ValueError(f"no data set {name!r} in the package (there is {', '.join(EMBEDDED)}){near(name, EMBEDDED)}")
     reader = EmbeddedReader(name)
@@ -82,7 +83,7 @@ def open_embedded(name: str, uri: str) -> DataSet:
             keys = [f"{split}/{i}" for i in range(len(labels))]
             splits[split] = Split(split, reader, np.arange(start, start + len(labels)), keys, labels)
             start += len(labels)
-    return DataSet(uri, classes, splits)
+    return DataSet(location.uri, classes, splits)
 
 
 class TorchvisionReader:
@@ -105,32 +106,42 @@ class TorchvisionReader:
             raise BadImage(str(index), f"torchvision cannot read it ({' '.join(str(error).split())[:80]})") from None
 
 
-def open_torchvision(name: str, uri: str, options: Mapping[str, str]) -> DataSet:
+def open_torchvision(location: Location) -> DataSet:
     """A classification data set of torchvision, from `root` (default: $VITRAIL_DATA, else `data`).
 
     Nothing is downloaded unless `download=true` is asked for. Other options go to torchvision's constructor. Some sets
     are published as pickles (CIFAR); torchvision itself reads those, after comparing their checksums.
     """
+    name, uri = str(location.path), location.uri
     if name not in TORCHVISION:
         raise ValueError(f"no torchvision data set {name!r} (known: {', '.join(TORCHVISION)}){near(name, TORCHVISION)}")
-    arguments, root = _arguments(name, options)
-    splits, starts, made = {}, [0], []
+    arguments, root = _arguments(name, location.options)
+    splits, starts, of_splits = {}, [0], []
     classes: list[str] = []
     names: list[str] = []
-    for split, own in TORCHVISION[name].items():
-        data = _found(name, {**arguments, **own}, uri, root)
-        labels = _labels(data)
-        files = _files(data)
-        keys = files if files else [f"{split}/{i}" for i in range(len(labels))]
-        names += files or []
+    for split, chosen in TORCHVISION[name].items():
+        data = _constructed(name, {**arguments, **chosen}, uri, root)
+        labels, files = _labels(data), _files(data)
+        names += files
         classes = classes or _classes(data, labels)
         starts.append(starts[-1] + len(labels))
-        made.append({**arguments, **own} | ({"download": False} if "download" in arguments else {}))
+        of_splits.append({**arguments, **chosen} | ({"download": False} if "download" in arguments else {}))
+        keys = files or [f"{split}/{i}" for i in range(len(labels))]
         splits[split] = (np.arange(starts[-2], starts[-1]), keys, labels)
-    reader: Any = TorchvisionReader(name, tuple(made), tuple(starts[:-1]))
+    reader: Any = TorchvisionReader(name, tuple(of_splits), tuple(starts[:-1]))
     if len(names) == starts[-1]:  # plain files are better read as such: checked, remembered, upright
         reader = FileReader("", tuple(names))
     return DataSet(uri, tuple(classes), {s: Split(s, reader, *parts) for s, parts in splits.items()})
+
+
+EMBEDDED_SOURCE = Source(
+    {"embedded:fashion": "12,000 images of Fashion-MNIST, shipped with the package"}, open_embedded
+)
+TORCHVISION_SOURCE = Source(
+    {"torchvision:NAME": "a data set of torchvision, e.g. torchvision:CIFAR10?root=data"},
+    open_torchvision,
+    options=None,
+)
 
 
 def _embedded(name: str) -> Any:
@@ -150,7 +161,7 @@ def _arguments(name: str, options: Mapping[str, str]) -> tuple[dict[str, Any], s
     accepted = set(inspect.signature(kind).parameters)
     if "kwargs" in accepted:  # passed on to the class it extends
         accepted |= set(inspect.signature(kind.__base__).parameters)
-    fixed = {key for own in TORCHVISION[name].values() for key in own}
+    fixed = {key for chosen in TORCHVISION[name].values() for key in chosen}
     accepted -= {"transform", "target_transform", "transforms", "loader", "args", "kwargs", "self", *fixed}
     for key in options:
         if key not in accepted:
@@ -173,7 +184,7 @@ def _plain(text: str) -> Any:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def _found(name: str, arguments: dict[str, Any], uri: str, root: str) -> Any:
+def _constructed(name: str, arguments: dict[str, Any], uri: str, root: str) -> Any:
     try:
         return _make(name, arguments)
     except ModuleNotFoundError as error:
@@ -196,14 +207,14 @@ def _labels(data: Any) -> NDArray[np.int64]:
     return np.asarray([int(pair[1]) for pair in pairs], dtype=np.int64)
 
 
-def _files(data: Any) -> list[str] | None:
+def _files(data: Any) -> list[str]:
     for attribute in ("samples", "_samples", "_image_files", "_images"):
         listed = getattr(data, attribute, None)
         if isinstance(listed, list) and len(listed) == len(data):
             paths = [item[0] if isinstance(item, tuple) else item for item in listed]
             if all(isinstance(path, (str, Path)) for path in paths):
                 return [str(path) for path in paths]
-    return None
+    return []
 
 
 def _classes(data: Any, labels: NDArray[np.int64]) -> list[str]:

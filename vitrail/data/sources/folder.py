@@ -1,41 +1,23 @@
-"""Image folders: CLASS/*.jpg, or train, val and test folders of such; images without any folder have no labels.
-
-Decoding every image once before training, and remembering which are unreadable.
-
-What was found is kept in the user's cache folder, by path, size and time of change, so that a second run reads only
-what is new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources made of arrays have
-nothing to decode and are not scanned.
-"""
+"""Image folders: CLASS/*.jpg, or train, val and test folders of such; images without any folder have no labels."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import json
 import os
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import PIL
 from PIL import Image
 
-from vitrail.data.dataset import UNDIVIDED, UNLABELLED, BadImage, DataSet, Split
-from vitrail.data.decode import MAX_PIXELS, decode
+from vitrail.data.dataset import SPLIT_NAMES, UNDIVIDED, UNLABELLED, DataSet, Location, Source, Split, split_called
+from vitrail.data.decode import decode
 
 SUFFIXES = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .ppm .pgm .pbm .pnm .jp2 .tga".split()  # noqa: SIM905
 )
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
 
 
 @dataclass(frozen=True)
@@ -53,11 +35,6 @@ class FileReader:
         return decode(self.path(index), self.names[index], at_least=self.at_least)
 
 
-def split_called(name: str) -> str | None:
-    """`val` for `valid` or `Validation`, and so on; none for a name that means no split."""
-    return next((split for split, names in SPLIT_NAMES.items() if name.strip().lower() in names), None)
-
-
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key in which `image2` comes before `image10`, and names that differ only in zeros or case stay apart."""
     parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
@@ -70,35 +47,43 @@ def image_files(folder: str | Path) -> list[Path]:
     return [Path(folder) / name for name in sorted(names, key=natural)]
 
 
-def open_folder(root: Path, uri: str) -> DataSet:
+def open_folder(location: Location) -> DataSet:
     """The images below a folder; a class is named by its folder, in natural order. Without class folders: unlabelled.
 
     Everything below a class folder belongs to the class. Natural order differs from torchvision's plain order where
     names hold numbers of different lengths. Raises `ValueError` for a folder that holds no classes.
     """
+    root, uri = location.path, location.uri
     top = _folders(root)
     named = {name: split for name in top if (split := split_called(name))}
     walk = _Walk(root)
     notes: list[str] = []
     if _is_divided(root, named):
-        found = _divided(root, named, uri, walk, notes)
+        listed = _divided(root, named, uri, walk, notes)
         others = [name for name in top if name not in named]
         if others:
-            notes.append(f"ignored beside the splits: {_some(others)}")
+            notes.append(f"ignored beside the splits: {some(others)}")
     else:
-        found = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
+        listed = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
     loose = [f for f in _files(root) if _is_image(f)]
-    populated = {split: {c: files for c, files in classes.items() if files} for split, classes in found.items()}
+    populated = {split: {c: files for c, files in classes.items() if files} for split, classes in listed.items()}
     if loose and not any(populated.values()):
         notes.append("the images have no labels (no class folders): only objectives without labels learn from them")
         return _assemble(root, uri, {UNDIVIDED: {UNLABELLED: loose}}, [*notes, *walk.notes()])
-    _refuse_unusable(root, populated)
+    _reject_unusable(root, populated)
     if loose:
         notes.append(f"ignored {len(loose)} images outside class folders, e.g. {loose[0]}")
-    empty = sorted({c for split in found.values() for c, files in split.items() if not files})
+    empty = sorted({c for split in listed.values() for c, files in split.items() if not files})
     if empty:
-        notes.append(f"ignored folders without images: {_some(empty)}")
+        notes.append(f"ignored folders without images: {some(empty)}")
     return _assemble(root, uri, populated, [*notes, *walk.notes()])
+
+
+SOURCE = Source(
+    {"FOLDER": "CLASS/image.jpg, or train, val and test folders of class folders; images alone have no labels"},
+    open_folder,
+    lambda location: location.is_dir,
+)
 
 
 def _is_divided(root: Path, named: dict[str, str]) -> bool:
@@ -114,7 +99,7 @@ def _is_divided(root: Path, named: dict[str, str]) -> bool:
 def _divided(
     root: Path, named: dict[str, str], uri: str, walk: _Walk, notes: list[str]
 ) -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = {}
+    listed: dict[str, dict[str, list[str]]] = {}
     for split in SPLIT_NAMES:
         folders = [name for name, meant in named.items() if meant == split]
         if len(folders) > 1:
@@ -126,36 +111,36 @@ def _divided(
         if loose:
             notes.append(f"ignored {loose} images in {folders[0]}/ that are in no class folder")
         if any(classes.values()):
-            found[split] = classes
+            listed[split] = classes
         else:
             notes.append(f"ignored {folders[0]}/, which has no class folders with images")
-    if "train" not in found:
+    if "train" not in listed:
         raise ValueError(
-            f"{uri} has {' and '.join(found) or 'splits'} but no train folder of class folders; add train/CLASS/"
+            f"{uri} has {' and '.join(listed) or 'splits'} but no train folder of class folders; add train/CLASS/"
         )
-    return found
+    return listed
 
 
-def _refuse_unusable(root: Path, found: dict[str, dict[str, list[str]]]) -> None:
-    train = found.get("train", found.get(UNDIVIDED, {}))
+def _reject_unusable(root: Path, listed: dict[str, dict[str, list[str]]]) -> None:
+    train = listed.get("train", listed.get(UNDIVIDED, {}))
     if not train:
         raise ValueError(f"{root} holds no images in class folders; expected {root}/CLASS/*.jpg (or .png, ...)")
     for split in ("val", "test"):
-        unknown = sorted(set(found.get(split, {})) - set(train), key=natural)
+        unknown = sorted(set(listed.get(split, {})) - set(train), key=natural)
         if unknown:
             raise ValueError(
-                f"{root}: {len(unknown)} classes of {split} are not in train ({_some(unknown)}); "
+                f"{root}: {len(unknown)} classes of {split} are not in train ({some(unknown)}); "
                 "add training images, or remove or rename those folders"
             )
 
 
-def _assemble(root: Path, uri: str, found: dict[str, dict[str, list[str]]], notes: list[str]) -> DataSet:
-    classes = sorted({c for split in found.values() for c in split}, key=natural)
+def _assemble(root: Path, uri: str, listed: dict[str, dict[str, list[str]]], notes: list[str]) -> DataSet:
+    classes = sorted({c for split in listed.values() for c in split}, key=natural)
     number = {name: i for i, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []
     bounds = {}
-    for split, members in found.items():
+    for split, members in listed.items():
         start = len(names)
         for name in sorted(members, key=natural):
             names += sorted(members[name])  # the order of the disk must not matter
@@ -163,7 +148,7 @@ def _assemble(root: Path, uri: str, found: dict[str, dict[str, list[str]]], note
         bounds[split] = (start, len(names))
         missing = [c for c in classes if c not in members]
         if missing:
-            notes.append(f"{split} has no images of {_some(missing)}")
+            notes.append(f"{split} has no images of {some(missing)}")
     reader = FileReader(str(root.absolute()), tuple(names))
     splits = {
         split: Split(split, reader, np.arange(a, b), names[a:b], np.asarray(labels[a:b], np.int64))
@@ -202,7 +187,7 @@ class _Walk:
         if self.hidden:
             notes.append(f"ignored {self.hidden} hidden files")
         if self.others:
-            kinds = _some([kind for kind, _ in self.others.most_common()])
+            kinds = some([kind for kind, _ in self.others.most_common()])
             notes.append(f"ignored {self.others.total()} files that are not images ({kinds})")
         return notes
 
@@ -223,186 +208,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_file())
 
 
-def _some(names: list[str], most: int = 5) -> str:
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-Bad = tuple[str, str]  # key, reason
-Seen = dict[str, tuple[int, int, str]]  # path -> size, time of change in nanoseconds, reason ("" for a good image)
-
-_BLOCK = 64  # images a task: large enough to hide the cost of handing over
-_AT_LEAST = 32  # all bytes of a JPEG are read at any size; only the last, cheap step is done at this one
-
-
-def scan(
-    splits: Split | DataSet | Iterable[Split],
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Bad]:
-    """(key, reason) of every image that cannot be decoded, in the order of the splits.
-
-    Pillow decodes outside the interpreter lock, so threads are enough. `progress(done, total)` is called from time to
-    time, counting images that are not remembered from an earlier scan.
-    """
-    if isinstance(splits, Split):
-        splits = [splits]
-    elif isinstance(splits, DataSet):
-        splits = splits.splits.values()
-    splits = list(splits)
-    listed = [(s, s.reader) for s in splits if isinstance(s.reader, FileReader)]
-    bad = _inside([s for s in splits if getattr(s.reader, "decodes", False)], workers, progress)
-    for root in dict.fromkeys(reader.root for _, reader in listed):
-        rows = [
-            (key, reader.path(int(i)))
-            for split, reader in listed
-            if reader.root == root
-            for key, i in zip(split.keys, split.index, strict=True)
-        ]
-        reasons = _reasons(cache_file(root), [path for _, path in rows], workers, progress)
-        bad += [(key, reasons[str(path)]) for key, path in rows if reasons[str(path)]]
-    return bad
-
-
-def drop_bad(data: DataSet, bad: Sequence[Bad]) -> DataSet:
-    """The data set without these images; every other image keeps its stable index. Classes stay as they are."""
-    keys = {key for key, _ in bad}
-    if not keys:
-        return data
-    splits = {
-        name: split.take(np.flatnonzero([key not in keys for key in split.keys])) for name, split in data.splits.items()
-    }
-    dropped = sum(map(len, data.splits.values())) - sum(map(len, splits.values()))
-    return replace(data, splits=splits, notes=(*data.notes, f"left out {dropped} unreadable images"))
-
-
-def refuse_if_too_many(bad: Sequence[Bad], total: int, limit: float, uri: str) -> None:
-    """Raise `ValueError` where more than the share `limit` of `total` images is unreadable."""
-    if len(bad) <= limit * total:
-        return
-    listed = "".join(f"\n  {key}: {reason}" for key, reason in bad[:20])
-    more = f"\n  and {len(bad) - 20} more" if len(bad) > 20 else ""
-    raise ValueError(
-        f"{uri}: {len(bad)} of {total} images ({len(bad) / total:.1%}) cannot be read, more than data.bad_limit "
-        f"{limit:g} allows; mend or remove them, or raise --data.bad_limit:{listed}{more}"
-    )
-
-
-def cache_file(root: str) -> Path:
-    """Where findings for a root are remembered: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    name = hashlib.blake2b(str(Path(root).resolve()).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    return Path(base) / "vitrail" / f"scan-{name}.json.gz"
-
-
-def _reasons(
-    cache: Path, paths: Sequence[Path], workers: int | None, progress: Callable[[int, int], None] | None
-) -> dict[str, str]:
-    seen = _remembered(cache)
-    found: Seen = {}
-    new: list[tuple[Path, int, int]] = []
-    for path in paths:
-        size, changed = _stamp(path)
-        known = seen.get(str(path))
-        if known is not None and known[:2] == (size, changed):
-            found[str(path)] = known
-        else:
-            new.append((path, size, changed))
-    done = 0
-    try:
-        with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
-            blocks = [new[i : i + _BLOCK] for i in range(0, len(new), _BLOCK)]
-            try:
-                for block, reasons in zip(blocks, pool.map(_read, blocks), strict=True):
-                    for (path, size, changed), reason in zip(block, reasons, strict=True):
-                        found[str(path)] = (size, changed, reason)
-                    done += len(block)
-                    if progress is not None:
-                        progress(done, len(new))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a million images
-                raise
-    finally:
-        if done:
-            _remember(cache, {**seen, **found})
-    return {path: reason for path, (_, _, reason) in found.items()}
-
-
-def _inside(splits: Sequence[Split], workers: int | None, progress: Callable[[int, int], None] | None) -> list[Bad]:
-    """(key, reason) of every image inside a larger file that cannot be decoded."""
-    rows = [(split, row) for split in splits for row in range(len(split))]
-    blocks = [rows[i : i + _BLOCK] for i in range(0, len(rows), _BLOCK)]
-    bad: list[Bad] = []
-    with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
-        try:
-            for done, found in enumerate(pool.map(_read_inside, blocks)):
-                bad += found
-                if progress is not None:
-                    progress(min(len(rows), (done + 1) * _BLOCK), len(rows))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return bad
-
-
-def _read_inside(block: Sequence[tuple[Split, int]]) -> list[Bad]:
-    bad = []
-    for split, row in block:
-        try:
-            split.read(row)
-        except BadImage as error:
-            bad.append((split.keys[row], error.reason))
-    return bad
-
-
-def _read(block: Sequence[tuple[Path, int, int]]) -> list[str]:
-    return [_read_one(path) for path, _, _ in block]
-
-
-def _read_one(path: Path) -> str:
-    try:
-        decode(path, str(path), at_least=_AT_LEAST)
-    except BadImage as bad:
-        return bad.reason
-    return ""
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        return -1, -1
-    return status.st_size, status.st_mtime_ns
-
-
-def _rules() -> str:
-    """What a finding depends on besides the file; findings made by other rules are forgotten."""
-    return f"1 pillow {PIL.__version__} {MAX_PIXELS}"
-
-
-def _remembered(cache: Path) -> Seen:
-    try:
-        with gzip.open(cache, "rt", encoding="ascii") as stream:
-            stored = json.load(stream)
-        if stored["rules"] != _rules():
-            return {}
-        return {
-            str(p): (int(size), int(changed), str(reason)) for p, (size, changed, reason) in stored["images"].items()
-        }
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # absent, torn or foreign: scan again
-
-
-def _remember(cache: Path, seen: Seen) -> None:
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=cache.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", 3, encoding="ascii") as stream:
-                json.dump({"rules": _rules(), "images": seen}, stream)
-            Path(temporary).replace(cache)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError:
-        return  # a read-only or full home only means that the next run scans again

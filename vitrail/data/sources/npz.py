@@ -19,9 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import FINEST, DataSet, Split, stacked, with_finest
-
-_SPLITS = ("train", "val", "test")
+from vitrail.data.dataset import FINEST, SPLIT_NAMES, DataSet, Location, Source, Split, stacked, with_finest
 
 
 class ArrayReader:
@@ -63,30 +61,29 @@ def mapped(path: Path, member: str) -> NDArray[Any]:
         return np.asarray(arrays[member])
 
 
-def open_arrays(path: Path, uri: str) -> DataSet:
+def open_arrays(location: Location) -> DataSet:
     """The data set in a .npz. Raises `ValueError` that names every array that does not fit."""
+    path, uri = location.path, location.uri
     try:
         with zipfile.ZipFile(path) as archive:
             members = [n[:-4] for n in archive.namelist() if n.endswith(".npy")]
         levels = _levels(members)
-        known = _known(levels.values())
+        stems = ("x", "y", *levels.values())
+        known = {"classes", *(f"{stem}_{part}" for stem in stems for part in (*SPLIT_NAMES, "classes"))}
         arrays = {name: mapped(path, name) for name in members if name in known}
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{uri} cannot be read as plain arrays ({error}); write it again with numpy.savez") from None
     if "x_train" not in arrays or "y_train" not in arrays:
         raise ValueError(f"{uri} needs the arrays x_train and y_train; it has {', '.join(members) or 'none'}")
-    present = tuple(s for s in _SPLITS if f"x_{s}" in arrays)
-    labels = {s: np.asarray(arrays[f"y_{s}"]) for s in _SPLITS if f"y_{s}" in arrays}
+    present = tuple(s for s in SPLIT_NAMES if f"x_{s}" in arrays)
+    labels = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
     classes = _names(arrays.get("classes"), labels.values())
-    coarser = {
-        name: _names(
-            arrays.get(f"{stem}_classes"),
-            [np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays],
-        )
-        for name, stem in levels.items()
-    }
+    coarser = {}
+    for name, stem in levels.items():
+        given = [np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays]
+        coarser[name] = _names(arrays.get(f"{stem}_classes"), given)
     counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
-    problems = [p for s in _SPLITS for p in _misfits(s, arrays, counts)]
+    problems = [p for s in SPLIT_NAMES for p in _misfits(s, arrays, counts)]
     problems += [f"level_{FINEST}_* would be the level of y_*; leave it out"] * (FINEST in levels)
     if len({y.ndim for y in labels.values()}) > 1:
         problems.append("y_*: single labels in one split, several in another")
@@ -94,21 +91,21 @@ def open_arrays(path: Path, uri: str) -> DataSet:
         raise ValueError(f"{uri} does not fit together: {'; '.join(problems)}")
     starts = np.cumsum([0, *(len(arrays[f"x_{s}"]) for s in present)]).tolist()
     reader = ArrayReader(str(path.resolve()), tuple(f"x_{s}" for s in present), tuple(starts[:-1]))
-    splits = {
-        s: Split(
-            s,
-            reader,
-            np.arange(a, b),
-            [f"{s}/{i}" for i in range(b - a)],
-            labels[s].astype(np.int64),
-            stacked(labels[s], [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values()])
-            if all(f"{stem}_{s}" in arrays for stem in levels.values())
-            else None,
-        )
-        for s, a, b in zip(present, starts[:-1], starts[1:], strict=True)
-    }
+    splits = {}
+    for s, a, b in zip(present, starts[:-1], starts[1:], strict=True):
+        at_levels = [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values() if f"{stem}_{s}" in arrays]
+        stack = stacked(labels[s], at_levels) if len(at_levels) == len(levels) else None
+        keys = [f"{s}/{i}" for i in range(b - a)]
+        splits[s] = Split(s, reader, np.arange(a, b), keys, labels[s].astype(np.int64), stack)
     multilabel = labels["train"].ndim == 2
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, coarser), multilabel)
+
+
+SOURCE = Source(
+    {"ARRAYS.npz": "x_train, y_train, x_test, y_test, classes (and coarse_*, level_NAME_*)"},
+    open_arrays,
+    lambda location: location.suffix == ".npz",
+)
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -120,13 +117,8 @@ def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 def _levels(members: Iterable[str]) -> dict[str, str]:
     """Names of the coarser levels, in the order in which they are stored, and how the names of their arrays begin."""
-    found = [re.fullmatch(rf"(coarse|level_(.+))_(?:{'|'.join(_SPLITS)})", member) for member in members]
-    return {match[2] or match[1]: match[1] for match in found if match}
-
-
-def _known(levels: Iterable[str]) -> set[str]:
-    stems = {"x", "y", *levels}
-    return {f"{stem}_{s}" for stem in stems for s in (*_SPLITS, "classes")} | {"classes"}
+    matches = [re.fullmatch(rf"(coarse|level_(.+))_(?:{'|'.join(SPLIT_NAMES)})", member) for member in members]
+    return {match[2] or match[1]: match[1] for match in matches if match}
 
 
 def _names(given: NDArray[Any] | None, labels: Any) -> tuple[str, ...]:

@@ -7,8 +7,8 @@
     train-heights.npy, -widths  [images]; 0 for an image that could not be read
     train-index.npy, -labels, -levels, -boxes, -generated, train-keys.json      as in `Split`
 
-Rows without pixels stay in the arrays, because val is carved by labels and stable indices: with every row of the source
-there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
+Rows without pixels stay in the arrays, because val is held out by labels and stable indices: with every row of the
+source there, a packed set is divided exactly as its source. `drop_unreadable` takes them out after that.
 
 Format 1 had one coarser level at most: `coarse_classes` in the listing, and train-coarse.npy [images].
 """
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import BadImage, DataSet, Level, Split, stacked, with_finest
+from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
 from vitrail.schema import build
 
 FORMAT = 2
@@ -42,7 +42,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class PackedFile:
-    """A file with what it must hold."""
+    """A file, its size and its checksum."""
 
     file: str
     bytes: int
@@ -51,7 +51,7 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """What `pack.json` says of one split."""
+    """One split in `pack.json`."""
 
     name: str
     images: int  # rows, those without pixels included
@@ -66,7 +66,7 @@ class PackedSplit:
 
 @dataclass(frozen=True)
 class Pack:
-    """What `pack.json` says."""
+    """The content of `pack.json`."""
 
     format: int
     made_by: str
@@ -82,7 +82,7 @@ class Pack:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder was made by `vitrail pack`, be it to the end or not."""
+    """Whether a folder was made by `vitrail pack`, finished or not."""
     return (folder / LISTING).is_file() or (folder / UNFINISHED).is_file()
 
 
@@ -113,13 +113,18 @@ def open_packed(path: Path, uri: str) -> DataSet:
     pack = read_pack(path)
     for split in pack.splits:
         for stored in (*split.shards, *split.arrays):
-            fault = _fault(path, stored)
-            if fault:
-                raise ValueError(f"{path / stored.file} {fault}; run the same `vitrail pack` again to make it anew")
+            _reject_faulty(path, stored)
     splits = {split.name: _open_split(path, pack, split) for split in pack.splits}
     how = f"shorter side at most {pack.size}" if pack.size else "at full size"
     notes = (*pack.notes, f"packed from {pack.source}, {how}")
     return DataSet(uri, pack.classes, splits, pack.levels, pack.multilabel, notes)
+
+
+SOURCE = Source(
+    {"PACKED": "a folder that `vitrail pack` made: decoded, memory-mapped, quick to read"},
+    lambda location: open_packed(location.path, location.uri),
+    lambda location: location.is_dir and is_packed(location.path),
+)
 
 
 def drop_unreadable(data: DataSet) -> DataSet:
@@ -266,19 +271,22 @@ class _Opened:
     def _shard(self, number: int) -> NDArray[np.uint8]:
         """[bytes] of a shard."""
         stored = self.listed.shards[number]
-        fault = _fault(self.folder, stored)  # again: it may have changed since the set was opened
-        if fault:
-            raise ValueError(f"{self.folder / stored.file} {fault}; run the same `vitrail pack` again to make it anew")
+        _reject_faulty(self.folder, stored)  # again: it may have changed since the set was opened
         return np.asarray(np.memmap(self.folder / stored.file, np.uint8, "r"))
 
 
 def _fault(folder: Path, stored: PackedFile) -> str:
     """What is wrong with a file as far as its size tells; empty where nothing is."""
     try:
-        found = os.stat(folder / stored.file).st_size  # noqa: PTH116
+        size = os.stat(folder / stored.file).st_size  # noqa: PTH116
     except FileNotFoundError:
         return "is missing"
-    return "" if found == stored.bytes else f"has {found} bytes instead of {stored.bytes}"
+    return "" if size == stored.bytes else f"has {size} bytes instead of {stored.bytes}"
+
+
+def _reject_faulty(folder: Path, stored: PackedFile) -> None:
+    if fault := _fault(folder, stored):
+        raise ValueError(f"{folder / stored.file} {fault}; run the same `vitrail pack` again to make it anew")
 
 
 def _array(folder: Path, split: PackedSplit, what: str, mapped: bool = False) -> NDArray[Any]:

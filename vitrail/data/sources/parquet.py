@@ -21,13 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Split
+from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split, split_rows
 from vitrail.data.decode import decode
-from vitrail.data.sources.folder import SPLIT_NAMES, natural
-from vitrail.data.sources.table import refuse_unseen
-from vitrail.data.sources.webdataset import inner_files, parts
+from vitrail.data.sources.folder import natural
+from vitrail.data.sources.table import reject_unseen
+from vitrail.data.sources.webdataset import inner_files, splits_of
 
-OPTIONS = ("image", "label")
 _GROUPS_KEPT = 4  # groups of rows that stay in memory, in every process
 
 
@@ -72,27 +71,32 @@ def hub_files(path: Path) -> list[Path]:
         raise ValueError(f"{path}: Parquet tables need pyarrow; install vitrail[table]") from None
     try:
         return files if _image_columns(pyarrow.parquet.read_schema(files[0])) else []
-    except (OSError, ValueError):  # told by whoever reads it as a table
+    except (OSError, ValueError):  # the source of tables reports it
         return []
 
 
-def fetch(name: str, uri: str) -> Path:
+def _fetched(location: Location) -> Path:
     """The folder of a data set of the hub, fetched unless it is in the cache. Raises `ValueError` in one sentence."""
     from huggingface_hub import snapshot_download
 
     try:
+        name = location.path.as_posix()
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet"]))
     except Exception as error:  # a name that is not there, no network, no permission: as many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{uri} could not be fetched ({reason}); connect once, or name a folder that holds it"
+            f"{location.uri} could not be fetched ({reason}); connect once, or name a folder that holds it"
         ) from None
 
 
-def open_hub(files: Sequence[Path], uri: str, options: Mapping[str, str]) -> DataSet:
+def open_parquet(location: Location) -> DataSet:
     """The labelled images of Parquet files. Raises `ValueError` where a column is missing or a label is."""
     import pyarrow.parquet
 
+    uri, options = location.uri, location.options
+    files = hub_files(_fetched(location) if location.scheme else location.path)
+    if not files:
+        raise ValueError(f"{uri} has no Parquet files with images inside; download it, and name its folder")
     schema = pyarrow.parquet.read_schema(files[0])
     image = _choose(uri, "image", options, _image_columns(schema), schema.names)
     label = _choose(uri, "label", options, ["label"] if "label" in schema.names else [], schema.names)
@@ -102,43 +106,46 @@ def open_hub(files: Sequence[Path], uri: str, options: Mapping[str, str]) -> Dat
     values: list[Any] = []
     for file in files:
         table = pyarrow.parquet.ParquetFile(file)
-        said = table.read([label])[label].to_pylist()
-        if said and all(value == -1 for value in said):
+        labels_read = table.read([label])[label].to_pylist()
+        if labels_read and all(value == -1 for value in labels_read):
             notes.append(f"left out {file.name}: its labels are hidden (-1)")
             continue
         sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
         places += [(len(used), group, row) for group, size in enumerate(sizes) for row in range(size)]
-        values += said
+        values += labels_read
         used.append(file)
     if not places:
-        raise ValueError(f"{uri} has no rows with labels; add one row an image, or choose others with ?label=NAME")
-    splits = parts(used, uri)
+        raise ValueError(f"{uri} has no rows with labels; add one row per image, or choose others with ?label=NAME")
+    splits = np.array(splits_of(used, uri))
     classes, labels = _classes(uri, label, values, _names(schema, label))
     place, group, row = np.array(places, np.int64).T
     reader = HubReader(tuple(str(f.absolute()) for f in used), image, place, group, row)
     keys = [reader.key(i) for i in range(len(places))]
-    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels)
-    split = np.array(splits)[place]
-    named = [name for name in (*SPLIT_NAMES, UNDIVIDED) if name in split]
-    made = {name: whole.take(np.flatnonzero(split == name), name) for name in named}
-    refuse_unseen(uri, classes, made)
-    return DataSet(uri, classes, made, notes=tuple(notes))
+    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels).divide(split_rows(splits[place].tolist()))
+    reject_unseen(uri, classes, whole)
+    return DataSet(uri, classes, whole, notes=tuple(notes))
+
+
+SOURCE = Source(
+    {"hf:OWNER/NAME": "a data set of the Hugging Face hub, or a folder of its Parquet files; ?image=NAME&label=NAME"},
+    open_parquet,
+    lambda location: location.scheme == "hf" or bool(not location.scheme and hub_files(location.path)),
+    ("image", "label"),
+)
 
 
 def _image_columns(schema: Any) -> list[str]:
     import pyarrow
 
-    kinds = {field.name: field.type for field in schema}
-    return [
-        name for name, kind in kinds.items() if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    ]
+    is_struct = pyarrow.types.is_struct
+    return [field.name for field in schema if is_struct(field.type) and field.type.get_field_index("bytes") >= 0]
 
 
-def _choose(uri: str, what: str, options: Mapping[str, str], found: Sequence[str], names: Sequence[str]) -> str:
-    name = options.get(what) or (found[0] if len(found) == 1 else "")
+def _choose(uri: str, what: str, options: Mapping[str, str], likely: Sequence[str], names: Sequence[str]) -> str:
+    name = options.get(what) or (likely[0] if len(likely) == 1 else "")
     if name not in names:
-        said = f"no column {name!r}" if name else f"{len(found) or 'no'} columns that may be the {what}"
-        raise ValueError(f"{uri} has {said}; choose one with ?{what}=NAME (it has {', '.join(names)})")
+        columns = f"no column {name!r}" if name else f"{len(likely) or 'no'} columns that may be the {what}"
+        raise ValueError(f"{uri} has {columns}; choose one with ?{what}=NAME (it has {', '.join(names)})")
     return name
 
 

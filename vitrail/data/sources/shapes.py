@@ -14,7 +14,6 @@ Of every ten consecutive indices eight are train, one val and one test, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.counter import bits, uniform
-from vitrail.data.dataset import DataSet, Split, stacked, with_finest
+from vitrail.data.dataset import DataSet, Location, Source, Split, stacked, with_finest
 
 OPTIONS = {"n": 2000, "seed": 0, "size": 64, "classes": 12}
 GROUPS = {"round": ("disc", "ring"), "blocky": ("square", "cross"), "pointed": ("triangle", "star")}
@@ -55,13 +54,10 @@ class ShapesReader:
         return Image.fromarray(render(self.seed, index, self.size, self.classes))
 
 
-def open_shapes(uri: str, options: Mapping[str, str]) -> DataSet:
+def open_shapes(location: Location) -> DataSet:
     """`n` pictures in all, `size` pixels wide, of the first `classes` kinds (6: plain shapes only)."""
-    for name, text in options.items():
-        if not text.isdecimal():
-            raise ValueError(f"{uri}: {name} must be a whole number, not {text!r}")
-    values = OPTIONS | {name: int(text) for name, text in options.items()}
-    n, seed, size, classes = values["n"], values["seed"], values["size"], values["classes"]
+    uri, values = location.uri, location.whole_numbers(OPTIONS)
+    n, seed, size, classes = values.values()
     for name, low, high in (("n", 20, 2**40), ("seed", 0, 2**63), ("size", 8, 4096), ("classes", 2, len(CLASSES))):
         if not low <= values[name] <= high:
             raise ValueError(f"{uri}: {name} must be between {low} and {high}, not {values[name]}")
@@ -74,17 +70,14 @@ def open_shapes(uri: str, options: Mapping[str, str]) -> DataSet:
         index = np.arange(n)
         index = index[np.isin(index % 10, tuple(places))]
         labels = label_of(seed, index, classes)
-        keys = [f"shape/{i}" for i in index.tolist()]
-        splits[split] = Split(
-            split,
-            reader,
-            index,
-            keys,
-            labels,
-            stacked(labels, [group_of[labels]]),
-            boxes_of(seed, index, size, classes),
-        )
+        keys, levels = [f"shape/{i}" for i in index.tolist()], stacked(labels, [group_of[labels]])
+        splits[split] = Split(split, reader, index, keys, labels, levels, boxes_of(seed, index, size, classes))
     return DataSet(uri, names, splits, with_finest(names, False, {"coarse": groups}))
+
+
+SOURCE = Source(
+    {"synthetic:shapes": "coloured shapes on clutter, with boxes; ?n=2000&size=64&seed=0"}, open_shapes, options=OPTIONS
+)
 
 
 def label_of(seed: int, index: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
@@ -103,13 +96,13 @@ def boxes_of(seed: int, index: NDArray[np.int64], size: int, classes: int) -> ND
     boxes = np.empty((len(index), 4), np.int64)
     for rows in np.array_split(np.arange(len(index)), len(index) // 10_000 + 1):
         for shape, name in enumerate(SHAPES):
-            some = rows[shapes[rows] == shape]
-            cos, sin = np.cos(turn[some])[:, None], np.sin(turn[some])[:, None]
+            chosen = rows[shapes[rows] == shape]
+            cos, sin = np.cos(turn[chosen])[:, None], np.sin(turn[chosen])[:, None]
             x, y = polygon(name).T
             corners = np.stack([cos * x - sin * y, sin * x + cos * y], -1)  # [images, corners, 2]
-            corners = centre[some, None] + corners * radius[some, None, None]
-            boxes[some, :2] = np.floor(corners.min(1) * size)
-            boxes[some, 2:] = np.ceil(corners.max(1) * size)
+            corners = centre[chosen, None] + corners * radius[chosen, None, None]
+            boxes[chosen, :2] = np.floor(corners.min(1) * size)
+            boxes[chosen, 2:] = np.ceil(corners.max(1) * size)
     return np.clip(boxes, 0, size)
 
 
@@ -160,8 +153,8 @@ def polygon(shape: str) -> Floats:
     area = 0.5 * float(np.sum(corners[:, 0] * following[:, 1] - corners[:, 1] * following[:, 0]))
     if shape == "ring":
         area *= 1 - _HOLE**2
-    made: Floats = corners * np.sqrt(np.pi / area)
-    return made
+    scaled: Floats = corners * np.sqrt(np.pi / area)
+    return scaled
 
 
 def _quarter_turns(point: tuple[float, float], turns: int) -> tuple[float, float]:

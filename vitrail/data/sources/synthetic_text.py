@@ -1,40 +1,32 @@
-"""`synthetic:grammar`: sentences of a small grammar, half of them broken by one error (a toy of CoLA).
+"""Synthetic texts, each a function of (seed, number) alone: of every ten, eight are train, one val and one test.
+
+`synthetic:grammar`: sentences of a small grammar, half of them broken by one error (a toy of CoLA).
 
     determiner (adjective) noun (preposition determiner noun) verb (determiner (adjective) noun) (adverb)
 
-An error is one of two kinds, `?errors=agreement`, `order` or `both` (drawn for each broken sentence):
+An error is one of two kinds, `?errors=agreement`, `order` or `both` (drawn for each broken sentence). Agreement: the
+verb has the wrong number ("the dogs near a barn sleeps"); the noun next to the verb is often not its subject, so two
+places that may be far apart must be related. Order: a determiner and the word behind it are exchanged ("dog the
+sleeps"), a local clue; the bag of words stays the same. After 8 epochs on 1,600 sentences an encoder from scratch
+(2 blocks of width 64, one seed) has 96 to 100 % accuracy on 200 test sentences with order errors, and is near chance
+(47 to 61 %) with agreement errors. No single word tells the class; classes alternate.
 
-- agreement: the verb has the number of the wrong kind ("the dogs near a barn sleeps"). The noun that stands next to the
-  verb is often another than its subject, of any number, so two places that may be far apart must be related: what a
-  class token is for.
-- order: a determiner and the word behind it are exchanged ("dog the sleeps"). The bag of words stays the same, but two
-  neighbours stand as they never do in the language: a local clue, which word tokens carry.
-
-How hard it is: after 8 epochs on 1,600 sentences an encoder from scratch (2 blocks of width 64, one seed) is right for
-96 to 100 % of 200 test sentences with order errors, and near chance (47 to 61 %) with agreement errors: they need more.
-
-No single word tells the class. A sentence is a function of (seed, index) alone; classes alternate; of every ten indices
-eight are train, one val and one test.
-
-`synthetic:meals`: places to eat as tables, and what is said of them (a small relative of the E2E data).
+`synthetic:meals`: tables of restaurants with descriptions (a small relative of the E2E data).
 
     name[The Old Mill], type[pub], food[Italian], price[cheap], area[riverside]
     The Old Mill is a cheap pub by the riverside . It serves Italian food .
 
-Every table has two right texts, in rows of their own. `?style=curt` says the same in other ways ("pub The Old Mill ,
+Every table has two references, in rows of their own. `?style=curt` says the same in other ways ("pub The Old Mill ,
 Italian , cheap , riverside"), by words that are all among those of the first: another task for a model that knows that
-one. A row is a function of (seed, number) alone; of every ten tables eight are train, one val and one test, and no
-table is in two of them.
+one. No table is in two splits.
 
 `synthetic:numbers`: numbers in English words, and the same in digits: a small task of transduction.
 
     four hundred thousand two hundred seventeen
     4 0 0 2 1 7
 
-Words do not stand in line with digits: a zero is no word, and what a word means depends on words that come after it.
-Numbers have 1 to `?digits=6` digits, each length as often. A row is a function of (seed, number of the row) alone; of
-every ten rows eight are train, one val and one test, and no number is in two of them: one that was drawn before stays
-where it is.
+Words are not aligned with digits: a zero is no word, and what a word means depends on words that come after it.
+Numbers have 1 to `?digits=6` digits, each length equally often. No number is in two splits.
 """
 
 from __future__ import annotations
@@ -44,12 +36,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from vitrail.data.counter import seed_of
-from vitrail.data.dataset import DataSet
-from vitrail.data.sources.completions import make_completions
-from vitrail.data.sources.text_files import Text, make_data
+from vitrail.data.dataset import DataSet, Location, Source
+from vitrail.data.sources.text import Text, make_texts
 from vitrail.schema import near
 
-GRAMMAR_OPTIONS = {"n": "2000", "seed": "0", "errors": "both"}
+SIZE = {"n": 2000, "seed": 0}
+DIGITS = {**SIZE, "digits": 6}
 CLASSES = ("broken", "grammatical")
 ERRORS = ("agreement", "order")
 NOUNS = (
@@ -66,15 +58,32 @@ ADVERBS = ("today", "slowly", "again", "often", "there", "quietly")
 DETERMINERS = (("the", "a", "this", "every"), ("the", "some", "these", "many"))  # singular, plural
 
 
-def open_grammar(uri: str, options: Mapping[str, str]) -> DataSet:
-    """`n` sentences in all, half of them broken."""
-    values = {**GRAMMAR_OPTIONS, **options}
-    for name in ("n", "seed"):
-        if not values[name].isdecimal():
-            raise ValueError(f"{uri}: {name} must be a whole number, not {values[name]!r}")
-    n, seed, errors = int(values["n"]), int(values["seed"]), values["errors"]
+class _Words:
+    """Draws of one text: a function of (stream, seed, number)."""
+
+    def __init__(self, stream: str, seed: int, number: int) -> None:
+        self.random = np.random.Generator(np.random.PCG64(seed_of(stream, seed, number)))
+
+    def one(self, words: tuple[str, ...]) -> str:
+        return words[int(self.random.integers(len(words)))]
+
+
+def _sizes(location: Location, defaults: Mapping[str, int] = SIZE) -> list[int]:
+    """`n`, `seed` and further whole numbers. Raises `ValueError` for fewer rows than three splits need."""
+    n, *others = location.whole_numbers(defaults).values()
     if n < 20:
-        raise ValueError(f"{uri}: n must be at least 20, not {n}")
+        raise ValueError(f"{location.uri}: n must be at least 20, not {n}")
+    return [n, *others]
+
+
+def _split_of(number: int) -> str:
+    return ("train", "val", "test")[max(0, number % 10 - 7)]
+
+
+def open_grammar(location: Location) -> DataSet:
+    """`n` sentences in all, half of them broken."""
+    uri, errors = location.uri, location.options.get("errors", "both")
+    n, seed = _sizes(location)
     if errors not in (*ERRORS, "both"):
         raise ValueError(f"{uri}: errors is agreement, order or both, not {errors!r}{near(errors, (*ERRORS, 'both'))}")
     index = np.arange(n)
@@ -83,7 +92,7 @@ def open_grammar(uri: str, options: Mapping[str, str]) -> DataSet:
     kinds = ERRORS if errors == "both" else (errors,)
     texts = [Text(sentence(seed, i, None if label else kinds)) for i, label in enumerate(labels.tolist())]
     splits = {"train": place < 8, "val": place == 8, "test": place == 9}
-    return make_data(uri, texts, CLASSES, labels, {name: np.flatnonzero(rows) for name, rows in splits.items()})
+    return make_texts(uri, texts, {name: np.flatnonzero(rows) for name, rows in splits.items()}, CLASSES, labels)
 
 
 def sentence(seed: int, index: int, errors: tuple[str, ...] | None = None) -> str:
@@ -96,11 +105,8 @@ def sentence(seed: int, index: int, errors: tuple[str, ...] | None = None) -> st
     >>> sentence(0, 3, ("order",))
     'clouds some near this doctor dream often'
     """
-    random = np.random.Generator(np.random.PCG64(seed_of("grammar", seed, index)))
-
-    def one(words: tuple[str, ...]) -> str:
-        return words[int(random.integers(len(words)))]
-
+    drawn = _Words("grammar", seed, index)
+    random, one = drawn.random, drawn.one
     words: list[str] = []
     starts: list[int] = []  # of determiners
 
@@ -133,7 +139,6 @@ def sentence(seed: int, index: int, errors: tuple[str, ...] | None = None) -> st
     return " ".join(words)
 
 
-MEAL_OPTIONS = {"n": "2000", "seed": "0", "style": "full"}
 STYLES = ("full", "curt")
 EACH = 2  # texts of a table
 FIRST = ("The Old", "The Green", "The Golden", "The Blue", "The Little", "The Quiet")
@@ -147,32 +152,30 @@ VALUES = {
     "children": ("yes", "no"),
 }
 ALWAYS = ("type", "food")  # the others may be missing
+CHILDREN = (
+    ("It is for children , too .", "It is not for children ."),
+    ("Children are welcome .", "Leave the children at home ."),
+)
 PLACES = {"riverside": "by the riverside", "city centre": "in the city centre", "old town": "in the old town"}
 
 
-def open_meals(uri: str, options: Mapping[str, str]) -> DataSet:
+def open_meals(location: Location) -> DataSet:
     """`n` rows in all, two of each table."""
-    values = {**MEAL_OPTIONS, **options}
-    for name in ("n", "seed"):
-        if not values[name].isdecimal():
-            raise ValueError(f"{uri}: {name} must be a whole number, not {values[name]!r}")
-    n, seed, style = int(values["n"]), int(values["seed"]), values["style"]
-    if n < 10 * EACH:
-        raise ValueError(f"{uri}: n must be at least {10 * EACH}, not {n}")
+    uri, style = location.uri, location.options.get("style", "full")
+    n, seed = _sizes(location)
     if style not in STYLES:
         raise ValueError(f"{uri}: style is {' or '.join(STYLES)}, not {style!r}{near(style, STYLES)}")
-    pairs: list[tuple[str, str]] = []
+    texts: list[Text] = []
     splits: dict[str, list[int]] = {"train": [], "val": [], "test": []}
-    place: dict[str, str] = {}
+    split_of: dict[str, str] = {}
     for number in range(-(-n // EACH)):
         facts = table(seed, number)
         prompt = ", ".join(f"{name}[{value}]" for name, value in facts.items())
-        drawn = ("train", "val", "test")[max(0, number % 10 - 7)]
-        split = place.setdefault(prompt, drawn)  # one that was drawn before stays where it is
-        for way in range(min(EACH, n - len(pairs))):
-            splits[split].append(len(pairs))
-            pairs.append((prompt, curt(facts, way) if style == "curt" else full(facts, way)))
-    return make_completions(uri, pairs, {name: np.array(rows, np.int64) for name, rows in splits.items()})
+        split = split_of.setdefault(prompt, _split_of(number))  # one that was drawn before stays where it is
+        for way in range(min(EACH, n - len(texts))):
+            splits[split].append(len(texts))
+            texts.append(Text(prompt, curt(facts, way) if style == "curt" else full(facts, way)))
+    return make_texts(uri, texts, splits)
 
 
 def table(seed: int, number: int) -> dict[str, str]:
@@ -181,14 +184,10 @@ def table(seed: int, number: int) -> dict[str, str]:
     >>> table(0, 1)["name"] == table(0, 1)["name"]
     True
     """
-    random = np.random.Generator(np.random.PCG64(seed_of("meals", seed, number)))
-
-    def one(words: tuple[str, ...]) -> str:
-        return words[int(random.integers(len(words)))]
-
-    facts = {"name": f"{one(FIRST)} {one(SECOND)}"}
+    drawn = _Words("meals", seed, number)
+    facts = {"name": f"{drawn.one(FIRST)} {drawn.one(SECOND)}"}
     for name, known in VALUES.items():
-        value, kept = one(known), random.random() < 0.7
+        value, kept = drawn.one(known), drawn.random.random() < 0.7
         if kept or name in ALWAYS:
             facts[name] = value
     return facts
@@ -204,19 +203,14 @@ def full(facts: Mapping[str, str], way: int) -> str:
     area = f" {PLACES[facts['area']]}" if "area" in facts else ""
     article = "an" if price.startswith("e") else "a"
     if way == 0:
-        said = [f"{facts['name']} is {article} {price}{facts['type']}{area} .", f"It serves {facts['food']} food ."]
+        parts = [f"{facts['name']} is {article} {price}{facts['type']}{area} .", f"It serves {facts['food']} food ."]
     else:
-        said = [f"For {facts['food']} food go to {facts['name']} , {article} {price}{facts['type']}{area} ."]
+        parts = [f"For {facts['food']} food go to {facts['name']} , {article} {price}{facts['type']}{area} ."]
     if "rating" in facts:
-        said.append(f"Its rating is {facts['rating']} ." if way == 0 else f"Guests call it {facts['rating']} .")
+        parts.append(f"Its rating is {facts['rating']} ." if way == 0 else f"Guests call it {facts['rating']} .")
     if "children" in facts:
-        welcome = facts["children"] == "yes"
-        said.append(
-            ("It is for children , too ." if welcome else "It is not for children .")
-            if way == 0
-            else ("Children are welcome ." if welcome else "Leave the children at home .")
-        )
-    return " ".join(said)
+        parts.append(CHILDREN[way][facts["children"] == "no"])
+    return " ".join(parts)
 
 
 def curt(facts: Mapping[str, str], way: int) -> str:
@@ -233,7 +227,6 @@ def curt(facts: Mapping[str, str], way: int) -> str:
     return " , ".join([f"{facts['food']} at {facts['name']}", facts["type"], *rest])
 
 
-NUMBER_OPTIONS = {"n": "2000", "seed": "0", "digits": "6"}
 MOST_DIGITS = 9
 SMALL = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -243,29 +236,23 @@ TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eight
 LARGE = ((10**6, "million"), (1000, "thousand"), (100, "hundred"))
 
 
-def open_numbers(uri: str, options: Mapping[str, str]) -> DataSet:
+def open_numbers(location: Location) -> DataSet:
     """`n` rows in all. Raises `ValueError` for options that are out of range."""
-    values = {**NUMBER_OPTIONS, **options}
-    for name, text in values.items():
-        if not text.isdecimal():
-            raise ValueError(f"{uri}: {name} must be a whole number, not {text!r}")
-    n, seed, digits = (int(values[name]) for name in ("n", "seed", "digits"))
-    if n < 20:
-        raise ValueError(f"{uri}: n must be at least 20, not {n}")
+    uri = location.uri
+    n, seed, digits = _sizes(location, DIGITS)
     if not 1 <= digits <= MOST_DIGITS:
         raise ValueError(f"{uri}: digits must be 1 to {MOST_DIGITS}, not {digits}")
     drawn = [number(seed, row, digits) for row in range(n)]
-    place: dict[int, str] = {}
+    split_of: dict[int, str] = {}
     splits: dict[str, list[int]] = {"train": [], "val": [], "test": []}
     for row, value in enumerate(drawn):
-        splits[place.setdefault(value, ("train", "val", "test")[max(0, row % 10 - 7)])].append(row)
-    pairs = [(spelled(value), " ".join(str(value))) for value in drawn]
-    return make_completions(uri, pairs, {name: np.array(rows, np.int64) for name, rows in splits.items()})
+        splits[split_of.setdefault(value, _split_of(row))].append(row)
+    return make_texts(uri, [Text(spelled(value), " ".join(str(value))) for value in drawn], splits)
 
 
 def number(seed: int, row: int, digits: int) -> int:
     """The number of a row, of 1 to `digits` digits."""
-    random = np.random.Generator(np.random.PCG64(seed_of("numbers", seed, row)))
+    random = _Words("numbers", seed, row).random
     count = int(random.integers(1, digits + 1))
     return int(random.integers(10 ** (count - 1) if count > 1 else 0, 10**count))
 
@@ -285,3 +272,20 @@ def spelled(value: int) -> str:
             rest = value % size
             return f"{spelled(value // size)} {name}" + (f" {spelled(rest)}" if rest else "")
     return TENS[value // 10] + (f" {SMALL[value % 10]}" if value % 10 else "")
+
+
+GRAMMAR = Source(
+    {"synthetic:grammar": "texts: sentences, half of them broken; ?n=2000&seed=0&errors=both"},
+    open_grammar,
+    options=(*SIZE, "errors"),
+)
+MEALS = Source(
+    {"synthetic:meals": "prompts and completions: restaurants and their descriptions; ?n=2000&seed=0&style=full"},
+    open_meals,
+    options=(*SIZE, "style"),
+)
+NUMBERS = Source(
+    {"synthetic:numbers": "prompts and completions: numbers in words, and in digits; ?n=2000&seed=0&digits=6"},
+    open_numbers,
+    options=DIGITS,
+)

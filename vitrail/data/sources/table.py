@@ -17,8 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.dataset import FINEST, UNDIVIDED, DataSet, Split, stacked, with_finest
-from vitrail.data.sources.folder import SPLIT_NAMES, FileReader, natural, split_called
+from vitrail.data.dataset import (
+    FINEST,
+    UNDIVIDED,
+    DataSet,
+    Location,
+    Source,
+    Split,
+    split_called,
+    split_rows,
+    stacked,
+    with_finest,
+)
+from vitrail.data.sources.folder import FileReader, natural, some
 from vitrail.schema import near
 
 COLUMNS = ("path", "label", "split", "coarse", "generated")
@@ -36,11 +47,12 @@ class Table:
     places: list[str]
 
 
-def open_table(path: Path, uri: str, names: Mapping[str, str]) -> DataSet:
-    """The labelled images of a table; `names` gives the name of any column that is not called by its own.
+def open_table(location: Location) -> DataSet:
+    """The labelled images of a table; an option gives the name of a column that is not called by its own.
 
     Raises `ValueError` that counts all faulty rows and lists the first ten.
     """
+    path, uri, names = location.path, location.uri, location.options
     table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else _read_text(path, uri)
     columns = {}
     for column in COLUMNS:
@@ -54,10 +66,18 @@ def open_table(path: Path, uri: str, names: Mapping[str, str]) -> DataSet:
             )
     levels = _levels(uri, table.columns, names.get("coarse", "coarse"))
     if not table.places:
-        raise ValueError(f"{uri} has a header but no rows; add one row an image")
+        raise ValueError(f"{uri} has a header but no rows; add one row per image")
     cells = columns | {name if name == "coarse" else LEVEL + name: texts for name, texts in levels.items()}
-    _refuse_faulty(path.parent, uri, cells, table.places)
+    _reject_faulty(path.parent, uri, cells, table.places)
     return _assemble(path.parent, uri, columns, levels)
+
+
+SOURCE = Source(
+    {"TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too"},
+    open_table,
+    lambda location: location.suffix in (".csv", ".tsv", ".parquet"),
+    COLUMNS,
+)
 
 
 def _read_text(path: Path, uri: str) -> Table:
@@ -75,7 +95,7 @@ def _read_text(path: Path, uri: str) -> Table:
     uneven = [f"line {number}" for number, row in rows if len(row) != len(header)]
     if uneven:
         raise ValueError(
-            f"{uri}: {len(uneven)} rows do not have the header's {len(header)} columns ({_some(uneven)}); "
+            f"{uri}: {len(uneven)} rows do not have the header's {len(header)} columns ({some(uneven, _SHOWN)}); "
             "put quotes around text that holds a separator"
         )
     columns = {name: [row[i].strip() for _, row in rows] for i, name in enumerate(header)}
@@ -106,7 +126,7 @@ def _text(value: Any) -> str:
     return str(value).strip()
 
 
-def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], places: Sequence[str]) -> None:
+def _reject_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], places: Sequence[str]) -> None:
     faults = []
     for row, place in enumerate(places):
         cells = {column: values[row] for column, values in columns.items()}
@@ -120,7 +140,7 @@ def _refuse_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], place
     if faults:
         listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
         more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise ValueError(f"{uri} has {len(faults)} faults; mend or remove those rows:{listed}{more}")
+        raise ValueError(f"{uri} has {len(faults)} faults; fix or remove those rows:{listed}{more}")
 
 
 def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Mapping[str, list[str]]) -> DataSet:
@@ -130,15 +150,16 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
     numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
     coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
     reader = FileReader(str(root.absolute()), tuple(paths))
-    made = np.array(columns["generated"]) == "1" if "generated" in columns else None
-    whole = Split(UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser), generated=made)
+    generated = np.array(columns["generated"]) == "1" if "generated" in columns else None
+    whole = Split(
+        UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser), generated=generated
+    )
     splits = {UNDIVIDED: whole}
     if "split" in columns:
-        meant = np.array([split_called(text) for text in columns["split"]])
-        splits = {name: whole.take(np.flatnonzero(meant == name), name) for name in SPLIT_NAMES if name in meant}
+        splits = whole.divide(split_rows([split_called(text) for text in columns["split"]]))
         if "train" not in splits:
             raise ValueError(f"{uri} has {' and '.join(splits)} but no rows whose split is train")
-        refuse_unseen(uri, classes, splits)
+        reject_unseen(uri, classes, splits)
     repeated = len(paths) - len(set(paths))
     notes = (f"{repeated} paths are listed more than once",) if repeated else ()
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
@@ -171,7 +192,7 @@ def labels_of(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64],
     return classes, labels, True
 
 
-def refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
+def reject_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split]) -> None:
     """Raise `ValueError` where val or test has a class that train has not; an undivided source has neither."""
     if "train" not in splits:
         return
@@ -180,15 +201,10 @@ def refuse_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split])
         unseen = [classes[c] for c in np.flatnonzero(_present(split.labels, len(classes)) & ~seen).tolist()]
         if unseen:
             raise ValueError(
-                f"{uri}: {len(unseen)} classes of {name} are not in train ({_some(unseen)}); add training images"
+                f"{uri}: {len(unseen)} classes of {name} are not in train ({some(unseen, _SHOWN)}); add training images"
             )
 
 
 def _present(labels: NDArray[np.int64], classes: int) -> NDArray[np.bool_]:
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
     return np.asarray(counts > 0)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import UNDIVIDED, DataSet, Split
+from vitrail.data.dataset import UNDIVIDED, DataSet, Location, Source, Split, split_called, split_rows
 from vitrail.data.decode import decode
-from vitrail.data.sources.folder import SPLIT_NAMES, SUFFIXES, natural, split_called
-from vitrail.data.sources.table import labels_of, refuse_unseen
+from vitrail.data.sources.folder import SUFFIXES, natural
+from vitrail.data.sources.table import labels_of, reject_unseen
 
 LABELS = ("label", "cls", "class")  # of a JSON file, the first that is there
 _SHOWN = 5
@@ -52,44 +51,43 @@ class TarReader:
 def inner_files(folder: Path, suffix: str) -> list[Path]:
     """Files of this suffix in a folder, or in folders of it that are called `data` or as a split is."""
     inside = [p for p in folder.iterdir() if p.is_dir() and (p.name == "data" or split_called(p.name))]
-    found = [p for place in (folder, *inside) for p in place.glob(f"*{suffix}") if not p.name.startswith(".")]
-    return sorted(found, key=lambda p: natural(p.relative_to(folder).as_posix()))
+    files = [p for place in (folder, *inside) for p in place.glob(f"*{suffix}") if not p.name.startswith(".")]
+    return sorted(files, key=lambda p: natural(p.relative_to(folder).as_posix()))
 
 
-def split_of(file: Path) -> str:
-    """Which split a file belongs to, by a word of its name or else by its folder."""
-    words = [*re.split(r"[^A-Za-z]+", file.stem), file.parent.name]
-    return next((split for word in words if (split := split_called(word))), UNDIVIDED)
+def splits_of(files: Sequence[Path], uri: str) -> list[str]:
+    """The split of each file, by a word of its name or else by its folder.
 
-
-def parts(files: Sequence[Path], uri: str) -> list[str]:
-    """The split of each file. Raises `ValueError` where some have one and others none, or where train is missing."""
-    found = [split_of(file) for file in files]
-    if UNDIVIDED in found and len(set(found)) > 1:
-        odd = files[found.index(UNDIVIDED)].name
+    Raises `ValueError` where some have one and others none, or where train is missing.
+    """
+    splits = []
+    for file in files:
+        words = [*re.split(r"[^A-Za-z]+", file.stem), file.parent.name]
+        splits.append(next((split for word in words if (split := split_called(word))), UNDIVIDED))
+    if UNDIVIDED in splits and len(set(splits)) > 1:
+        odd = files[splits.index(UNDIVIDED)].name
         raise ValueError(f"{uri}: {odd} says neither train, val nor test, though others do; name it after its split")
-    if not {UNDIVIDED, "train"} & set(found):
-        raise ValueError(f"{uri} has {' and '.join(sorted(set(found)))} but no file whose name says train")
-    return found
+    if not {UNDIVIDED, "train"} & set(splits):
+        raise ValueError(f"{uri} has {' and '.join(sorted(set(splits)))} but no file whose name says train")
+    return splits
 
 
-def open_tars(files: Sequence[Path], uri: str) -> DataSet:
+def open_tars(location: Location) -> DataSet:
     """The labelled images of tar files. Raises `ValueError` for images without a label, and for damaged files."""
-    splits = parts(files, uri)
+    path, uri = location.path, location.uri
+    files = inner_files(path, ".tar") if path.is_dir() else [path]
     keys: list[str] = []
     texts: list[str] = []
     places: list[tuple[int, int, int]] = []  # file, first byte, bytes
-    of_split: dict[str, list[int]] = defaultdict(list)
-    unlabelled: list[str] = []
-    for number, (file, split) in enumerate(zip(files, splits, strict=True)):
+    splits: list[str] = []
+    for number, (file, split) in enumerate(zip(files, splits_of(files, uri), strict=True)):
         for key, start, size, text in _members(file, uri):
             inside = split_called(PurePosixPath(key).parent.parent.name)  # a tar of train/CLASS/ and val/CLASS/
-            of_split[inside or UNDIVIDED if split == UNDIVIDED else split].append(len(keys))
+            splits.append(inside or UNDIVIDED if split == UNDIVIDED else split)
             keys.append(f"{file.name}/{key}")
             places.append((number, start, size))
             texts.append(text)
-            if not text:
-                unlabelled.append(keys[-1])
+    unlabelled = [key for key, text in zip(keys, texts, strict=True) if not text]
     if not keys:
         raise ValueError(f"{uri} holds no images in {len(files)} tar files; expected KEY.jpg with KEY.cls or KEY.json")
     if unlabelled:
@@ -97,23 +95,28 @@ def open_tars(files: Sequence[Path], uri: str) -> DataSet:
             f"{uri}: {len(unlabelled)} of {len(keys)} images have no label ({', '.join(unlabelled[:_SHOWN])}); put "
             "KEY.cls or KEY.json beside each KEY.jpg, or each image into a folder named after its class"
         )
-    if len(of_split) > 1 and UNDIVIDED in of_split:
-        lost = keys[of_split[UNDIVIDED][0]]
+    if len(set(splits)) > 1 and UNDIVIDED in splits:
+        lost = keys[splits.index(UNDIVIDED)]
         raise ValueError(f"{uri}: {lost} is in no split, though others are; put it below train/, val/ or test/")
     classes, labels, multilabel = labels_of(_named(texts, files[0].parent / "classes.txt"))
     place, start, size = np.array(places, np.int64).T
     reader = TarReader(tuple(str(f.absolute()) for f in files), tuple(keys), place, start, size)
-    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels)
-    ordered = [name for name in (*SPLIT_NAMES, UNDIVIDED) if name in of_split]
-    made = {name: whole.take(of_split[name], name) for name in ordered}
-    refuse_unseen(uri, classes, made)
-    return DataSet(uri, classes, made, multilabel=multilabel)
+    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels).divide(split_rows(splits))
+    reject_unseen(uri, classes, whole)
+    return DataSet(uri, classes, whole, multilabel=multilabel)
+
+
+SOURCE = Source(
+    {"SHARDS, FILE.tar": "WebDataset: KEY.jpg with KEY.cls or KEY.json, split by shard name; or tars of class folders"},
+    open_tars,
+    lambda location: location.suffix == ".tar" or (location.is_dir and bool(inner_files(location.path, ".tar"))),
+)
 
 
 def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
     """(name, first byte, bytes, label or nothing) of every image."""
     images: list[tuple[str, str, int, int]] = []
-    said: dict[str, str] = {}
+    labels: dict[str, str] = {}
     try:
         with tarfile.open(file, "r:") as tar:
             for member in tar:
@@ -126,13 +129,13 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
                 elif name.suffix in (".cls", ".json"):
                     stream = tar.extractfile(member)
                     assert stream is not None  # a plain file
-                    said[stem] = _label(stream, name.suffix) or said.get(stem, "")
+                    labels[stem] = _label(stream, name.suffix) or labels.get(stem, "")
     except (tarfile.TarError, EOFError, ValueError) as error:
         zipped = file.open("rb").read(2) == b"\x1f\x8b"
         how = "unpack it with gunzip" if zipped else f"{error}; write or fetch it again"
         raise ValueError(f"{uri}: {file.name} cannot be read as a plain tar file ({how})") from None
     return [
-        (name, start, size, said.get(stem) or PurePosixPath(name).parent.name) for name, stem, start, size in images
+        (name, start, size, labels.get(stem) or PurePosixPath(name).parent.name) for name, stem, start, size in images
     ]
 
 
@@ -140,8 +143,8 @@ def _label(stream: IO[bytes], suffix: str) -> str:
     text = stream.read().decode("utf-8").strip()
     if suffix == ".cls":
         return text
-    found = json.loads(text)
-    value = next((found[name] for name in LABELS if name in found), "") if isinstance(found, dict) else ""
+    stored = json.loads(text)
+    value = next((stored[name] for name in LABELS if name in stored), "") if isinstance(stored, dict) else ""
     return "|".join(map(str, value)) + "|" if isinstance(value, list) else str(value)
 
 

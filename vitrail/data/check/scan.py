@@ -1,0 +1,185 @@
+"""Decoding every image once before training, and remembering which are unreadable.
+
+Results are kept in the user's cache folder, by path, size and time of change, so that a second run reads only what is
+new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources made of arrays have nothing to
+decode and are not scanned.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import PIL
+
+from vitrail.data.dataset import BadImage, DataSet, Split
+from vitrail.data.decode import MAX_PIXELS, decode
+from vitrail.data.sources.folder import FileReader
+
+Bad = tuple[str, str]  # key, reason
+Seen = dict[str, tuple[int, int, str]]  # path -> size, time of change in nanoseconds, reason ("" for a good image)
+
+Progress = Callable[[int, int], None]  # done, total
+T = TypeVar("T")
+R = TypeVar("R")
+
+_BLOCK = 64  # images per task: large enough to hide the cost of handing over
+_AT_LEAST = 32  # all bytes of a JPEG are read at any size; only the last, cheap step is done at this one
+
+
+def scan(
+    splits: Split | DataSet | Iterable[Split],
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[Bad]:
+    """(key, reason) of every image that cannot be decoded, in the order of the splits.
+
+    Pillow decodes outside the interpreter lock, so threads are enough. `progress(done, total)` is called from time to
+    time, counting images that are not remembered from an earlier scan.
+    """
+    if isinstance(splits, Split):
+        splits = [splits]
+    elif isinstance(splits, DataSet):
+        splits = splits.splits.values()
+    splits = list(splits)
+    listed = [(s, s.reader) for s in splits if isinstance(s.reader, FileReader)]
+    inside = [(s, row) for s in splits if getattr(s.reader, "decodes", False) for row in range(len(s))]
+    reasons_inside = read_all(_read_row, inside, workers, progress)
+    bad = [(s.keys[row], reason) for (s, row), reason in zip(inside, reasons_inside, strict=True) if reason]
+    for root in dict.fromkeys(reader.root for _, reader in listed):
+        rows = [
+            (key, reader.path(int(i)))
+            for split, reader in listed
+            if reader.root == root
+            for key, i in zip(split.keys, split.index, strict=True)
+        ]
+        reasons = _reasons(cache_file(root), [path for _, path in rows], workers, progress)
+        bad += [(key, reasons[str(path)]) for key, path in rows if reasons[str(path)]]
+    return bad
+
+
+def drop_bad(data: DataSet, bad: Sequence[Bad]) -> DataSet:
+    """The data set without these images; every other image keeps its stable index. Classes stay as they are."""
+    keys = {key for key, _ in bad}
+    if not keys:
+        return data
+    kept = {name: np.flatnonzero([key not in keys for key in split.keys]) for name, split in data.splits.items()}
+    splits = {name: split.take(kept[name]) for name, split in data.splits.items()}
+    dropped = sum(map(len, data.splits.values())) - sum(map(len, splits.values()))
+    return replace(data, splits=splits, notes=(*data.notes, f"left out {dropped} unreadable images"))
+
+
+def reject_if_too_many(bad: Sequence[Bad], total: int, limit: float, uri: str) -> None:
+    """Raise `ValueError` where more than the share `limit` of `total` images is unreadable."""
+    if len(bad) <= limit * total:
+        return
+    listed = "".join(f"\n  {key}: {reason}" for key, reason in bad[:20])
+    more = f"\n  and {len(bad) - 20} more" if len(bad) > 20 else ""
+    raise ValueError(
+        f"{uri}: {len(bad)} of {total} images ({len(bad) / total:.1%}) cannot be read, more than data.bad_limit "
+        f"{limit:g} allows; fix or remove them, or raise --data.bad_limit:{listed}{more}"
+    )
+
+
+def cache_file(root: str) -> Path:
+    """Where results for a root are remembered: below $XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    name = hashlib.blake2b(str(Path(root).resolve()).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    return Path(base) / "vitrail" / f"scan-{name}.json.gz"
+
+
+def read_all(read: Callable[[T], R], items: Sequence[T], workers: int | None, progress: Progress | None) -> Iterator[R]:
+    """`read` of every item, in order, by threads: Pillow decodes and resizes outside the interpreter lock."""
+    blocks = [items[i : i + _BLOCK] for i in range(0, len(items), _BLOCK)]
+    with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
+        try:
+            for done, results in enumerate(pool.map(lambda block: [read(item) for item in block], blocks), 1):
+                yield from results
+                if progress is not None:
+                    progress(min(len(items), done * _BLOCK), len(items))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a million images
+            raise
+
+
+def _reasons(cache: Path, paths: Sequence[Path], workers: int | None, progress: Progress | None) -> dict[str, str]:
+    seen = _remembered(cache)
+    stamped = [(path, *_stamp(path)) for path in paths]
+    facts: Seen = {str(p): seen[str(p)] for p, *stamp in stamped if seen.get(str(p), ())[:2] == tuple(stamp)}
+    new = [(path, size, changed) for path, size, changed in stamped if str(path) not in facts]
+    known = len(facts)
+    try:
+        reasons = read_all(_read_file, [path for path, _, _ in new], workers, progress)
+        for (path, size, changed), reason in zip(new, reasons, strict=True):
+            facts[str(path)] = (size, changed, reason)
+    finally:
+        if len(facts) > known:
+            _remember(cache, {**seen, **facts})
+    return {path: reason for path, (_, _, reason) in facts.items()}
+
+
+def _read_row(row: tuple[Split, int]) -> str:
+    split, number = row
+    try:
+        split.read(number)
+    except BadImage as bad:
+        return bad.reason
+    return ""
+
+
+def _read_file(path: Path) -> str:
+    try:
+        decode(path, str(path), at_least=_AT_LEAST)
+    except BadImage as bad:
+        return bad.reason
+    return ""
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _rules() -> str:
+    """What a result depends on besides the file; results by other rules are forgotten."""
+    return f"1 pillow {PIL.__version__} {MAX_PIXELS}"
+
+
+def _remembered(cache: Path) -> Seen:
+    try:
+        with gzip.open(cache, "rt", encoding="ascii") as stream:
+            stored = json.load(stream)
+        if stored["rules"] != _rules():
+            return {}
+        return {
+            str(p): (int(size), int(changed), str(reason)) for p, (size, changed, reason) in stored["images"].items()
+        }
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # absent, torn or foreign: scan again
+
+
+def _remember(cache: Path, seen: Seen) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=cache.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", 3, encoding="ascii") as stream:
+                json.dump({"rules": _rules(), "images": seen}, stream)
+            Path(temporary).replace(cache)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return  # a read-only or full home only means that the next run scans again
