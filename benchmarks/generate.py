@@ -20,7 +20,7 @@ from rounds import in_turns, where
 from torch import Tensor
 
 from vitrail.generate.diffusion_model import Diffuser, OwnDiffuser
-from vitrail.generate.methods import CANDIDATES, USUAL_R, ada_evaluations
+from vitrail.generate.generation_methods import CANDIDATES, USUAL_R, ada_evaluations
 from vitrail.generate.pipelines import PipelineDiffuser, load_pipeline
 from vitrail.model.build import create_model
 

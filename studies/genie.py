@@ -56,7 +56,7 @@ from genie_tables import tables
 from genie_tail import LongTails
 from torch import Tensor
 
-from vitrail.generate.methods import CANDIDATES, ada_evaluations, prototypes_of
+from vitrail.generate.generation_methods import CANDIDATES, ada_evaluations, prototypes_of
 from vitrail.measure.denoising import evaluate_denoising
 from vitrail.measure.evaluator import Loaders
 from vitrail.measure.hard_negatives import axis_position, label_consistency, largest_jump

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from genie_models import Models
 from torch import Tensor
 
-from vitrail.generate.methods import CANDIDATES, METHODS, Request, Tools, ada_evaluations, equal_compute, generate
+from vitrail.generate.generation_methods import (
+    CANDIDATES,
+    METHODS,
+    Request,
+    Tools,
+    ada_evaluations,
+    equal_compute,
+    generate,
+)
 from vitrail.measure.config import EpisodeConfig
 from vitrail.measure.episodes import Episodes, Extra, FewShot, draw_episodes, few_shot
 from vitrail.measure.hard_negatives import axis_position, hardness, largest_jump

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.files import replacing
-from vitrail.generate.methods import prototypes_of
+from vitrail.generate.generation_methods import prototypes_of
 from vitrail.measure.hard_negatives import axis_position
 
 SWEEP = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vitrail.config import RunConfig
 from vitrail.data.dataset import Split, make_long_tail
+from vitrail.generate.generation_methods import Request, Samples, Tools, check_budgets, generate, prototypes_of
 from vitrail.generate.job import make_plan
-from vitrail.generate.methods import Request, Samples, Tools, check_budgets, generate, prototypes_of
 from vitrail.learn.supervised import prior_shift
 from vitrail.measure.classification import SingleLabelFigures, classification
 from vitrail.measure.config import LongTailConfig

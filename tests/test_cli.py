@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from vitrail.cli import COMMANDS, run
-from vitrail.cli.train import SECTIONS
+from vitrail.cli.train_command import SECTIONS
 from vitrail.config import RunConfig
 from vitrail.recipes import RECIPES, recipe
 from vitrail.schema import hints, settings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vitrail.cli import COMMANDS, run
-from vitrail.cli.attack import PatchOptim
+from vitrail.cli.attack_command import PatchOptim
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.schema import read_command, settings
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.data.augment.pixel_ops import normal_noise
 from vitrail.data.counter import seed_of
 from vitrail.generate.diffusion_model import OwnDiffuser, steps_run
-from vitrail.generate.methods import (
+from vitrail.generate.generation_methods import (
     CANDIDATES,
     METHODS,
     Request,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from study_calls import STUDIES, found_in, rows
 
-from vitrail.generate.methods import CANDIDATES
+from vitrail.generate.generation_methods import CANDIDATES
 from vitrail.learn.diffusion import choose_process
 from vitrail.model.trunks.denoiser import NoiseSchedule
 from vitrail.run.train import build_model
@@ -209,7 +209,7 @@ def test_mixed_images_are_mostly_of_the_class_they_are_labelled_with(few: Any) -
 
 
 def test_the_adaptive_choice_is_that_of_the_package(few: Any) -> None:
-    from vitrail.generate.methods import genie_ada, prototypes_of
+    from vitrail.generate.generation_methods import genie_ada, prototypes_of
 
     class Blend:
         """Moves an image towards another by r, all at once between two candidates that depend on it."""
@@ -255,7 +255,7 @@ def test_made_images_join_the_real_ones_with_the_class_they_were_made_for(of_stu
     from genie_tail import joined
 
     from vitrail.data.open import open_data
-    from vitrail.generate.methods import Samples
+    from vitrail.generate.generation_methods import Samples
 
     split = open_data("synthetic:shapes?n=60&size=32")["train"]
     pixels = torch.zeros(len(split), 3, 32, 32, dtype=torch.uint8)

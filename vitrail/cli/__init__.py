@@ -18,23 +18,23 @@ from vitrail.schema import ConfigError, near, read_command
 from vitrail.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: its class, what it does
-    "train": ("cli.train:TrainCommand", "images in, a run folder with model, metrics and report out"),
-    "evaluate": ("cli.evaluate:EvaluateCommand", "metrics of a trained model on any data"),
-    "predict": ("cli.evaluate:PredictCommand", "predictions of a trained model for images or texts"),
+    "train": ("cli.train_command:TrainCommand", "images in, a run folder with model, metrics and report out"),
+    "evaluate": ("cli.evaluate_command:EvaluateCommand", "metrics of a trained model on any data"),
+    "predict": ("cli.evaluate_command:PredictCommand", "predictions of a trained model for images or texts"),
     "compare": ("compare:CompareCommand", "a study or finished runs: one table, one report"),
-    "inspect": ("cli.inspect:InspectCommand", "attention maps, kept tokens, embeddings and weights, as pictures"),
-    "app": ("cli.app:AppCommand", "a local page to drop a picture on: prediction, map, tokens kept, cost"),
+    "inspect": ("inspect:InspectCommand", "attention maps, kept tokens, embeddings and weights, as pictures"),
+    "app": ("app:AppCommand", "a local page to drop a picture on: prediction, map, tokens kept, cost"),
     "attack": (
-        "cli.attack:AttackCommand",
+        "cli.attack_command:AttackCommand",
         "make an adaptive model spend its full compute, with one patch for all images",
     ),
     "augment": ("generate:AugmentCommand", "make images where classes are rare or confused, by diffusion or mixing"),
     "bench": ("bench:BenchCommand", "how fast models are on this machine"),
-    "export": ("cli.export:ExportCommand", "a trained model as a torch or ONNX file, or its adapter alone"),
-    "check": ("cli.data:CheckCommand", "look for trouble in a data set before training on it"),
-    "pack": ("cli.data:PackCommand", "decode a data set once, so that no epoch decodes it again"),
-    "list": ("cli.catalogue:ListCommand", "names of models, heads, mixers, adapters, recipes, data sources"),
-    "show": ("cli.catalogue:ShowCommand", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
+    "export": ("cli.export_command:ExportCommand", "a trained model as a torch or ONNX file, or its adapter alone"),
+    "check": ("cli.data_commands:CheckCommand", "look for trouble in a data set before training on it"),
+    "pack": ("cli.data_commands:PackCommand", "decode a data set once, so that no epoch decodes it again"),
+    "list": ("cli.list_command:ListCommand", "names of models, heads, mixers, adapters, recipes, data sources"),
+    "show": ("cli.list_command:ShowCommand", "one model, recipe, head, mixer or adapter in full; the adapter of a run"),
 }
 
 EXAMPLES = (

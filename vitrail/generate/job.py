@@ -25,7 +25,7 @@ from PIL import Image, PngImagePlugin
 from vitrail.data.counter import seed_of
 from vitrail.engine.progress import Progress
 from vitrail.files import replacing, write_text
-from vitrail.generate.methods import OF_ITS_OWN, OF_NOTHING, Request, Samples, Tools, generate
+from vitrail.generate.generation_methods import OF_ITS_OWN, OF_NOTHING, Request, Samples, Tools, generate
 
 PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
 COLUMNS = ("source", "own", "target", "seeds")

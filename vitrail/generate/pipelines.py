@@ -69,7 +69,7 @@ def _diffusers() -> Any:
 
 
 class PipelineDiffuser(Diffuser):
-    """A diffusers pipeline, with a prompt for each class (`vitrail.generate.methods`).
+    """A diffusers pipeline, with a prompt for each class (`vitrail.generate.generation_methods`).
 
     As GeNIe's code (arXiv 2312.02548): images at the pipeline's own size (shorter side resized, centre cropped);
     the mode of the VAE's posterior times its scale; DPM-Solver++ of second order over `steps` times, of which those

@@ -28,6 +28,15 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import refuse_unwritable, replacing, write_text
 from vitrail.generate.diffusion_model import Diffuser, OwnDiffuser
+from vitrail.generate.generation_methods import (
+    CANDIDATES,
+    METHODS,
+    NEEDS_DIFFUSION,
+    USUAL_R,
+    Tools,
+    prompts_for,
+    prototypes_of,
+)
 from vitrail.generate.job import (
     MADE,
     GenerationJob,
@@ -39,7 +48,6 @@ from vitrail.generate.job import (
     store_plan,
     write_manifest,
 )
-from vitrail.generate.methods import CANDIDATES, METHODS, NEEDS_DIFFUSION, USUAL_R, Tools, prompts_for, prototypes_of
 from vitrail.measure.classification import SingleLabelFigures
 from vitrail.measure.evaluator import evaluation_mode
 from vitrail.model.classifier import Classifier
