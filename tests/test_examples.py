@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-OUTSIDE = ("max_head", "shift_mixer", "margin_objective", "confidence_evaluator")
+OUTSIDE = ("max_head", "shift_mixer", "margin_objective", "confidence_evaluator", "stripes_source")
 TINY = "--model.name vit_micro_28 --optim.steps 2 --data.batch 8 --data.workers 0 --engine.device cpu"
 PARTS = "--model.head max --model.head.drop 0.1 --model.trunk.mixer shift --objective margin --objective.margin 0.5"
 RUN = """
@@ -28,7 +28,7 @@ for words in {commands!r}:
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What every command prints, in a process of its own: registered parts would stay in this one."""
     out = str(tmp_path_factory.mktemp("outside") / "run")
-    data = "synthetic:shapes?n=60&size=28"
+    data = "stripes:?n=60"
     commands = [
         [
             "train",
@@ -45,7 +45,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ],
         ["evaluate", out, "--protocol", "confidence", "--workers", "0", "--device", "cpu", "--json"],
         ["evaluate", out, "--protocol", "confidence", "--workers", "0", "--device", "cpu"],
-        *(["list", what, "--json"] for what in ("heads", "mixers", "objectives", "evaluators")),
+        *(["list", what, "--json"] for what in ("heads", "mixers", "objectives", "evaluators", "data")),
     ]
     environment = os.environ | {"VITRAIL_PARTS": ",".join(OUTSIDE)}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parents[1])])
@@ -72,11 +72,12 @@ def test_the_table_of_an_evaluator_from_outside_is_shown(printed: list[str]) -> 
 
 
 def test_parts_from_outside_are_listed_with_their_settings(printed: list[str]) -> None:
-    heads, mixers, objectives, evaluators = (json.loads(text) for text in printed[3:7])
+    heads, mixers, objectives, evaluators, data = (json.loads(text) for text in printed[3:8])
     assert (heads[-1]["name"], heads[-1]["options"]) == ("max", {"drop": 0.0})
     assert mixers[-1]["name"] == "shift"
     assert (objectives[-1]["name"], objectives[-1]["options"]) == ("margin", {"margin": 1.0})
     assert evaluators[-1]["name"] == "confidence"
+    assert "stripes:" in [row["name"] for row in data]
 
 
 def test_a_head_stands_on_a_timm_model_without_the_trainer() -> None:

@@ -133,7 +133,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
         "augment gone file/more --method strong --each 1",
         "check gone --out file/sheet.png",
         "pack gone file/packed",
-        "bench deit_smal --out file/chart.png",
+        "bench deit_smal --out file/chart.svg",
     ],
 )
 def test_a_place_is_looked_at_before_what_is_to_be_read(here: Path, capsys: Any, words: str) -> None:
