@@ -166,7 +166,7 @@ def test_what_is_said_of_names_fits_the_terminal(
 @pytest.mark.parametrize(
     ("recipe_name", "model", "read"),
     [
-        ("small-mae", "--model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2", "top-1 says nothing"),
+        ("small-mae", "--model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2", "top-1 means nothing"),
         ("small-byol", "--model.head.hidden 32", "top-1 is that of an online linear probe"),
     ],
 )

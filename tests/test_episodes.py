@@ -113,7 +113,7 @@ def test_classes_with_too_few_images_are_left_out_and_named() -> None:
     ("config", "words"),
     [
         (EpisodeConfig(way=9, shot=1, queries=4), "9-way episodes need 9 classes .* and 8 have so many"),
-        (EpisodeConfig(way=5, shot=40, queries=16), "40 labelled and 16 judged .* and 0 have .*'bird' has 50"),
+        (EpisodeConfig(way=5, shot=40, queries=16), "40 labelled and 16 query .* and 0 have .*'bird' has 50"),
     ],
 )
 def test_too_few_classes_or_images_are_refused_in_a_sentence(config: EpisodeConfig, words: str) -> None:

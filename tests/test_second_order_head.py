@@ -246,9 +246,9 @@ def test_an_image_without_real_words_pools_to_zeros(pooling: str, place: str) ->
 
 
 def test_a_sequence_without_words_is_an_error() -> None:
-    with pytest.raises(ValueError, match="none of them a word"):
+    with pytest.raises(ValueError, match="none of them a patch"):
         make()(some_tokens(words=0))
-    with pytest.raises(ValueError, match="none of them a word"):
+    with pytest.raises(ValueError, match="none of them a patch"):
         make(replace(SMALL, class_token="last"))(some_tokens(words=1, prefix=0))
 
 
