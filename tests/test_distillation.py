@@ -436,7 +436,7 @@ def test_a_teacher_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_teacher("timm:resnet1000", create_model("vit_tiny_32", classes=1000, depth=1, width=32, heads=2))
 
 
-# Answers that are kept
+# TeacherCache that are kept
 
 
 def test_kept_answers_are_those_of_the_teacher_which_is_then_asked_no_more() -> None:

@@ -107,7 +107,9 @@ def test_runs_that_divided_differently_are_no_ensemble(made: Path, photos: Path,
     flags = "--data.val_fraction 0.15 --data.test_fraction 0.3 --data.split_seed"
     for out, seed in ((other, 6), (same, 5)):
         assert run(f"train vit --data {photos} {SMALL} {flags} {seed} --seed 1 --out {out} --json".split()) == 0
-    with pytest.raises(ValueError, match=r"divided .* differently .* one learned from images that the other is evaluated"):
+    with pytest.raises(
+        ValueError, match=r"divided .* differently .* one learned from images that the other is evaluated"
+    ):
         ensemble([made, other], photos)
     assert ensemble([made, same], photos).split == "test"
     # Data that come divided are the same for both.

@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        temporary.chmod(0o666 & ~_UMASK)  # some libraries write files that nobody else may read
+        temporary.chmod(0o666 & ~_UMASK)  # some libraries write files that no other user may read
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)

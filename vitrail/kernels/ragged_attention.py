@@ -1,7 +1,7 @@
 """Softmax attention of packed batches: images of different lengths, one after the other.
 
-Image b owns rows offsets[b] to offsets[b + 1] of a tensor whose length is fixed; rows from offsets[-1] on belong to
-nobody, change nobody's result and come out as zeros. The kernel reads q, k and v where the linear layer left them.
+Image b owns rows offsets[b] to offsets[b + 1] of a tensor whose length is fixed; rows from offsets[-1] on are
+padding, change no result and come out as zeros. The kernel reads q, k and v where the linear layer left them.
 Where `queries` names rows, only those ask (ATS: tokens that are dropped are still seen by those that stay).
 
 qkv [rows, 3, heads, dim], offsets [batch + 1] -> [rows, heads, dim], or [len(queries), heads, dim]
@@ -93,7 +93,7 @@ def _rows(dense: Tensor, offsets: Tensor, rows: int) -> Tensor:
 
 
 def _where(real: Tensor, x: Tensor) -> Tensor:
-    # Not a product: whatever stands in rows of nobody, also NaN, must leave neither values nor gradients.
+    # Not a product: whatever stands in padding rows, also NaN, must leave neither values nor gradients.
     return torch.where(real.view(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
 
 

@@ -2,7 +2,7 @@
 
 A program is a tile of an image's queries (or, for the gradients of k and v, keys) in one head, and goes over the tiles
 of the other side. The grid has as many tiles per image as the longest can have; those past an image's end do nothing
-but their share of the rows that belong to nobody, which they fill with zeros: no pass over the whole output for that.
+but their share of the padding rows, which they fill with zeros: no pass over the whole output for that.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def tiles(table: tuple[tuple[int | None, int, int, int], ...], most: int) -> tup
 
 
 def _made(like: Tensor, shape: tuple[int, ...], batch: int, most: int) -> Tensor:
-    """Room for an output: the programs of all images reach every row of nobody, unless capacity is beyond all need."""
+    """Room for an output: the programs of all images reach every padding row, unless capacity is beyond all need."""
     return like.new_empty(shape) if shape[0] <= batch * most else like.new_zeros(shape)
 
 

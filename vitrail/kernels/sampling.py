@@ -8,7 +8,7 @@ become whole numbers first, by a power of two, and all that follows is exact: th
 summation, no tile and no device. The number of points up to C / T is ⌊K C / T + ½⌋; nothing is searched.
 
 A packed batch is rows [capacity, ...] with offsets [batch + 1]: image b owns rows offsets[b] to offsets[b + 1], rows
-from offsets[-1] on belong to nobody. Capacity is static and nothing here waits for the host.
+from offsets[-1] on are padding. Capacity is static and nothing here waits for the host.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def owners(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ragged_class_scores(qkv: Tensor, offsets: Tensor, prefix: int, value_norm: bool = True) -> Tensor:
-    """`class_scores` of a packed batch: qkv [rows, 3, heads, dim] -> [rows], 0 for prefix tokens and nobody's rows.
+    """`class_scores` of a packed batch: qkv [rows, 3, heads, dim] -> [rows], 0 for prefix tokens and padding rows.
 
     Each image's scores add up to 1. No gradient: which tokens go on is a constant.
     """

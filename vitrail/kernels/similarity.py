@@ -201,9 +201,9 @@ class _LogSums(torch.autograd.Function):
         every = torch.full((len(queries),), float("-inf"), dtype=torch.float32, device=queries.device)
         same = every.clone()
         for rows in parts(len(queries), len(memory), part):
-            scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
+            scores, positive = _scores(queries, memory, labels, memory_labels, own, rows)
             every = torch.logaddexp(every, scores.logsumexp(1))
-            same = torch.logaddexp(same, scores.masked_fill(~kin, float("-inf")).logsumexp(1))
+            same = torch.logaddexp(same, scores.masked_fill(~positive, float("-inf")).logsumexp(1))
         ctx.save_for_backward(queries, memory, labels, memory_labels, own, every, same)
         ctx.part = part
         return every, same
@@ -215,9 +215,11 @@ class _LogSums(torch.autograd.Function):
         # Without anyone of its class a query has an empty sum, which no query moves.
         grad_same = torch.where(torch.isfinite(same), grad_same, 0.0)
         for rows in parts(len(queries), len(memory), ctx.part):
-            scores, kin = _scores(queries, memory, labels, memory_labels, own, rows)
+            scores, positive = _scores(queries, memory, labels, memory_labels, own, rows)
             weights = grad_every[:, None] * (scores - every[:, None]).exp()
-            inner = (scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]).masked_fill(~kin, float("-inf"))
+            inner = (scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]).masked_fill(
+                ~positive, float("-inf")
+            )
             weights = weights + grad_same[:, None] * inner.exp()
             grad += weights @ memory[rows].float()
         return grad.to(queries.dtype), None, None, None, None, None

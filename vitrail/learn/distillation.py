@@ -16,7 +16,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import DistillationConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
-from vitrail.learn.teacher import Answers, Teacher, load_teacher, refuse_moving_views, refuse_other_classes
+from vitrail.learn.teacher import Teacher, TeacherCache, load_teacher, refuse_moving_views, refuse_other_classes
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.pooled import DistilledHead
 
@@ -77,11 +77,11 @@ class Distillation(Supervised):
         self.teacher = Teacher(teacher, model.preprocess, config.teacher, config.teacher_size)
         if self.teacher.size != teacher.preprocess.size:  # models of one size refuse here and not at the first step
             self.teacher(torch.zeros(1, 3, self.teacher.size, self.teacher.size, dtype=torch.uint8))
-        self.answers: Answers | None = None
+        self.answers: TeacherCache | None = None
         if config.cache:
             refuse_moving_views(augment)
             assert index is not None
-            self.answers = Answers(index, len(teacher.classes))
+            self.answers = TeacherCache(index, len(teacher.classes))
 
     @classmethod
     def build(cls, model: Classifier, config: DistillationConfig, facts: TrainingFacts) -> Objective:

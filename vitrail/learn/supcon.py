@@ -19,11 +19,11 @@ def supervised_contrast(embedding: Tensor, labels: Tensor, temperature: float) -
     """
     with torch.autocast(embedding.device.type, enabled=False):
         scores = embedding.float() @ embedding.float().T / temperature
-    oneself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    chances = scores.masked_fill(oneself, float("-inf")).log_softmax(1)
-    kin = (labels[:, None] == labels[None]) & ~oneself
-    each = -torch.where(kin, chances, 0.0).sum(1) / kin.sum(1).clamp(min=1)
-    return each.sum() / kin.any(1).sum().clamp(min=1)
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    chances = scores.masked_fill(itself, float("-inf")).log_softmax(1)
+    positives = (labels[:, None] == labels[None]) & ~itself
+    each = -torch.where(positives, chances, 0.0).sum(1) / positives.sum(1).clamp(min=1)
+    return each.sum() / positives.any(1).sum().clamp(min=1)
 
 
 class Supcon(SelfSupervised):

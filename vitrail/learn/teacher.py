@@ -72,11 +72,11 @@ class Teacher(nn.Module):
             return cast("Tensor", self.model(self.seen(images))).float()
 
 
-class Answers(nn.Module):
-    """What a teacher said of each image, by stable index, kept on the device.
+class TeacherCache(nn.Module):
+    """Cached logits of a teacher for each image, by stable index, on the device.
 
-    Rows fill as images come by. `complete` is decided on the host, between steps: from then on nobody needs to be
-    asked. Nothing of it is stored in checkpoints: a resumed run asks again.
+    Rows fill as images come by. `complete` is decided on the host, between steps: from then on the teacher is not run.
+    It is not part of checkpoints: a resumed run fills it again.
     """
 
     logits: Tensor

@@ -28,8 +28,8 @@ from vitrail.schema import near
 def rows_of_all(columns: Sequence[Tensor] | None) -> list[Tensor] | None:
     """Rows of all ranks: the first column says their order; every column is [rows, ...], as long as the others.
 
-    A rank may have no rows at all (none), and then knows no shapes; none where nobody has any. In one process rows come
-    back as they are, and in their order.
+    A rank may have no rows at all (none), and then knows no shapes; none where no rank has any. In one process rows
+    come back as they are, and in their order.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None if columns is None else list(columns)

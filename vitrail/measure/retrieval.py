@@ -300,12 +300,12 @@ def kin_ranks(
     unit, rows = F.normalize(queries.float(), dim=1), F.normalize(memory.float(), dim=1)
     if k > len(rows):
         return torch.zeros(0, dtype=torch.int64, device=rows.device)
-    kin = top_rows(unit, rows, k, labels=labels, memory_labels=memory_labels, part=part)[0][:, -1]
+    positive = top_rows(unit, rows, k, labels=labels, memory_labels=memory_labels, part=part)[0][:, -1]
     nearer = torch.zeros(len(unit), dtype=torch.int64, device=unit.device)
     for some in parts(len(unit), len(rows), part):
         # The same parts and the same product as in the search: an image is not nearer than itself by rounding.
-        nearer += (unit @ rows[some].T > kin[:, None]).sum(1)
-    return nearer[kin.isfinite()] + 1
+        nearer += (unit @ rows[some].T > positive[:, None]).sum(1)
+    return nearer[positive.isfinite()] + 1
 
 
 @evaluator("train", "embedding")

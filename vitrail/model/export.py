@@ -208,7 +208,7 @@ def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
         raise ValueError(f"{_name(model)} cannot be traced for a file: {_reason(error)}") from error
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # the folders of this machine are nobody's business
+            node.meta.pop("stack_trace", None)  # no paths of this machine in the file
     return program
 
 

@@ -247,7 +247,7 @@ class TimmTrunk(BaseTrunk):
             last = features.shape[1] != self.width and features.shape[-1] == self.width
             self._note_form("rows" if last else "maps")
             if last:
-                features = features.permute(0, 3, 1, 2)  # Swin and its kin keep channels last
+                features = features.permute(0, 3, 1, 2)  # Swin and similar ones keep channels last
             grid = (int(features.shape[2]), int(features.shape[3]))
             return Tokens(features.flatten(2).transpose(1, 2), 0, grid)
         self._note_form("tokens")
