@@ -24,9 +24,9 @@ from vitrail.compare.comparison import Comparison, Price, StudyRow
 from vitrail.compare.statistics import pareto
 from vitrail.files import write_text
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
-from vitrail.report.charts import CHARACTER, Scale, _box, _svg, _text, curves_chart
+from vitrail.report.charts import CHARACTER, COLOURS, Scale, _box, _svg, _text, curves_chart
 from vitrail.report.html import render_page
-from vitrail.report.pareto import COLOURS, Point, pareto_chart
+from vitrail.report.pareto import Point, pareto_chart
 
 METRICS = {"top1": "top-1", "map": "mAP"}
 MOST_VARIANTS = 8  # whose per-class gains are drawn

@@ -191,7 +191,7 @@ def collect_evidence(
         notes.append(f"{', '.join(empty)}: empty, as no patch changes the predicted class (a new classifier of zeros?)")
     count = min(len(pixels), _affordable(model, len(kinds), device) if judge is None else judge)
     if not count and judge is None:
-        notes.append("maps were not judged: it would take long here; say on how many images with --judge")
+        notes.append("maps were not evaluated: it would take long here; say on how many images with --judge")
     return Evidence(
         maps=joined,
         kind=class_kind,

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from vitrail.quantities import number, percent, shorten
-from vitrail.report.charts import CHARACTER, Scale, _grid, _svg, _text, spread, ticks
+from vitrail.report.charts import CHARACTER, COLOURS, Scale, _grid, _svg, _text, spread, ticks
 
-COLOURS = 8
 LONGEST_NAME = 32
 
 
