@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small import SMALL
+
+import vitrail
+from vitrail.model.build import create_model
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +50,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels[..., 2 - c] += 100
             Image.fromarray(pixels).save(root / name / f"{i:02d}.jpg", quality=90)
     return root
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of a tiny ViT on the shapes."""
+    classes = vitrail.open_data("synthetic:shapes?n=60&size=32").classes
+    folder = tmp_path_factory.mktemp("teacher")
+    return create_model("vit_tiny_32", classes=classes, **SMALL).save(folder)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def _gather(
     size_q = tl.zeros([N, DP], tl.float32)
     size_k = tl.zeros([N, DP], tl.float32)
     # Not pipelined: of tiles that are both multiplied and added up Triton (3.6 to 3.9) keeps too few copies, and loads
-    # the next over one that a product on the tensor cores still reads. See tests/test_kernel_buffers.py.
+    # the next over one that a product on the tensor cores still reads. See tests/kernels/test_kernel_buffers.py.
     if AHEAD:
         q, k, v, grad = _tiles(QKV, GRAD, first, last, heads, D, DP, N, BACK)
         for n in tl.range(first, last, N, num_stages=1):

@@ -499,7 +499,7 @@ def test_runs_on_texts_are_compared_without_a_price(finished: Path, tmp_path: Pa
 def test_a_rate_that_diverges_is_a_choice_that_lost(
     extra: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "studies"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "studies"))
     import text  # type: ignore[import-not-found]
     from found import Found  # type: ignore[import-not-found]
 
@@ -517,7 +517,7 @@ def test_a_rate_that_diverges_is_a_choice_that_lost(
 
 @pytest.mark.slow
 def test_the_study_makes_every_row_once(extra: None, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "studies" / "text.py"
+    script = Path(__file__).parents[2] / "studies" / "text.py"
     command = [sys.executable, str(script), "--smoke", "--out", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -19,10 +19,10 @@ from vitrail.model.heads.head import Head
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.zoo import ZOO, list_models
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from count_models import count
 
-TABLE = json.loads((Path(__file__).parents[1] / "vitrail" / "model" / "counts.json").read_text())
+TABLE = json.loads((Path(__file__).parents[2] / "vitrail" / "model" / "counts.json").read_text())
 
 
 def counted(name: str, size: int | None = None, **options: object) -> Cost:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import TEXTS, reduced_recipe
 from timm.data.mixup import mixup_target
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
@@ -27,12 +28,7 @@ from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, recipe, stated, with_values
 from vitrail.recipes.embedding_students import STUDENTS
 from vitrail.recipes.row import flat
-from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
 from vitrail.schema import ConfigError, plain
-
-TEXTS = (*TEXT, *SEQUENCES, *LANGUAGE)
-"""Recipes of texts: test_texts.py, test_seq2seq.py and test_language_model.py."""
-SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
 
 
 def value(config: RunConfig, path: str) -> Any:
@@ -150,7 +146,7 @@ def test_students_see_crops_and_flips_and_no_other_change(name: str) -> None:
 
 
 def test_augmentations_that_are_compared_differ_in_what_they_are_named_after_alone() -> None:
-    study = read_study(Path(__file__).parent.parent / "studies" / "augmentations.yaml")
+    study = read_study(Path(__file__).parents[2] / "studies" / "augmentations.yaml")
     chosen = {name: plain(config.data.augment) for name, config in study.configs.items()}
     named = {"three", "rand_ops", "rand_magnitude", "trivial"}
     rest = [{key: value for key, value in augment.items() if key not in named} for augment in chosen.values()]
@@ -187,64 +183,6 @@ def test_rates_without_labels_follow_the_batch() -> None:
         assert make_schedule(small.optim, 64, 10**4).peak == pytest.approx(config.optim.lr / 4)
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    classes = vitrail.open_data("synthetic:shapes?n=60&size=32").classes
-    folder = tmp_path_factory.mktemp("teacher")
-    return create_model("vit_tiny_32", classes=classes, **SMALL).save(folder)
-
-
-def reduced(name: str, teacher: Path, out: Path) -> RunConfig:
-    """The recipe on a model and data small enough for two steps."""
-    config = recipe(name)
-    changes: dict[str, Any] = {
-        "out": str(out),
-        "data.uri": "synthetic:shapes?n=60&size=32",
-        "data.batch": 12,
-        "data.workers": 0,
-        "data.check": "off",
-        "optim.steps": 2,
-        "engine.device": "cpu",
-        "engine.accumulate": 1,
-        "model.image_size": 32,
-        "model.weights": "none",
-    }
-    if config.model.name.startswith("timm:"):
-        changes["model.name"] = "timm:test_resnet"
-    elif not config.model.name.startswith("cifar_resnet"):
-        known = SMALL if "resmlp" not in config.model.name else {k: SMALL[k] for k in ("depth", "width", "patch")}
-        changes["model.trunk"] = known
-    if config.objective.kind == "diffusion":  # as a classifier it tries every class: the smallest there is
-        changes["model.trunk"] = {"width": 8, "depth": 1, "multipliers": (1, 1, 1), "heads": 1, "draws": 1}
-    if name == "gramian":  # its trunk is one of timm's large ones
-        changes["model.name"] = "ga_vit_tiny_32"
-    elif name == "sot":
-        changes["model.name"] = "sot_7_32"
-    if config.objective.kind in ("distillation", "compres", "simreg", "clusters", "crd"):
-        changes["objective.teacher"] = str(teacher)
-    if config.objective.kind == "clusters":
-        changes["objective.clusters"] = 4
-    if config.objective.kind == "dino":
-        changes |= {"objective.prototypes": 32, "objective.local_size": 16}
-    if config.objective.kind == "attention_transfer":  # its layers are counted in a deeper model
-        changes |= {"objective.teacher": str(teacher), "objective.layers": "all"}
-    if config.optim.tune != "full":
-        changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
-    if config.data.shots is not None:  # of the few images, fewer
-        changes["data.shots"] = 2
-    if config.data.level:
-        changes["data.level"] = "coarse"
-    adaptive = config.model.trunk.get("adaptive")
-    if adaptive is not None:  # its layers are counted in a deeper model; gates leave the first block alone
-        smaller = replace(adaptive, **({"layers": (), "cap": (1.0,)} if adaptive.kind == "ats" else {}))
-        changes["model.trunk"] = {**SMALL, "depth": 2, "adaptive": smaller}
-    if config.objective.kind == "attack":
-        changes |= {"objective.size": 8, "objective.layer_weights": ()}
-    if config.objective.kind == "defence":
-        changes |= {"objective.every": 1, "objective.inner_steps": 2, "objective.attack.size": 8}
-    return with_values(config, changes)
-
-
 def untrained(config: RunConfig) -> tuple[str, ...]:
     """How the names of weights begin that a recipe rightly leaves as they are."""
     if config.objective.kind == "attack" or config.model.adapter is not None or config.optim.tune != "full":
@@ -271,7 +209,7 @@ def test_a_recipe_trains_for_two_steps(
         return inner(self)
 
     monkeypatch.setattr(Updater, "apply", apply)
-    config = reduced(name, teacher, tmp_path / "run")
+    config = reduced_recipe(name, teacher, tmp_path / "run")
     run = vitrail.train(config, quiet=True)
     assert 0 <= run.figures.scalars()["top1"] <= 1
     assert (run.path / "model").is_dir()

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from small import reduced_model
 
 import vitrail
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.build import Parts, create_model, from_spec
 from vitrail.model.classifier import Classifier
-from vitrail.model.config import CifarResNet, DenoiserConfig, TimmBackbone, TrunkConfig
-from vitrail.model.heads.config import ClassAttention, Gramian
+from vitrail.model.config import TimmBackbone, TrunkConfig
+from vitrail.model.heads.config import Gramian
 from vitrail.model.mixers.config import LinearPatches, PatchMlp
 from vitrail.model.zoo import ZOO
 from vitrail.schema import plain
-
-
-def reduced(name: str) -> tuple[dict[str, Any], int]:
-    """Keyword arguments that make a row small, and its image size."""
-    spec = ZOO[name]
-    options: dict[str, Any] = {"classes": ["a", "b", "<c>"]}
-    if isinstance(spec.head, Gramian):
-        small = replace(spec.head, heads=2, gram_width=16, attention_width=16, attention_heads=2, embed_groups=2)
-        options["head"] = small
-    if isinstance(spec.head, ClassAttention):
-        options["head"] = replace(spec.head, heads=2)
-    if isinstance(spec.trunk, TrunkConfig):
-        size = 4 * spec.trunk.patch
-        heads = 1 if spec.trunk.heads == 1 else 2
-        return {**options, "depth": 2, "width": 64, "heads": heads, "image_size": size}, size
-    if isinstance(spec.trunk, CifarResNet):
-        return {**options, "depth": 11 if spec.trunk.block == "bottleneck" else 8}, 32
-    if isinstance(spec.trunk, DenoiserConfig):
-        return {**options, "depth": 1, "width": 16, "multipliers": (1, 2), "image_size": 16}, 16
-    return options, 64
-
 
 NAMES = [n for n, spec in ZOO.items() if not isinstance(spec.trunk, TimmBackbone)]  # those are large; see below
 
@@ -46,7 +25,7 @@ def different() -> list[str]:
     """The first of all rows that are the same once reduced (sizes of one family mostly are)."""
     seen: dict[str, str] = {}
     for name in NAMES:
-        options, size = reduced(name)
+        options, size = reduced_model(name)
         spec = create_model(name, device="meta", **options).spec
         free = {"drop_path": 0, "drop_path_rule": 0, "layerscale": spec["trunk"].get("layerscale") is not None}
         key = {**spec, "name": "", "trunk": {**spec["trunk"], **free}}
@@ -61,7 +40,7 @@ def images_of(size: int, count: int = 2) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_trains_is_saved_and_loaded(name: str, tmp_path) -> None:
-    options, size = reduced(name)
+    options, size = reduced_model(name)
     model = create_model(name, **options)
     images = images_of(size, 3)
     model.train()
@@ -81,7 +60,7 @@ def test_every_model_trains_is_saved_and_loaded(name: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", different())
 def test_every_model_compiles_whole_and_is_exported(name: str) -> None:
-    options, size = reduced(name)
+    options, size = reduced_model(name)
     model = create_model(name, **options).eval()
     images = images_of(size).float() / 255
     with torch.no_grad():
@@ -95,7 +74,7 @@ def test_every_model_compiles_whole_and_is_exported(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_takes_another_size_or_says_why_not(name: str) -> None:
-    options, size = reduced(name)
+    options, size = reduced_model(name)
     model = create_model(name, **options).eval()
     larger = torch.randn(1, 3, size * 5 // 4 // 4 * 4, size * 5 // 4 // 4 * 4)
     trunk = ZOO[name].trunk
@@ -112,7 +91,7 @@ def test_every_model_takes_another_size_or_says_why_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if isinstance(ZOO[n].trunk, TrunkConfig)])
 def test_every_intermediate_can_be_captured_and_put_back(name: str) -> None:
-    options, size = reduced(name)
+    options, size = reduced_model(name)
     model = create_model(name, **options).eval()
     images = torch.randn(1, 3, size, size)
     names = model.trunk.intermediates

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-STUDIES = Path(__file__).parents[1] / "studies"
+STUDIES = Path(__file__).parents[2] / "studies"
 IMAGES = 1024  # of the quick test draw
 
 

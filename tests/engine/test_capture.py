@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recipes import TEXTS, reduced, teacher  # noqa: F401, a fixture
+from small import TEXTS, reduced_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,11 +54,11 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in TEXTS])
 def test_a_captured_step_asks_the_host_for_nothing(
     name: str,
-    teacher: Path,  # noqa: F811
+    teacher: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = reduced(name, teacher, tmp_path / "run")
+    config = reduced_recipe(name, teacher, tmp_path / "run")
     group = ProcessGroup()
     data, bad = read_data(config, group, True)
     trainer = Trainer(config, data, bad, group, True, RunFolder(tmp_path / "run"))

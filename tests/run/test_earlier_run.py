@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import vitrail
 from vitrail.run.train import resume
 
-EARLIER = Path(__file__).parent / "fixtures" / "earlier-run"
+EARLIER = Path(__file__).parents[1] / "fixtures" / "earlier-run"
 
 
 def test_its_model_gives_the_logits_that_it_gave() -> None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from test_parts import shake
-from test_registry import reduced
+from small import reduced_model, shake
 
 import vitrail
 from vitrail.data.config import PreprocessConfig
@@ -117,7 +116,7 @@ def logits_of(model: Classifier, images: NDArray[Any]) -> NDArray[np.float32]:
 def test_every_family_gives_the_models_logits_at_any_batch_size(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {} if name.startswith("timm:") else reduced(name)[0]
+    options = {} if name.startswith("timm:") else reduced_model(name)[0]
     model = create_model(name, **{**options, **FAMILIES[name]}).eval()
     shake(model)
     traced = export._traced(model, "bytes", "logits")  # the slow part, and the same for both

@@ -352,7 +352,7 @@ def test_the_search_hides_no_other_error() -> None:
 
 
 def test_every_name_that_timm_has_is_paired() -> None:
-    """Those of tests/test_timm.py, which compares them tensor by tensor."""
+    """Those of tests/model/test_timm.py, which compares them tensor by tensor."""
     paired = {name: twin_of(name) for name in ZOO}
     assert {name: known for name, known in paired.items() if known} == {
         name: f"timm:{spec.timm}" for name, spec in ZOO.items() if spec.timm

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torchvision
+from small import shake, small
 from torch import nn
 
 import vitrail
 from vitrail.model.build import create_model
-from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp, Mean
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, PatchConvMixer
@@ -28,25 +28,6 @@ from vitrail.model.parts.residual import (
 )
 from vitrail.model.parts.stems import SotEmbed
 from vitrail.model.parts.tokens import Tokens
-
-
-def shake(model: nn.Module) -> None:
-    """Random weights and statistics everywhere, so that nothing hides behind a start of 0, 1 or 1e-6."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2, generator=generator)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.running_mean.normal_(0, 0.2, generator=generator)
-            module.running_var.uniform_(0.5, 1.5, generator=generator)
-
-
-def small(name: str, **changes: object) -> Classifier:
-    options = {"classes": 5, "depth": 2, "width": 64, "heads": 2, "image_size": 64, "patch": 16, **changes}
-    model = create_model(name, **options).eval()
-    shake(model)
-    return model
-
 
 FOLDED = [
     ("deit3_tiny", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_parts import shake, small
+from small import shake, small
 from torch import nn
 
 import vitrail

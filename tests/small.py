@@ -1,0 +1,112 @@
+"""Tiny models, recipes and weights that several test files use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitrail.config import RunConfig
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.config import CifarResNet, DenoiserConfig, TrunkConfig
+from vitrail.model.heads.config import ClassAttention, Gramian
+from vitrail.model.zoo import ZOO
+from vitrail.recipes import recipe, with_values
+from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
+
+TEXTS = (*TEXT, *SEQUENCES, *LANGUAGE)
+"""Recipes on text, trained in test_text.py, test_seq2seq.py and test_language_model.py."""
+SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
+
+
+def shake(model: nn.Module) -> None:
+    """Random weights and statistics everywhere, so that nothing hides behind a start of 0, 1 or 1e-6."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(0, 0.2, generator=generator)
+            module.running_var.uniform_(0.5, 1.5, generator=generator)
+
+
+def small(name: str, **changes: object) -> Classifier:
+    options = {"classes": 5, "depth": 2, "width": 64, "heads": 2, "image_size": 64, "patch": 16, **changes}
+    model = create_model(name, **options).eval()
+    shake(model)
+    return model
+
+
+def reduced_model(name: str) -> tuple[dict[str, Any], int]:
+    """Keyword arguments that make a row small, and its image size."""
+    spec = ZOO[name]
+    options: dict[str, Any] = {"classes": ["a", "b", "<c>"]}
+    if isinstance(spec.head, Gramian):
+        small = replace(spec.head, heads=2, gram_width=16, attention_width=16, attention_heads=2, embed_groups=2)
+        options["head"] = small
+    if isinstance(spec.head, ClassAttention):
+        options["head"] = replace(spec.head, heads=2)
+    if isinstance(spec.trunk, TrunkConfig):
+        size = 4 * spec.trunk.patch
+        heads = 1 if spec.trunk.heads == 1 else 2
+        return {**options, "depth": 2, "width": 64, "heads": heads, "image_size": size}, size
+    if isinstance(spec.trunk, CifarResNet):
+        return {**options, "depth": 11 if spec.trunk.block == "bottleneck" else 8}, 32
+    if isinstance(spec.trunk, DenoiserConfig):
+        return {**options, "depth": 1, "width": 16, "multipliers": (1, 2), "image_size": 16}, 16
+    return options, 64
+
+
+def reduced_recipe(name: str, teacher: Path, out: Path) -> RunConfig:
+    """The recipe on a model and data small enough for two steps."""
+    config = recipe(name)
+    changes: dict[str, Any] = {
+        "out": str(out),
+        "data.uri": "synthetic:shapes?n=60&size=32",
+        "data.batch": 12,
+        "data.workers": 0,
+        "data.check": "off",
+        "optim.steps": 2,
+        "engine.device": "cpu",
+        "engine.accumulate": 1,
+        "model.image_size": 32,
+        "model.weights": "none",
+    }
+    if config.model.name.startswith("timm:"):
+        changes["model.name"] = "timm:test_resnet"
+    elif not config.model.name.startswith("cifar_resnet"):
+        known = SMALL if "resmlp" not in config.model.name else {k: SMALL[k] for k in ("depth", "width", "patch")}
+        changes["model.trunk"] = known
+    if config.objective.kind == "diffusion":  # as a classifier it tries every class: the smallest there is
+        changes["model.trunk"] = {"width": 8, "depth": 1, "multipliers": (1, 1, 1), "heads": 1, "draws": 1}
+    if name == "gramian":  # its trunk is one of timm's large ones
+        changes["model.name"] = "ga_vit_tiny_32"
+    elif name == "sot":
+        changes["model.name"] = "sot_7_32"
+    if config.objective.kind in ("distillation", "compres", "simreg", "clusters", "crd"):
+        changes["objective.teacher"] = str(teacher)
+    if config.objective.kind == "clusters":
+        changes["objective.clusters"] = 4
+    if config.objective.kind == "dino":
+        changes |= {"objective.prototypes": 32, "objective.local_size": 16}
+    if config.objective.kind == "attention_transfer":  # its layers are counted in a deeper model
+        changes |= {"objective.teacher": str(teacher), "objective.layers": "all"}
+    if config.optim.tune != "full":
+        changes |= {"model.name": "vit_tiny_32", "model.trunk": SMALL, "model.weights": str(teacher)}
+    if config.data.shots is not None:  # of the few images, fewer
+        changes["data.shots"] = 2
+    if config.data.level:
+        changes["data.level"] = "coarse"
+    adaptive = config.model.trunk.get("adaptive")
+    if adaptive is not None:  # its layers are counted in a deeper model; gates leave the first block alone
+        smaller = replace(adaptive, **({"layers": (), "cap": (1.0,)} if adaptive.kind == "ats" else {}))
+        changes["model.trunk"] = {**SMALL, "depth": 2, "adaptive": smaller}
+    if config.objective.kind == "attack":
+        changes |= {"objective.size": 8, "objective.layer_weights": ()}
+    if config.objective.kind == "defence":
+        changes |= {"objective.every": 1, "objective.inner_steps": 2, "objective.attack.size": 8}
+    return with_values(config, changes)
