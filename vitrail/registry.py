@@ -110,6 +110,11 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "synthetic:numbers": "data.sources.synthetic_text:NUMBERS",
     },
 }
+SUFFIXES: dict[str, tuple[str, ...]] = {  # sources that open such files only; none: nothing but their scheme
+    "table": (".csv", ".tsv", ".parquet"),
+    "npz": (".npz",),
+    **dict.fromkeys(("torchvision", "embedded", *(kind for kind in PARTS["source"] if ":" in kind)), ()),
+}
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as meals
-from vitrail.data.sources.text import Text, holds_completions, holds_texts, prompt_of, template_of, texts_of
+from vitrail.data.sources.text import Text, prompt_of, texts_of
 from vitrail.measure.language import corpus_bleu, words_of
 
 
@@ -38,8 +38,8 @@ def test_e2e_is_known_by_its_files_and_keeps_every_reference(tmp_path: Path) -> 
     assert texts_of(data["val"]) == [Text("name[D]", "D.")]
     assert texts_of(data["test"]) == [Text("name[E]", "E."), Text("name[E]", "This is E.")]
     assert data.classes == ()
-    assert holds_texts(data)
-    assert holds_completions(data)
+    assert data.holds_texts
+    assert data.holds_completions
 
 
 def test_a_table_has_its_own_columns_and_splits(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_instructions_become_alpaca_s_prompts(tmp_path: Path) -> None:
         Text(f"{before}. {after}\n\n### Instruction:\nGreet.\n\n### Response:", "Hello"),
     ]
     assert data.notes[0] == "1 rows without a prompt or a completion are left out"
-    assert template_of(data) == "alpaca"
+    assert data["train"].reader.template == "alpaca"
     assert prompt_of("alpaca", "Add.", "1, 2") == texts_of(data["train"])[0].text
 
 
@@ -76,7 +76,7 @@ def test_lines_of_json_may_name_prompts_themselves(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", '{"q": "1 + 1", "a": 2}\n\n{"q": "2 + 2", "a": "4"}\n')
     data = open_data(f"text:{file}?prompt=q&completion=a", val_fraction=0, test_fraction=0)
     assert texts_of(data["train"]) == [Text("1 + 1", "2"), Text("2 + 2", "4")]
-    assert template_of(data) == ""
+    assert data["train"].reader.template == ""
 
 
 def test_a_prompt_is_never_on_two_sides_of_a_carved_split(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import vitrail
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as grammar
-from vitrail.data.sources.text import Text, holds_texts, texts_of
+from vitrail.data.sources.text import Text, texts_of
 from vitrail.engine.loop import Diverged, Stopped
 from vitrail.engine.progress import Progress
 from vitrail.engine.step import Updater
@@ -61,7 +61,7 @@ def test_cola_is_known_by_its_files_and_keeps_quotes(tmp_path: Path) -> None:
     assert texts_of(data["train"]) == [Text('He said "no'), Text('Said he "so'), Text("It, rains.")]
     assert data["train"].labels.tolist() == [0, 1, 0]
     assert texts_of(data["test"]) == [Text("Rains it.")]
-    assert holds_texts(data)
+    assert data.holds_texts
 
 
 @pytest.mark.parametrize(

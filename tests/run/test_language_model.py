@@ -30,7 +30,7 @@ from vitrail.model.heads.config import NextToken
 from vitrail.model.store import read_tensors
 from vitrail.recipes import recipe, with_values
 from vitrail.recipes.text_models import LANGUAGE
-from vitrail.run.data_module import encode_split
+from vitrail.run.text_module import encode_split
 
 transformers = pytest.importorskip("transformers", reason="transformers is not here; install vitrail[text]")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not here; install vitrail[text]")

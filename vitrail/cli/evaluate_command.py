@@ -224,7 +224,7 @@ class PredictCommand:
         from vitrail.data.sources.text import Text, prompt_of
         from vitrail.engine.device import choose_device
         from vitrail.model.decoding import complete
-        from vitrail.model.heads.next_token import writes_texts
+        from vitrail.model.heads.config import writes_texts
         from vitrail.model.text_build import predict_texts
 
         model = _load(self.run, None, device=choose_device(self.device), base=self.base)

@@ -73,11 +73,14 @@ class TrainCommand:
         import vitrail as api
         from vitrail.engine.device import join, leave
         from vitrail.engine.loop import Stopped
-        from vitrail.run.attack_run import is_attack, resume_attack
 
         try:
             finished = work(api)
-            patch = resume_attack(finished.path, quiet=self.json) if is_attack(finished.path) else None
+            patch = None
+            if finished.objective == "attack":
+                from vitrail.run.attack_run import resume_attack
+
+                patch = resume_attack(finished.path, quiet=self.json)
             if join().main:
                 self._print(finished, patch)
         except Stopped as stopped:
@@ -90,7 +93,6 @@ class TrainCommand:
     def _print(self, finished: Any, patch: Any) -> None:
         """Final metrics, how to read them, the adapter, the attack, the report."""
         from vitrail.report.tables import headline
-        from vitrail.run.attack_run import attack_table
 
         adapter = finished.adapter
         if self.json:
@@ -107,6 +109,8 @@ class TrainCommand:
         if adapter is not None:
             print(f"{adapter['kind']}: {adapter['trained']:,} parameters, a file of {adapter['bytes']:,} bytes")
         if patch is not None:
+            from vitrail.run.attack_run import attack_table
+
             show(attack_table(patch.rows, patch.most, "under attack"))
         print(f"report: {finished.report}")
 

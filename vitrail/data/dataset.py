@@ -112,6 +112,16 @@ class DataSet:
         """What a person calls the examples: `images`, unless a reader that gives something else says what."""
         return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
 
+    @property
+    def holds_texts(self) -> bool:
+        """Whether the examples are texts; all others are images."""
+        return self.things == "texts"
+
+    @property
+    def holds_completions(self) -> bool:
+        """Whether the examples are prompts and completions, which have no classes."""
+        return any(getattr(s.reader, "completions", False) for s in self.splits.values())
+
     def __getitem__(self, split: str) -> Split:
         if split not in self.splits:
             raise KeyError(f"{self.uri} has no split {split!r}; it has {', '.join(self.splits)}")
@@ -433,3 +443,17 @@ def _drawn(data: DataSet, counts: NDArray[np.int64], draw: int, seed: int, what:
     rows = smallest(train, np.ones(len(train), bool), counts, (seed, draw))
     note = f"train: {len(rows)} of {len(train)} {data.things} drawn, {what}, seed {seed}"
     return replace(data, splits={**data.splits, "train": train.take(rows)}, notes=(*data.notes, note))
+
+
+def drop_unreadable(data: DataSet) -> DataSet:
+    """The data set without the rows of packed splits that have no pixels; all others keep their stable indices."""
+    splits = dict(data.splits)
+    for name, split in splits.items():
+        unreadable = getattr(split.reader, "unreadable", ())
+        if len(unreadable):
+            splits[name] = split.take(np.flatnonzero(~np.isin(split.index, unreadable)))
+    dropped = sum(map(len, data.splits.values())) - sum(map(len, splits.values()))
+    if not dropped:
+        return data
+    note = f"left out {dropped} images that could not be read when they were packed"
+    return replace(data, splits=splits, notes=(*data.notes, note))

@@ -12,10 +12,17 @@ import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from vitrail.data.dataset import DataSet, Location, Source, add_label_noise, choose_level, hold_out, reduce_train
-from vitrail.data.sources.packed import drop_unreadable
-from vitrail.data.sources.text import hold_out_prompts, holds_completions
-from vitrail.registry import kinds, part
+from vitrail.data.dataset import (
+    DataSet,
+    Location,
+    Source,
+    add_label_noise,
+    choose_level,
+    drop_unreadable,
+    hold_out,
+    reduce_train,
+)
+from vitrail.registry import SUFFIXES, kinds, part
 from vitrail.schema import near
 
 FORMS = (
@@ -52,14 +59,17 @@ def open_data(
     (9000, 1000, 2000, 'Trouser')
     """
     data = open_source(str(uri))
-    completions = holds_completions(data)  # they have no classes
+    completions = data.holds_completions  # they have no classes
     if len(data.classes) < 2 and not completions and not data.unlabelled:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
     if completions and (shots is not None or long_tail is not None or label_noise or level):
         raise ValueError(f"{uri} has no classes, so data.shots, long_tail, label_noise and level mean nothing there")
     if data.unlabelled and (shots is not None or long_tail is not None or label_noise or level):
         raise ValueError(f"{uri} has no labels, so data.shots, long_tail, label_noise and level mean nothing there")
-    divide = hold_out_prompts if completions else hold_out
+    if completions:
+        from vitrail.data.sources.text import hold_out_prompts as divide
+    else:
+        divide = hold_out
     data = choose_level(divide(data, val_fraction, test_fraction, split_seed), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
     return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
@@ -73,7 +83,8 @@ def open_source(uri: str) -> DataSet:
     else:
         location = Location(uri, "", *_locate(uri))
         # The last first: a source from elsewhere comes before the folder, which takes any.
-        offered = (part("source", kind) for kind in reversed(kinds("source")))
+        asked = [kind for kind in kinds("source") if location.suffix in SUFFIXES.get(kind, (location.suffix,))]
+        offered = (part("source", kind) for kind in reversed(asked))
         opened = next((source for source in offered if source.opens(location)), None)
         if opened is None:
             packed = "; unpack it and name the folder" if location.suffix in (".zip", ".gz", ".tgz", ".7z") else ""

@@ -22,7 +22,6 @@ from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
-from vitrail.model.adapters.adapter_file import base_tensors, digest
 from vitrail.model.classifier import Classifier
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new
@@ -240,8 +239,10 @@ class Loop:
     def state(self) -> checkpoint.State:
         """Everything a resumed run needs (all processes must call it)."""
         base = self._base()
-        if base and digest(base) != self.facts["base"]:  # an objective that changes more than it trains
-            base = {}
+        if base:
+            from vitrail.model.adapters.adapter_file import digest
+
+            base = base if digest(base) == self.facts["base"] else {}  # an objective may change more than it trains
         kept = {n: t for n, t in self.objective.state_dict().items() if not self._found_again(n, base)}
         tensors: dict[str, Tensor] = {f"objective/{n}": t for n, t in kept.items()}
         if self.work.ema is not None:
@@ -265,7 +266,11 @@ class Loop:
 
     def _base(self) -> dict[str, Tensor]:
         """The weights below an adapter; none where the run trains a whole model."""
-        return base_tensors(self.objective.model) if "base" in self.facts else {}
+        if "base" not in self.facts:
+            return {}
+        from vitrail.model.adapters.adapter_file import base_tensors
+
+        return base_tensors(self.objective.model)
 
     def _found_again(self, name: str, base: Mapping[str, Tensor]) -> bool:
         """Whether a tensor of the objective is not stored, because it comes from a teacher or an adapter's base."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.muon import Muon
-from vitrail.model.adapters.apply import adapters_of, counts
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.matrices import hidden_matrices
 
@@ -81,7 +80,9 @@ def choose_tuned(model: Classifier, tune: str) -> tuple[int, int]:
     full, head, last:N (the last N blocks, final norm and head), norm, bias, attention (each with the head). An adapter
     has frozen what it does not train already. Raises `ValueError` where the model has no such part.
     """
-    if adapters_of(model) is not None:
+    if getattr(model, "adapters", None) is not None:
+        from vitrail.model.adapters.apply import counts
+
         if tune != "full":
             raise ValueError(f"optim.tune: {tune}, but the model has an adapter, which says what is trained; use full")
         size = counts(model)

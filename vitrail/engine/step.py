@@ -17,8 +17,8 @@ from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.optimizer import DECOUPLED, Schedule, build_optimizer, set_step
+from vitrail.kernels.cuda_graph import captured, on
 from vitrail.learn.objective import Objective
-from vitrail.model.optimize import captured, on
 
 
 class Ema:

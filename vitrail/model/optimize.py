@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from vitrail.kernels.cuda_graph import captured
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
 from vitrail.model.adapters.apply import merged_copy, without_adapters
@@ -24,34 +24,6 @@ from vitrail.model.parts.block import Block, Mlp, ParallelBranch
 from vitrail.model.parts.residual import Affine, LayerScale, ScalarGate
 from vitrail.model.parts.stems import ConvEmbed
 from vitrail.model.parts.tokens import Probe, Tokens
-
-
-@contextmanager
-def on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on `stream`, which begins after the current one and which that one waits for."""
-    outer = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outer)
-    with torch.cuda.stream(stream):
-        yield
-    outer.wait_stream(stream)
-
-
-def captured(
-    run: Callable[[], Any], *, calls: int = 1, warm_up: int = 3, device: torch.device | None = None
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of so many calls, and what the last of them returned: it lies where every replay writes.
-
-    `warm_up` calls are made before, aside, for compilation and the handles of libraries.
-    """
-    with on(torch.cuda.Stream(device)):
-        for _ in range(warm_up):
-            run()
-    graph, made = torch.cuda.CUDAGraph(), None
-    # Loaders copy on streams of their own, so only this thread's mistakes should end the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            made = run()
-    return graph, made
 
 
 class Replay:

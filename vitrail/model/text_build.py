@@ -19,8 +19,7 @@ from vitrail.data.sources.text import Text
 from vitrail.data.tokenizer import END, PAD, TOKENIZER, word_tokenizer
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone
-from vitrail.model.heads.config import ClassToken, HeadConfig, NextToken
-from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.heads.config import ClassToken, HeadConfig, NextToken, writes_texts
 from vitrail.model.trunks.seq2seq import MODEL_TYPE, SequenceConfig
 from vitrail.model.trunks.text_trunk import TextTrunk, transformers
 from vitrail.schema import build, near, plain

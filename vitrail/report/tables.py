@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
-from vitrail.measure.ensembles import Together
 from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
-from vitrail.measure.language import LanguageFigures
 from vitrail.quantities import number, percent, shorten
 from vitrail.registry import part
+
+if TYPE_CHECKING:
+    from vitrail.measure.ensembles import Together
+    from vitrail.measure.language import LanguageFigures
 
 LONGEST_NAME = 28
 
@@ -37,12 +39,13 @@ def headline(figures: Figures, title: str = "") -> Table:
         if len(figures.classes) == 2:
             table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
-    elif isinstance(figures, LanguageFigures):
-        table.add_row("perplexity", f"{number(figures.perplexity, 4)}  (over {figures.tokens:,} tokens)")
-        if figures.bleu is not None:
-            table.add_row("BLEU", f"{percent(figures.bleu)}  (of {len(figures.written):,} prompts)")
-        if figures.sequence_accuracy is not None:
-            table.add_row("sequence accuracy", f"{percent(figures.sequence_accuracy)}  (right word for word)")
+    elif hasattr(figures, "perplexity"):
+        language = cast("LanguageFigures", figures)
+        table.add_row("perplexity", f"{number(language.perplexity, 4)}  (over {language.tokens:,} tokens)")
+        if language.bleu is not None:
+            table.add_row("BLEU", f"{percent(language.bleu)}  (of {len(language.written):,} prompts)")
+        if language.sequence_accuracy is not None:
+            table.add_row("sequence accuracy", f"{percent(language.sequence_accuracy)}  (right word for word)")
     else:
         table.add_row("mean average precision", percent(scalars["map"]))
         table.add_row("micro F1", percent(scalars["micro_f1"]))

@@ -6,11 +6,10 @@ by batch. Everything else of a run (engine, objectives, evaluators, checkpoints)
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -21,15 +20,11 @@ from vitrail.data.dataset import DataSet, Split
 from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
-from vitrail.data.loading.text_loader import TextEvalLoader, TextTrainLoader
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.text import holds_completions, holds_texts, texts_of
-from vitrail.data.tokenizer import TOKENIZER, EncodedTexts, encode_completions
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.next_token import writes_texts
-from vitrail.model.trunks.text_trunk import TextTrunk
-from vitrail.run.page import RunSummary, report_language, report_run, report_texts
+from vitrail.model.heads.config import writes_texts
+from vitrail.run.page import RunSummary, report_run
 
 
 class Batches(AbstractContextManager[Any], Protocol):
@@ -86,7 +81,11 @@ def make_data_module(
     """The data module for this kind of data. Raises `ValueError` where the model is for the other kind."""
     reject_other_kind(reads_texts(model), data)
     reject_other_task(writes_texts(model), data)
-    return (TextModule if holds_texts(data) else ImageModule)(config, data, model, device, group)
+    if data.holds_texts:
+        from vitrail.run.text_module import TextModule
+
+        return TextModule(config, data, model, device, group)
+    return ImageModule(config, data, model, device, group)
 
 
 def reads_texts(model: Classifier) -> bool:
@@ -96,17 +95,17 @@ def reads_texts(model: Classifier) -> bool:
 
 def reject_other_kind(texts: bool, data: DataSet) -> None:
     """Raises `ValueError` for a model of texts (`texts`) with images, and the other way round."""
-    if holds_texts(data) and not texts:
+    if data.holds_texts and not texts:
         raise ValueError(f"{data.uri} holds texts, the model reads images; use --model.name text:FOLDER or text:bert")
-    if texts and not holds_texts(data):
+    if texts and not data.holds_texts:
         raise ValueError(f"{data.uri} holds images, the model reads texts; name texts with --data, or another model")
 
 
 def reject_other_task(writes: bool, data: DataSet) -> None:
     """Raises `ValueError` for a language model (`writes`) with classes, and for a classifier with completions."""
-    if writes and not holds_completions(data):
+    if writes and not data.holds_completions:
         raise ValueError(f"{data.uri} has classes, and the model writes; name prompts and completions with --data")
-    if holds_completions(data) and not writes:
+    if data.holds_completions and not writes:
         raise ValueError(
             f"{data.uri} holds prompts and completions, the model classifies; use --model.head next_token with "
             "--objective language_model (vitrail train small-gpt2), or name texts with classes"
@@ -118,7 +117,9 @@ def evaluation_batches(
 ) -> Batches:
     """Every example of a split once, as `model` is evaluated; `preprocess` is of images."""
     if reads_texts(model):
-        return TextEvalLoader(encode_split(model, rows), rows, batch=batch, device=device)
+        from vitrail.run.text_module import evaluation_texts
+
+        return evaluation_texts(model, rows, batch, device)
     count = auto_workers(rows) if workers is None else workers
     return EvalLoader(rows, Preprocess(preprocess), batch=batch, device=device, workers=count)
 
@@ -187,73 +188,3 @@ class ImageModule(DataModule):
 
     def report(self, summary: RunSummary) -> None:
         report_run(summary)
-
-
-EVALUATION_BATCH = 64
-
-
-def encode_split(model: Classifier, split: Split) -> EncodedTexts:
-    """The texts of a split as a text model reads them."""
-    tokeniser, texts = cast("TextTrunk", model.trunk).tokeniser(model.files[TOKENIZER]), texts_of(split)
-    return encode_completions(tokeniser, texts) if writes_texts(model) else tokeniser(texts)
-
-
-class TextModule(DataModule):
-    """Texts."""
-
-    compiles = False  # batches differ in length, and masks of transformers may be decided on the host
-
-    def __init__(
-        self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
-    ) -> None:
-        super().__init__(config, data, model, device, group)
-        self.trunk = cast("TextTrunk", model.trunk)
-        self.tokenizer = hashlib.sha256(model.files[TOKENIZER].encode()).hexdigest()[:16]
-        self.texts = {name: encode_split(model, split) for name, split in data.splits.items()}
-        self.length = self.trunk.config.length if config.data.pad == "length" else None
-        cut = {name: f"{texts.cut:,} of {len(texts):,} of {name}" for name, texts in self.texts.items() if texts.cut}
-        said = f"longer than {self.trunk.config.length} tokens, and cut: {', '.join(cut.values())} (model.trunk.length)"
-        self.notes: tuple[str, ...] = (said,) if cut else ()
-
-    def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
-        chosen = self.config.data
-        if views.views != 1:
-            raise ValueError(
-                f"objective {self.config.objective.kind} wants {views.views} views of an example, and a text has one; "
-                "use supervised"
-            )
-        if chosen.augment.mixup or chosen.augment.cutmix:
-            raise ValueError("data.augment: mixup and CutMix mix pixels; set both to 0 for texts")
-        self.sampler = sampler
-
-    def batches(self, start: int, stop: int) -> TextTrainLoader:
-        return TextTrainLoader(
-            self.texts["train"],
-            self.data["train"],
-            self.sampler,
-            device=self.device,
-            start=start,
-            stop=stop,
-            accumulate=self.config.engine.accumulate,
-            rank=self.group.rank,
-            world=self.group.world,
-            length=self.length,
-        )
-
-    def evaluation(self, split: str) -> TextEvalLoader:
-        return TextEvalLoader(
-            self.texts[split],
-            self.data[split],
-            batch=EVALUATION_BATCH,
-            device=self.device,
-            rank=self.group.rank,
-            world=self.group.world,
-            length=self.length,
-        )
-
-    def facts(self) -> Mapping[str, Any]:
-        # Numbers of tokens mean nothing without the words they stand for, which may come from the data themselves.
-        return {"texts": self.texts["train"].digest(), "tokenizer": self.tokenizer}
-
-    def report(self, summary: RunSummary) -> None:
-        (report_language if writes_texts(summary.model) else report_texts)(summary, self.texts[summary.split])

@@ -14,13 +14,11 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.learn.selfsupervised import spread_and_rank
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
-from vitrail.measure.language import language_figures
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.heads.config import writes_texts
 from vitrail.model.store import load_model
 from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
 from vitrail.run.run_data import open_for
@@ -41,6 +39,8 @@ def figures_of(
     if tuple(classes) == (UNLABELLED,):
         return _apart(model, loader, device=device, autocast=autocast, progress=progress)
     if writes_texts(model):
+        from vitrail.measure.language import language_figures
+
         figures = language_figures(model, loader, device=device, autocast=autocast, progress=progress)
         return figures, _of_no_class(figures.count)
     predictions = predict_all(model, loader, device=device, autocast=autocast, progress=progress)
@@ -60,6 +60,8 @@ def _apart(
     autocast: torch.dtype | None,
     progress: Advance | None,
 ) -> tuple[UnlabelledFigures, Predictions]:
+    from vitrail.learn.selfsupervised import spread_and_rank
+
     index, found = [], []
     with evaluation_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
         for batch in loader:

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.config import dump
 from vitrail.data.check.scan import Bad
 from vitrail.engine.loop import Loop
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
-from vitrail.measure.language import LanguageFigures
-from vitrail.model.adapters.adapter_file import base_hash, save_adapted
-from vitrail.model.adapters.apply import adapters_of, without_adapters
 from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.heads.config import writes_texts
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import RunSummary
 from vitrail.run.preflight import one_answer
 from vitrail.run.run_data import division
 
 if TYPE_CHECKING:
+    from vitrail.measure.language import LanguageFigures
     from vitrail.run.train import Trainer
 
 
@@ -42,6 +40,8 @@ class Run:
     """Metrics of further evaluators, such as `knn`."""
     reading: str = ""
     """How to read the metrics, where the model was not trained to classify."""
+    objective: str = "supervised"
+    """Its kind."""
 
     @property
     def report(self) -> Path:
@@ -73,16 +73,18 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
     }
     adapter: dict[str, Any] | None = None
     if group.main:
-        if isinstance(metrics, LanguageFigures):
-            metrics.keep(folder.path)
+        if writes_texts(model):
+            cast("LanguageFigures", metrics).keep(folder.path)
         elif not isinstance(metrics, UnlabelledFigures):
             write_predictions(folder.path, predictions)
         line = {"step": loop.step, "epoch": round(loop.step * loop.batch / loop.images, 6), "split": split}
         folder.write_metrics({**line, "final": True, **metrics.scalars(), **others})
         adapter = _save(trainer, model, loop.notes)
+        if trainer.base_hash:
+            from vitrail.model.adapters.apply import merged_copy
         summary_of_run = RunSummary(
             folder,
-            without_adapters(model),
+            merged_copy(model) if trainer.base_hash else model,
             data,
             predictions,
             metrics,
@@ -96,15 +98,27 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         )
         trainer.module.report(summary_of_run)
     group.barrier()
-    return Run(folder.path, metrics, split, model.eval(), tuple(loop.notes), adapter, others, trainer.reading)
+    return Run(
+        folder.path,
+        metrics,
+        split,
+        model.eval(),
+        tuple(loop.notes),
+        adapter,
+        others,
+        trainer.reading,
+        config.objective.kind,
+    )
 
 
 def _save(trainer: Trainer, model: Classifier, notes: list[str]) -> dict[str, Any] | None:
     """Save the model, or the adapter alone where it has one; returns the contents of the adapter's file."""
     folder, config = trainer.folder, trainer.config
-    if adapters_of(model) is None:
+    if not trainer.base_hash:
         model.save(folder.model)
         return None
+    from vitrail.model.adapters.adapter_file import base_hash, save_adapted
+
     if base_hash(model) != trainer.base_hash:  # an objective that changes more than it trains
         notes.append("the base changed while the adapter was trained, so the whole model is kept, merged")
         trainer.group.say(trainer.quiet, notes[-1])

@@ -18,8 +18,6 @@ from vitrail.measure.evaluator import Predictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled
 from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
-from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
-from vitrail.model.weights import published_models
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES
 from vitrail.registry import kinds
@@ -97,6 +95,8 @@ def _timm(setting: str, name: str, *, published: bool) -> list[str]:
     """A name that timm does not know, or of which it has no weights where these are wanted."""
     import timm
 
+    from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
+
     bare = name.removeprefix("timm:")
     if not known_to_timm(bare):
         return [f"{setting}: {unknown_name(bare)}"]
@@ -106,6 +106,8 @@ def _timm(setting: str, name: str, *, published: bool) -> list[str]:
 
 
 def _none_for(name: str) -> list[str]:
+    from vitrail.model.weights import published_models
+
     having = ", ".join(published_models())
     return [
         f"model.weights: no published weights for {name}; set none, a run or a file; models that have them: {having}"

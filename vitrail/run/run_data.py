@@ -17,7 +17,6 @@ from vitrail.data.check.check import leak_notes
 from vitrail.data.check.scan import Bad, drop_bad, reject_if_too_many, scan
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
-from vitrail.data.sources.text import holds_texts
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.progress import Progress
 from vitrail.model.classifier import Classifier
@@ -59,7 +58,7 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
     bad: list[Bad] = []
-    if chosen.check == "full" and group.main and not holds_texts(data):
+    if chosen.check == "full" and group.main and not data.holds_texts:
         total = sum(len(s) for s in data.splits.values())
         with Progress("check images", total, quiet=quiet) as bar:
 

@@ -14,7 +14,6 @@ from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.check.scan import Bad
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
-from vitrail.data.sources.text import holds_texts, template_of, texts_of
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop
@@ -25,8 +24,6 @@ from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.evaluator import Loaders, needs_of
 from vitrail.measure.long_tail import COUNTS
-from vitrail.model.adapters.adapter_file import base_hash
-from vitrail.model.adapters.apply import apply
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
@@ -109,11 +106,15 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):  # all processes begin with the same weights
             torch.default_generator.manual_seed(config.seed)
             self.model = build_model(config.model, config, data)
-        self.base_hash = "" if config.model.adapter is None else base_hash(self.model)
+        self.base_hash = ""
+        if config.model.adapter is not None:
+            from vitrail.model.adapters.adapter_file import base_hash
+
+            self.base_hash = base_hash(self.model)
         tuned, parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
-        if template_of(data):
-            self.model.stated["template"] = template_of(data)
+        if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
+            self.model.stated["template"] = template
         if data.classes and not data.multilabel:  # real images tell which classes are rare
             real = train.labels if train.generated is None else train.labels[~train.generated]
             self.model.stated[COUNTS] = class_counts(real, len(data.classes)).tolist()
@@ -212,7 +213,8 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     overrides = dict(chosen.trunk)
     if chosen.drop_path is not None:
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
-    if holds_texts(data):
+    if data.holds_texts:
+        from vitrail.data.sources.text import texts_of
         from vitrail.model.text_build import own_words
 
         overrides |= own_words(chosen.name, texts_of(data["train"]))
@@ -233,7 +235,11 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         if config.data.resize != "crop":  # whoever asks for the whole image does not want its border cut off
             changes.setdefault("crop_ratio", 1.0)
     model.preprocess = replace(model.preprocess, **changes)
-    return model if chosen.adapter is None else apply(model, chosen.adapter)
+    if chosen.adapter is None:
+        return model
+    from vitrail.model.adapters.apply import apply
+
+    return apply(model, chosen.adapter)
 
 
 def _run_name(config: RunConfig) -> str:

@@ -127,19 +127,6 @@ SOURCE = Source(
 )
 
 
-def drop_unreadable(data: DataSet) -> DataSet:
-    """The data set without the rows of packed splits that have no pixels; all others keep their stable indices."""
-    splits = dict(data.splits)
-    for name, split in splits.items():
-        if isinstance(split.reader, PackedReader) and len(split.reader.unreadable):
-            splits[name] = split.take(np.flatnonzero(~np.isin(split.index, split.reader.unreadable)))
-    dropped = sum(map(len, data.splits.values())) - sum(map(len, splits.values()))
-    if not dropped:
-        return data
-    note = f"left out {dropped} images that could not be read when they were packed"
-    return replace(data, splits=splits, notes=(*data.notes, note))
-
-
 def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
     """Compare every byte with its checksum: one sentence for each file that differs, none where all is well.
 

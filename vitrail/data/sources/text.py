@@ -108,21 +108,6 @@ class TextRow(NamedTuple):
     template: str = ""
 
 
-def holds_texts(data: DataSet) -> bool:
-    """Whether a data set is of texts; all others are of images."""
-    return data.things == TextReader.things
-
-
-def holds_completions(data: DataSet) -> bool:
-    """Whether a data set is of prompts and completions, which have no classes."""
-    return any(getattr(s.reader, "completions", False) for s in data.splits.values())
-
-
-def template_of(data: DataSet) -> str:
-    """How instructions were made prompts; empty: they are as the source has them."""
-    return next((str(getattr(s.reader, "template", "")) for s in data.splits.values()), "")
-
-
 def texts_of(split: Split) -> list[Text]:
     """The texts of a split, row by row."""
     reader = cast("Any", split.reader)

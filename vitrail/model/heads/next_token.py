@@ -68,8 +68,3 @@ class NextTokenHead(Head):
     def forward(self, tokens: Tokens) -> Tensor:
         """[batch, 1, words] after the last word of each text."""
         return self.project(self.embed(tokens))[:, None]
-
-
-def writes_texts(model: nn.Module) -> bool:
-    """Whether a model is a language model: it continues texts and knows no classes."""
-    return isinstance(getattr(model, "head", None), NextTokenHead)
