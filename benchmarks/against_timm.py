@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import timm
 import torch
-from rounds import in_turns, where
+from rounds import add_to_history, in_turns, where
 from torch import nn
 
 import vitrail
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--history", action="store_true", help="append the ratios to benchmarks/history.jsonl")
     asked = parser.parse_args()
     device = torch.device(asked.device)
     theirs = timm.create_model(ZOO[asked.model].timm).to(device)
@@ -64,6 +65,7 @@ def main() -> None:
         f"{asked.model}, batch {asked.batch}, {size} px, float32, {where(device)}, timm {timm.__version__}, "
         f"{platform.machine()}, {asked.rounds} rounds"
     )
+    ratios: dict[str, float] = {}
     print(f"{'':<10} {'ours img/s':>12} {'timm img/s':>12} {'ratio':>8} {'quartiles of the ratio':>24}")
     for name, prepare in (
         ("inference", lambda m: inference(m.eval(), images)),
@@ -74,8 +76,11 @@ def main() -> None:
         for which in ("ours", "control"):
             ratio, low, high = rounds.ratio("timm", which)
             mine, other = (asked.batch / rounds.median(way) for way in (which, "timm"))
+            ratios[f"{asked.model} {name} {which} / timm"] = ratio
             label = name if which == "ours" else "  control"
             print(f"{label:<10} {mine:>12.1f} {other:>12.1f} {ratio:>8.3f} {low:>14.3f} .. {high:.3f}")
+    if asked.history:
+        add_to_history("against_timm.py", where(device), ratios)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The speed table: ours beside timm's, training steps and inference, in one run on one accelerator.
 
-    python benchmarks/gpu.py [--out FOLDER] [--only TEXT ...] [--also VARIANT ...] [--profile]
+    python benchmarks/gpu.py [--out FOLDER] [--only TEXT ...] [--also VARIANT ...] [--profile] [--history]
 
 Every model builds and compiles in a process of its own, some rows at once; then each is timed alone, in turns.
 Compilation is not part of a time. Inputs are drawn once and used in turn. `--also` times ours with something left
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--skip-timm", action="store_true")
     parser.add_argument("--together", action="store_true", help="all rows ready at once (without timm they fit)")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--history", action="store_true", help="append the medians to benchmarks/history.jsonl")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -308,6 +309,11 @@ def main() -> None:
             (options.out / "speed.json").write_text(json.dumps({"machine": machine, "rows": record}, indent=1))
             (options.out / "profile.txt").write_text("\n".join(profiles) + "\n")
         print(f"{time.monotonic() - began:.0f} s so far", flush=True)
+    if options.history:
+        from rounds import add_to_history, where
+
+        medians = {f"{r['row']}, {r['who']}, images/s": statistics.median(r["rates"]) for r in record}
+        add_to_history("gpu.py", where(torch.device("cuda")), medians)
 
 
 def measured(rows: list[Row], options: argparse.Namespace) -> Iterator[dict[str, list[Any]]]:

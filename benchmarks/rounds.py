@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ import torch
 from vitrail.measure import speed
 from vitrail.measure.speed import Timing, Way
 
+HISTORY = Path(__file__).parent / "history.jsonl"
 WARM_UP = 2  # calls that choose kernels, compile and fill memory pools, and do not count
 
 
@@ -42,3 +47,12 @@ def where(device: torch.device) -> str:
     """Hardware and versions, for the head of a table."""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return f"{place}, torch {torch.__version__}"
+
+
+def add_to_history(benchmark: str, machine: str, figures: Mapping[str, float], file: Path = HISTORY) -> None:
+    """Append a line to `benchmarks/history.jsonl`: what was measured, when, on which commit and machine."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    line = {"date": time.strftime("%Y-%m-%d"), "benchmark": benchmark, "commit": commit, "machine": machine}
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({**line, "figures": {name: float(f"{v:.5g}") for name, v in figures.items()}}) + "\n")
