@@ -15,7 +15,7 @@ import torch
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
-from vitrail.data.check.check import copied_files, leak_notes
+from vitrail.data.check.scan import copied_files, leak_notes
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.optimizer import choose_tuned, make_schedule

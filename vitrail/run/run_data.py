@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.config import DataConfig, RunConfig
-from vitrail.data.check.check import leak_notes
-from vitrail.data.check.scan import Bad, drop_bad, reject_if_too_many, scan
+from vitrail.data.check.scan import Bad, drop_bad, leak_notes, reject_if_too_many, scan
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup

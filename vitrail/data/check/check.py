@@ -1,16 +1,10 @@
-"""Problems of a data set, before training: unreadable, odd, duplicate, leaked, mislabelled or imbalanced images.
-
-`vitrail check` compares decoded pixels and finds near copies as well; `leak_notes` is for every run and finds copied
-files alone, in the time that it takes to ask for their sizes.
-"""
+"""Problems of a data set: unreadable, odd, duplicate, leaked, mislabelled or imbalanced images (`vitrail check`)."""
 
 from __future__ import annotations
 
-import hashlib
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +14,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.check.contact_sheet import Suspect, draw_sheet
 from vitrail.data.check.duplicates import Fingerprints, copies, near_copies, strangers, take_fingerprints
-from vitrail.data.dataset import DataSet, Split
-from vitrail.data.sources.folder import FileReader
+from vitrail.data.dataset import DataSet
 
 Level = Literal["note", "warning", "error"]
 
@@ -248,56 +241,3 @@ def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Sus
 
 def _suspect(prints: Fingerprints, image: int, reason: str) -> Suspect:
     return Suspect(prints.splits[prints.split[image]], int(prints.row[image]), reason)
-
-
-_END = 4096  # bytes at the end of a file that are compared: compressed pixels, and not a camera's header
-
-
-def copied_files(data: DataSet) -> dict[str, list[tuple[str, str]]]:
-    """(key in train, key in the other split) of files with equal size and end, by that other split.
-
-    Sources that are no files, and files that cannot be read, are passed over.
-    """
-    sizes: dict[int, list[tuple[str, Path]]] = defaultdict(list)
-    for size, key, path in _files(data["train"]):
-        sizes[size].append((key, path))
-    ends: dict[Path, bytes] = {}
-    copied: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for name in data.splits.keys() - {"train"}:
-        for size, key, path in _files(data[name]):
-            twin = next((k for k, p in sizes.get(size, ()) if _end(p, size, ends) == _end(path, size, ends)), None)
-            if twin is not None:
-                copied[name].append((twin, key))
-    return {name: copied[name] for name in data.splits if name in copied}
-
-
-def leak_notes(data: DataSet) -> tuple[str, ...]:
-    """A sentence for each split that holds copies of training images."""
-    return tuple(
-        f"warning: {len(pairs):,} of {len(data[name]):,} {name} images are copies of training images "
-        f"({pairs[0][1]} is {pairs[0][0]}), so their metrics will be too good; remove them from one of the two splits "
-        f"(`vitrail check {data.uri}` lists copies)"
-        for name, pairs in copied_files(data).items()
-    )
-
-
-def _files(split: Split) -> list[tuple[int, str, Path]]:
-    if not isinstance(split.reader, FileReader):
-        return []
-    files = []
-    for key, index in zip(split.keys, split.index, strict=True):
-        path = split.reader.path(int(index))
-        with suppress(OSError):
-            files.append((path.stat().st_size, key, path))
-    return files
-
-
-def _end(path: Path, size: int, known: dict[Path, bytes]) -> bytes:
-    if path not in known:
-        try:
-            with path.open("rb") as stream:
-                stream.seek(max(0, size - _END))
-                known[path] = hashlib.blake2b(stream.read(), digest_size=16).digest()
-        except OSError:
-            known[path] = str(path).encode()  # like no other
-    return known[path]

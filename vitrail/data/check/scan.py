@@ -1,8 +1,9 @@
-"""Decoding every image once before training, and remembering which are unreadable.
+"""The checks of every run: images that cannot be decoded, and files that are in two splits.
 
-Results are kept in the user's cache folder, by path, size and time of change, so that a second run reads only what is
-new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources made of arrays have nothing to
-decode and are not scanned.
+Every image is decoded once. Results are kept in the user's cache folder, by path, size and time of change, so that a
+second run reads only what is new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources
+made of arrays have nothing to decode and are not scanned. Copies are looked for among files alone, in the time that it
+takes to ask for their sizes; `vitrail check` compares decoded pixels and finds near copies as well.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -183,3 +186,56 @@ def _remember(cache: Path, seen: Seen) -> None:
             raise
     except OSError:
         return  # a read-only or full home only means that the next run scans again
+
+
+_END = 4096  # bytes at the end of a file that are compared: compressed pixels, and not a camera's header
+
+
+def copied_files(data: DataSet) -> dict[str, list[tuple[str, str]]]:
+    """(key in train, key in the other split) of files with equal size and end, by that other split.
+
+    Sources that are no files, and files that cannot be read, are passed over.
+    """
+    sizes: dict[int, list[tuple[str, Path]]] = defaultdict(list)
+    for size, key, path in _files(data["train"]):
+        sizes[size].append((key, path))
+    ends: dict[Path, bytes] = {}
+    copied: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name in data.splits.keys() - {"train"}:
+        for size, key, path in _files(data[name]):
+            twin = next((k for k, p in sizes.get(size, ()) if _end(p, size, ends) == _end(path, size, ends)), None)
+            if twin is not None:
+                copied[name].append((twin, key))
+    return {name: copied[name] for name in data.splits if name in copied}
+
+
+def leak_notes(data: DataSet) -> tuple[str, ...]:
+    """A sentence for each split that holds copies of training images."""
+    return tuple(
+        f"warning: {len(pairs):,} of {len(data[name]):,} {name} images are copies of training images "
+        f"({pairs[0][1]} is {pairs[0][0]}), so their metrics will be too good; remove them from one of the two splits "
+        f"(`vitrail check {data.uri}` lists copies)"
+        for name, pairs in copied_files(data).items()
+    )
+
+
+def _files(split: Split) -> list[tuple[int, str, Path]]:
+    if not isinstance(split.reader, FileReader):
+        return []
+    files = []
+    for key, index in zip(split.keys, split.index, strict=True):
+        path = split.reader.path(int(index))
+        with suppress(OSError):
+            files.append((path.stat().st_size, key, path))
+    return files
+
+
+def _end(path: Path, size: int, known: dict[Path, bytes]) -> bytes:
+    if path not in known:
+        try:
+            with path.open("rb") as stream:
+                stream.seek(max(0, size - _END))
+                known[path] = hashlib.blake2b(stream.read(), digest_size=16).digest()
+        except OSError:
+            known[path] = str(path).encode()  # like no other
+    return known[path]
