@@ -35,8 +35,8 @@ def data_forms() -> dict[str, str]:
 @cache
 def counts() -> dict[str, dict[str, int]]:
     """Parameters and multiply-accumulates of every model, from the generated table (a test recomputes it)."""
-    found: dict[str, dict[str, int]] = json.loads((files("vitrail.model") / "counts.json").read_text())
-    return found
+    by_model: dict[str, dict[str, int]] = json.loads((files("vitrail.model") / "counts.json").read_text())
+    return by_model
 
 
 def names(what: str) -> list[str]:
@@ -62,8 +62,8 @@ def _model(name: str) -> dict[str, Any]:
     parameters = counted.get("parameters")
     macs = counted.get("macs_as_stated", counted.get("macs"))
 
-    def differs(found: float | None, said: float | None) -> float | None:
-        return None if found is None or said is None else found / said - 1
+    def differs(counted: float | None, printed: float | None) -> float | None:
+        return None if counted is None or printed is None else counted / printed - 1
 
     return {
         "name": name,
@@ -101,18 +101,18 @@ def _kinds(union: Any) -> dict[str, Any]:
     return {str(next(f.default for f in dataclasses.fields(m) if f.name == "kind")): m for m in members(union)}
 
 
-def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
+def table(what: str, rows: Sequence[dict[str, Any]]) -> Any:
     """The rows as a rich table that fits a terminal."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    grid = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     if what == "models":
         whole = shutil.get_terminal_size().columns >= WIDE
         shown = ("model", "parameters", "MACs", "px", "stated", "off", "MACs", "off")[: None if whole else 4]
         for column in shown:
-            made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
-        for row in found:
+            grid.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+        for row in rows:
             stated, macs = row["stated_parameters_millions"], row["stated_macs_billions"]
             cells = (
                 row["name"],
@@ -124,17 +124,17 @@ def table(what: str, found: Sequence[dict[str, Any]]) -> Any:
                 "" if macs is None else f"{macs:g} G",
                 "" if row["macs_difference"] is None else f"{row['macs_difference']:+.0%}",
             )
-            made.add_row(*cells[: len(shown)])
+            grid.add_row(*cells[: len(shown)])
         stated_too = "stated: what the source prints, and how far our count is off"
-        made.caption = stated_too if whole else f"{WIDE} columns also show what the source prints"
-        made.caption_justify = "left"
-        return made
-    made.add_column(what.rstrip("s"), no_wrap=True)
-    made.add_column("")
-    for row in found:
+        grid.caption = stated_too if whole else f"{WIDE} columns also show what the source prints"
+        grid.caption_justify = "left"
+        return grid
+    grid.add_column(what.rstrip("s"), no_wrap=True)
+    grid.add_column("")
+    for row in rows:
         options = ", ".join(f"{k}={v}" for k, v in row.get("options", {}).items())
-        made.add_row(row["name"], Text(row["about"] + (f" ({options})" if options else "")))
-    return made
+        grid.add_row(row["name"], Text(row["about"] + (f" ({options})" if options else "")))
+    return grid
 
 
 def describe(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def _adapter_of(path: Path) -> dict[str, Any]:
         return summary(read_header(path))
     for folder in (path, path / "model"):
         if (folder / ADAPTER).is_file():
-            found = summary(read_header(folder / ADAPTER))
+            header = summary(read_header(folder / ADAPTER))
             described = folder / "model.json"
             if described.is_file():
                 recorded = json.loads(described.read_text(encoding="utf-8")).get("adapter", {})
-                found["base"] = {**found["base"], **{k: v for k, v in recorded.items() if k in ("weights", "seed")}}
-            return found
+                header["base"] = {**header["base"], **{k: v for k, v in recorded.items() if k in ("weights", "seed")}}
+            return header
     raise ValueError(f"{path} holds no adapter: it is no run that trained one, and no model folder of one")
 
 
@@ -226,20 +226,20 @@ def beside(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     return {"source": said["source"], "settings": rows}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(described: dict[str, Any]) -> str:
     """A description for people: YAML with the words on top."""
-    if "recipe" in found:
-        lines = found["about"].splitlines()
-        if found["stated"]:
-            lines += ["", f"{'setting':<28} {'source':<14} recipe    ({found['stated']['source']})"]
-            for row in found["stated"]["settings"]:
+    if "recipe" in described:
+        lines = described["about"].splitlines()
+        if described["stated"]:
+            lines += ["", f"{'setting':<28} {'source':<14} recipe    ({described['stated']['source']})"]
+            for row in described["stated"]["settings"]:
                 lines.append(f"{row['setting']:<28} {row['source']!s:<14} {row['recipe']}")
-        if found["resolved"]:
+        if described["resolved"]:
             lines += ["", f"{'setting':<28} in the run (from the model, or scaled by the batch)"]
-            lines += [f"{setting:<28} {value:.6g}" for setting, value in found["resolved"].items()]
-        shares = found["optimizer"] or {found["config"]["optim"]["name"]: None}
+            lines += [f"{setting:<28} {value:.6g}" for setting, value in described["resolved"].items()]
+        shares = described["optimizer"] or {described["config"]["optim"]["name"]: None}
         takes = ", ".join(f"{name} {'all' if n is None else f'{n:,}'}" for name, n in shares.items())
         lines += ["", f"parameters by optimiser: {takes}"]
         words = "\n".join(f"# {line}".rstrip() for line in lines)
-        return f"{words}\n" + str(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True))
-    return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
+        return f"{words}\n" + str(yaml.safe_dump(described["config"], sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(described, sort_keys=False, allow_unicode=True))

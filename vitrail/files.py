@@ -42,11 +42,13 @@ def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *,
     path = Path(path)
     if file and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, and a file is to be written; {remedy}")
-    place = path
+    existing = path
     try:
-        place = next((one for one in (path, *path.parents)[file:] if one.exists()), Path())
-        Path(tempfile.mkdtemp(prefix=".vitrail-", dir=place)).rmdir()
+        existing = next((one for one in (path, *path.parents)[file:] if one.exists()), Path())
+        Path(tempfile.mkdtemp(prefix=".vitrail-", dir=existing)).rmdir()
     except NotADirectoryError:
-        raise NotADirectoryError(f"nothing can be written to {path}: {place} is a file; {remedy}") from None
+        raise NotADirectoryError(f"nothing can be written to {path}: {existing} is a file; {remedy}") from None
     except OSError as error:
-        raise OSError(f"nothing can be written to {path}: {error.strerror or error} (in {place}); {remedy}") from None
+        raise OSError(
+            f"nothing can be written to {path}: {error.strerror or error} (in {existing}); {remedy}"
+        ) from None

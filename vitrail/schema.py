@@ -120,10 +120,10 @@ def build(cls: type[T], values: Mapping[str, Any], base: T | None = None) -> T:
     Point(x=3)
     """
     problems: list[str] = []
-    made = _dataclass(cls, values, base, "", problems)
+    config = _dataclass(cls, values, base, "", problems)
     if problems:
         raise ConfigError(problems)
-    return typing.cast(T, made)
+    return typing.cast(T, config)
 
 
 def plain(value: Any) -> Any:
@@ -418,9 +418,9 @@ def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems
     tries: list[list[str]] = []
     for kind in choices:
         attempt: list[str] = []
-        made = _value(kind, value, base, where, attempt)
+        value_of_kind = _value(kind, value, base, where, attempt)
         if not attempt:
-            return made
+            return value_of_kind
         tries.append(attempt)
     problems.extend(tries[0] if tries else [f"{where}: {value!r} does not fit"])
     return base

@@ -27,13 +27,18 @@ def answers(viewer: Viewer, path: str | None, kind: str) -> list[Any]:
     except ValueError as error:
         return [str(error), *[None, None, None, ""] * len(viewer.models)]
     predictions = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
-    labels = {one.label for one in predictions}
+    labels = {prediction.label for prediction in predictions}
     content: list[Any] = [
         " ".join(labels) if len(labels) == 1 else "; ".join(f"{p.name} predicts {p.label}" for p in predictions)
     ]
-    for one in predictions:
-        words = f"{one.cost}. {one.note[:1].upper()}{one.note[1:]}".strip()
-        content += [dict(one.top), one.picture if one.over is None else one.over, one.kept, words]
+    for prediction in predictions:
+        words = f"{prediction.cost}. {prediction.note[:1].upper()}{prediction.note[1:]}".strip()
+        content += [
+            dict(prediction.top),
+            prediction.picture if prediction.over is None else prediction.over,
+            prediction.kept,
+            words,
+        ]
     return content
 
 

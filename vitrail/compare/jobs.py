@@ -132,8 +132,8 @@ class _Scheduler:
 
     def _next(self, variant: str | None = None) -> Planned | None:
         """Take the next run (of this variant) off the list."""
-        able = [p for p in self.waiting if variant in (None, p.variant)]
-        for job in sorted(able, key=lambda p: sum(s.variant == p.variant for s in self.slots)):
+        candidates = [p for p in self.waiting if variant in (None, p.variant)]
+        for job in sorted(candidates, key=lambda p: sum(s.variant == p.variant for s in self.slots)):
             run = RunFolder(job.path)
             if run.busy:
                 if job.path not in self._reported:

@@ -79,9 +79,9 @@ class EncodedTexts:
         begin = self.starts[rows]
         sizes = self.starts[rows + 1] - begin
         length = int(sizes.max()) if length is None else length
-        place = np.arange(length)
-        real = place < sizes[:, None]
-        at = np.where(real, begin[:, None] + place, 0)
+        position = np.arange(length)
+        real = position < sizes[:, None]
+        at = np.where(real, begin[:, None] + position, 0)
         columns = ((self.ids, self.pad), (self.segments, 0), (self.kinds, PADDING))
         padded = [np.where(real, values[at], fill).astype(np.int64) for values, fill in columns]
         return torch.from_numpy(np.stack(padded, 1))

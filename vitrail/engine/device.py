@@ -147,8 +147,8 @@ def choose_device(name: str, group: ProcessGroup | None = None) -> torch.device:
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast: bf16 where asked for (`auto`: where the accelerator has it), else none (float32)."""
     if precision == "auto":
-        able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if able else None
+        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if supported else None
     return torch.bfloat16 if precision == "bf16" else None
 
 
@@ -170,7 +170,7 @@ def prepare(config: EngineConfig, seed: int, device: torch.device, group: Proces
     # On a CPU that cannot multiply bf16 the first such product switches oneDNN off for good, in the middle of a step:
     # there it is off from the start, and on again for the next run.
     bf16_on_cpu = device.type == "cpu" and choose_precision(config.precision, device) is torch.bfloat16
-    able = not bf16_on_cpu or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    torch.backends.mkldnn.enabled = _ONEDNN and able  # type: ignore[assignment]
+    supported = not bf16_on_cpu or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    torch.backends.mkldnn.enabled = _ONEDNN and supported  # type: ignore[assignment]
     torch.backends.cudnn.benchmark = False  # it chooses by measured time, which differs from run to run
     return device.type == "cuda" if config.compile is None else config.compile

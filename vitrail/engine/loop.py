@@ -275,7 +275,7 @@ class Loop:
     def _found_again(self, name: str, base: Mapping[str, Tensor]) -> bool:
         """Whether a tensor of the objective is not stored, because it comes from a teacher or an adapter's base."""
         module, _, rest = name.partition(".")
-        frozen = any(name.startswith(f"{one}.") for one in self.objective.frozen)
+        frozen = any(name.startswith(f"{part}.") for part in self.objective.frozen)
         return frozen or (module == "model" and rest in base)
 
     def _kept_facts(self) -> dict[str, Any]:

@@ -60,10 +60,10 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float, probe: Sequence[Tensor] = ()) -> None:
         self.optimizer, self.clip = optimizer, clip
         probed = {id(p) for p in probe}
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = [p for p in every if id(p) not in probed]
-        self.probe = [p for p in every if id(p) in probed]
-        device = every[0].device
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in parameters if id(p) not in probed]
+        self.probe = [p for p in parameters if id(p) in probed]
+        device = parameters[0].device
         self.clock = torch.zeros((), device=device)  # the current step
         self.skipped = torch.zeros((), device=device)  # updates since the last report
         self.last_skipped = torch.full((), -1.0, device=device)  # the step of the last one
@@ -347,9 +347,9 @@ class StaticBatch:
         self.piece = piece.changed(torch.clone)
 
     def fits(self, piece: Batch) -> bool:
-        mine, other = self.piece.tensors(), piece.tensors()
-        return len(mine) == len(other) and all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(mine, other, strict=True)
+        static, other = self.piece.tensors(), piece.tensors()
+        return len(static) == len(other) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(static, other, strict=True)
         )
 
     def take(self, piece: Batch) -> None:

@@ -43,9 +43,9 @@ class SimilaritySection(Section):
         if self.pair is None:
             return
         inspection, notes = self.inspection, []
-        one, other = inspection.subjects[:2]
-        if one.attention.features and other.attention.features:
-            inspection.cka = cka_table(one.attention.features, other.attention.features)
+        first, other = inspection.subjects[:2]
+        if first.attention.features and other.attention.features:
+            inspection.cka = cka_table(first.attention.features, other.attention.features)
         else:
             notes.append("CKA is left out: one of the two shows no inner layers")
         if self.pair.reason:
@@ -53,27 +53,27 @@ class SimilaritySection(Section):
         else:
             inspection.divergence, inspection.divergence_images = self.pair.values(), self.pair.images
             inspection.divergence_layers = tuple(self.pair.layers)
-        account = transfer_account(one.model, other.model)
+        account = transfer_account(first.model, other.model)
         if isinstance(account, str):
             notes.append(account)
         else:
             inspection.transfer = account
         if len(inspection.subjects) > 2:
-            notes.append(f"{one.name} and {other.name} are compared with each other, the others only shown")
+            notes.append(f"{first.name} and {other.name} are compared with each other, the others only shown")
         inspection.notes += tuple(notes)
 
     def parts(self) -> Iterator[PagePart]:
         inspection, charts = self.inspection, []
         if inspection.cka is None and not inspection.divergence:
             return
-        one, other = inspection.subjects[:2]
-        images = one.attention.images
+        first, other = inspection.subjects[:2]
+        images = first.attention.images
         if inspection.cka is not None:
-            width = max((f.shape[1] for s in (one, other) for f in s.attention.features), default=0)
+            width = max((f.shape[1] for s in (first, other) for f in s.attention.features), default=0)
             few = f", fewer than the {width} channels, which makes all values too high" if images <= width else ""
             hint = "1: the same up to rotation and scale. Of the mean over patches after each block; "
             hint += f"{images} images{few}."
-            svg = matrix_chart(inspection.cka.numpy(), one.name, other.name, title="Linear CKA of layers")
+            svg = matrix_chart(inspection.cka.numpy(), first.name, other.name, title="Linear CKA of layers")
             charts.append(Chart("Linear CKA of features", svg, hint, file="cka"))
         lines = {}
         for name, values in inspection.divergence.items():
@@ -88,7 +88,7 @@ class SimilaritySection(Section):
             hint += f"{inspection.divergence_images} images. Different maps may still compute the same."
             svg = curves_chart(lines, title="Divergence of attention maps", x_label="layer")
             charts.append(Chart("Jensen-Shannon divergence of attention maps, nats", svg, hint, file="divergence"))
-        lead = f"{one.name} and {other.name}, layer by layer."
+        lead = f"{first.name} and {other.name}, layer by layer."
         yield PagePart("likeness", "Similarity of the two models", lead, chart_cards(charts), "pair")
 
     def verdict(self) -> Iterator[str]:

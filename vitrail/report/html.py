@@ -265,7 +265,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
             [nan if line[key] is None else float(line[key]) for line in lines],
         )
 
-    wanted = [
+    curves = [
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
         ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
         ("Validation kNN", [series("val", "knn", "kNN")], percent, whole_percent),
@@ -278,7 +278,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
             heading,
             line_chart(lines, title=f"{heading} over epochs", x_label="epoch", x_from=0, tell=tell, tell_axis=axis),
         )
-        for heading, lines, tell, axis in wanted
+        for heading, lines, tell, axis in curves
         if any(line.x for line in lines)
     ]
 

@@ -61,9 +61,9 @@ class Judgement:
     same_victim: bool = True  # the one that the patch was made for
 
     def to_json(self) -> dict[str, Any]:
-        place = {"folder": str(self.folder), "data": self.data, "split": self.split, "worst_case": self.most}
+        facts = {"folder": str(self.folder), "data": self.data, "split": self.split, "worst_case": self.most}
         rows = {"rows": [row.to_json() for row in self.rows]}
-        return {**place, "same_victim": self.same_victim, **rows}
+        return {**facts, "same_victim": self.same_victim, **rows}
 
 
 def attack(
@@ -122,8 +122,8 @@ def evaluate_patch(
     model = run if isinstance(run, Classifier) else load(run)
     change, facts = fitting_patch(model, folder)
     opened = open_for(model, data)
-    made = _judged(model, change, int(facts.get("seed", 0)), opened, split, Path(folder), **options)
-    return replace(made, same_victim=weights_hash(model) == facts.get("victim", {}).get("hash"))
+    judgement = _judged(model, change, int(facts.get("seed", 0)), opened, split, Path(folder), **options)
+    return replace(judgement, same_victim=weights_hash(model) == facts.get("victim", {}).get("hash"))
 
 
 def fitting_patch(model: Classifier, folder: str | Path) -> tuple[Universal, dict[str, Any]]:
@@ -146,20 +146,22 @@ def _judged_run(folder: Path, quiet: bool) -> Judgement:
         data = open_data(chosen.uri, level=chosen.level, **division(chosen))
     options: dict[str, Any] = {"device": config.engine.device, "precision": config.engine.precision}
     workers = chosen.workers
-    made = _judged(victim, change, config.objective.seed, data, None, folder, workers=workers, quiet=quiet, **options)
+    judgement = _judged(
+        victim, change, config.objective.seed, data, None, folder, workers=workers, quiet=quiet, **options
+    )
     if group.main:
         provenance = {
             "victim": {"from": config.model.weights, "name": config.model.name, "hash": weights_hash(victim)},
             **{k: v for k, v in plain(config.objective).items() if k not in ("kind", "place", "size", "eps", "change")},
             "steps": state.step,
             "data": chosen.uri,
-            "split": made.split,
-            "worst_case": made.most,
-            "figures": [row.to_json() for row in made.rows],
+            "split": judgement.split,
+            "worst_case": judgement.most,
+            "figures": [row.to_json() for row in judgement.rows],
         }
         save_patch(folder, change, provenance)
     group.barrier()
-    return made
+    return judgement
 
 
 def _judged(
@@ -176,10 +178,10 @@ def _judged(
     precision: str = "auto",
     quiet: bool = True,
 ) -> Judgement:
-    place = choose_device(device)
-    autocast = choose_precision(precision, place)
-    model.to(place)
-    change.to(place)
+    chosen = choose_device(device)
+    autocast = choose_precision(precision, chosen)
+    model.to(chosen)
+    change.to(chosen)
     opened = _with_classes_of(model, data)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
@@ -187,24 +189,24 @@ def _judged(
             f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
         )
     rows, count = opened[split], auto_workers(opened[split]) if workers is None else workers
-    start = change.drawn(seed).to(place)
-    every = {"none": None, "random": lambda images: change.paste(images, start), change.word: change}
-    found: dict[str, Spent] = {}
+    start = change.drawn(seed).to(chosen)
+    attacks = {"none": None, "random": lambda images: change.paste(images, start), change.word: change}
+    spent_by: dict[str, Spent] = {}
     with (
-        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=place, workers=count) as loader,
-        Progress("evaluate", len(every) * len(rows), quiet=quiet) as bar,
+        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=chosen, workers=count) as loader,
+        Progress("evaluate", len(attacks) * len(rows), quiet=quiet) as bar,
         torch.no_grad(),
     ):
-        for name, laid in every.items():
-            found[name] = spent(model, loader, change=laid, device=place, autocast=autocast, progress=bar.advance)
+        for name, laid in attacks.items():
+            spent_by[name] = spent(model, loader, change=laid, device=chosen, autocast=autocast, progress=bar.advance)
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
-    most, least = worst_case(model), found["none"].macs
+    most, least = worst_case(model), spent_by["none"].macs
     success = {
         name: attack_success(f.macs, least, most) if most > least and name != "none" else None
-        for name, f in found.items()
+        for name, f in spent_by.items()
     }
-    made = tuple(AttackRow(name, figures, success[name]) for name, figures in found.items())
+    made = tuple(AttackRow(name, figures, success[name]) for name, figures in spent_by.items())
     return Judgement(folder, opened.uri, split, made, most)
 
 
@@ -229,9 +231,9 @@ def _model_config(run: Path, victim: Classifier) -> ModelConfig:
     if parts.name not in ZOO or not isinstance(parts.trunk, TrunkConfig):
         raise ValueError(f"{run} is no model of the zoo with a plain trunk; only those can be attacked")
     native = plain(ZOO[parts.name].trunk)
-    own = {k: v for k, v in plain(parts.trunk).items() if v != native.get(k)}
-    size = own.pop("image_size", None)
-    return ModelConfig(parts.name, str(model_folder(run)), size, parts.head, trunk=own)
+    changed = {k: v for k, v in plain(parts.trunk).items() if v != native.get(k)}
+    size = changed.pop("image_size", None)
+    return ModelConfig(parts.name, str(model_folder(run)), size, parts.head, trunk=changed)
 
 
 def _in_proportion(victim: Classifier) -> int:
@@ -275,9 +277,9 @@ def attack_table(rows: Sequence[AttackRowLike], most: float, title: str) -> Tabl
     for name in ("attack", "top-1", "MACs", "(of mean)", "costliest", "tokens", "success"):
         table.add_column(name, justify="left" if name == "attack" else "right", no_wrap=True)
     for row in rows:
-        made = row.figures
-        tokens = number(sum(made.tokens) / len(made.tokens))
-        cells = [amount(value) for value in (made.macs, made.macs_of_mean, made.costliest)]
-        table.add_row(row.attack, percent(made.top1), *cells, tokens, percent(row.success))
+        figures = row.figures
+        tokens = number(sum(figures.tokens) / len(figures.tokens))
+        cells = [amount(value) for value in (figures.macs, figures.macs_of_mean, figures.costliest)]
+        table.add_row(row.attack, percent(figures.top1), *cells, tokens, percent(row.success))
     table.add_row("worst case", "", amount(most), "", "", "", "", style="dim")
     return table

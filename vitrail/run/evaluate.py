@@ -62,14 +62,14 @@ def _apart(
 ) -> tuple[UnlabelledFigures, Predictions]:
     from vitrail.learn.selfsupervised import spread_and_rank
 
-    index, found = [], []
+    index, embeddings = [], []
     with evaluation_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
         for batch in loader:
-            found.append(model.outputs(batch.images.to(device, non_blocking=True)).representation.float())
+            embeddings.append(model.outputs(batch.images.to(device, non_blocking=True)).representation.float())
             index.append(batch.index.to(device))
             if progress is not None:
                 progress(len(batch))
-    rows = rows_of_all((torch.cat(index), torch.cat(found)) if found else None)
+    rows = rows_of_all((torch.cat(index), torch.cat(embeddings)) if embeddings else None)
     if rows is None:
         raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
     count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
@@ -115,9 +115,9 @@ def evaluate(
     divided its own. Classes are matched by name; an unknown class is an error.
     `crop_ratio` and `image_size` take the place of the model's own (none). A run is evaluated with its last weights.
     """
-    place = choose_device(device)
+    chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
-    model.to(place)
+    model.to(chosen)
     changes = {"crop_ratio": crop_ratio, "size": image_size}
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
     _refuse_impossible(model, preprocess)
@@ -132,12 +132,12 @@ def evaluate(
         )
     rows = opened[split]
     with (
-        evaluation_batches(model, rows, preprocess, batch=batch, device=place, workers=workers) as loader,
+        evaluation_batches(model, rows, preprocess, batch=batch, device=chosen, workers=workers) as loader,
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
-        autocast = choose_precision(precision, place)
+        autocast = choose_precision(precision, chosen)
         figures, predictions = figures_of(
-            model, loader, model.classes, device=place, autocast=autocast, progress=bar.advance
+            model, loader, model.classes, device=chosen, autocast=autocast, progress=bar.advance
         )
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
@@ -155,8 +155,13 @@ class Judged:
     figures: Figures
 
     def to_json(self) -> dict[str, Any]:
-        place = {"data": self.data, "split": self.split, "image_size": self.image_size, "crop_ratio": self.crop_ratio}
-        return {**place, "count": self.figures.count, **self.figures.scalars()}
+        conditions = {
+            "data": self.data,
+            "split": self.split,
+            "image_size": self.image_size,
+            "crop_ratio": self.crop_ratio,
+        }
+        return {**conditions, "count": self.figures.count, **self.figures.scalars()}
 
 
 def sweep(
@@ -177,13 +182,13 @@ def sweep(
     for size in sizes:
         for ratio in ratios:
             _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
-    made = []
+    results = []
     for uri, opened in [(uri, open_for(model, uri)) for uri in data]:  # all are there before the first is read
         for size in sizes:
             for ratio in ratios:
                 figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
-                made.append(Judged(str(uri), used, size, ratio, figures))
-    return made
+                results.append(Judged(str(uri), used, size, ratio, figures))
+    return results
 
 
 def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
@@ -196,8 +201,8 @@ def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
     try:
         cost(model, wanted.size)  # a forward pass without memory or time
     except (ValueError, AssertionError, RuntimeError) as error:
-        said = str(error).strip().splitlines() or ["no reason given"]
-        raise ValueError(f"image_size: the model cannot take images of {wanted.size} pixels: {said[0]}") from None
+        reason = str(error).strip().splitlines() or ["no reason given"]
+        raise ValueError(f"image_size: the model cannot take images of {wanted.size} pixels: {reason[0]}") from None
 
 
 def _known(model: Classifier) -> str:
@@ -225,13 +230,13 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
             f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; evaluate its embeddings on any classes: "
             "vitrail evaluate RUN --data DATA --protocol knn,linear"
         )
-    place = np.array([model.classes.index(name) for name in data.classes])
+    positions = np.array([model.classes.index(name) for name in data.classes])
     splits = {}
     for name, split in data.splits.items():
         if data.multilabel:
             labels = np.zeros((len(split), len(model.classes)), dtype=split.labels.dtype)
-            labels[:, place] = split.labels
+            labels[:, positions] = split.labels
         else:
-            labels = place[split.labels]
+            labels = positions[split.labels]
         splits[name] = replace(split, labels=labels)
     return replace(data, classes=model.classes, splits=splits)

@@ -74,23 +74,29 @@ class RunSummary:
         )
 
 
-def report_run(told: RunSummary) -> None:
+def report_run(run: RunSummary) -> None:
     """Write `report.html` of a run on images."""
-    model, data, split, device = told.model, told.data, told.split, told.device
-    figures, without = told.figures, {}
+    model, data, split, device = run.model, run.data, run.split, run.device
+    figures, without = run.figures, {}
     if isinstance(figures, UnlabelledFigures):
-        said = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
-        said += f"differ in about {number(figures.rank, 3)} directions, with a spread of {number(figures.spread, 3)}; "
+        verdict = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
+        verdict += (
+            f"differ in about {number(figures.rank, 3)} directions, with a spread of {number(figures.spread, 3)}; "
+        )
         tiles = [("spread", number(figures.spread, 3), "0: all alike"), ("rank", number(figures.rank, 3), "directions")]
-        without = {"verdict": f"{said}neighbours are on the page of vitrail inspect.", "tiles": tiles, "unfit": UNFIT}
+        without = {
+            "verdict": f"{verdict}neighbours are on the page of vitrail inspect.",
+            "tiles": tiles,
+            "unfit": UNFIT,
+        }
     write_report(
-        told.folder.report,
-        told.report(
-            cost=measured_cost(model, device, told.autocast, told.seconds, adapter_rows(told.adapter)),
-            errors=[] if without else mistakes(data, split, told.predictions),
+        run.folder.report,
+        run.report(
+            cost=measured_cost(model, device, run.autocast, run.seconds, adapter_rows(run.adapter)),
+            errors=[] if without else mistakes(data, split, run.predictions),
             attention=attention_pictures(model, data, split, device),
             kept=kept_tokens(model, data, split, device),
-            inside=f"vitrail inspect {told.folder.path}",
+            inside=f"vitrail inspect {run.folder.path}",
             **without,
         ),
     )
@@ -101,10 +107,10 @@ def adapter_rows(adapter: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if adapter is None:
         return []
     whole = adapter["of_these_whole"]
-    apart = f" (classifier and norms: {whole:,})" if whole else ""
+    of_which = f" (classifier and norms: {whole:,})" if whole else ""
     bits = "" if adapter["bits"] == 32 else f", {adapter['bits']} bits a coefficient"
     return [
-        ("Numbers trained", f"{adapter['trained']:,}{apart}, by {adapter['kind']}"),
+        ("Numbers trained", f"{adapter['trained']:,}{of_which}, by {adapter['kind']}"),
         ("Numbers stored", f"{adapter['stored']:,}, in a file of {adapter['bytes']:,} bytes{bits}"),
         ("Base", f"{adapter['base']['architecture']}, hash {adapter['base']['hash']}"),
     ]
@@ -128,8 +134,8 @@ def measured_cost(
 
         with suppress(ValueError):  # not known for every mixer of adaptive models
             macs = worst_case(model, size)
-    many = 1 if device.type == "cpu" and macs is not None and macs > SLOW_IMAGE else 64
-    speed = throughput(model, size, many, device, seconds=1.0, autocast=autocast)
+    batch = 1 if device.type == "cpu" and macs is not None and macs > SLOW_IMAGE else 64
+    speed = throughput(model, size, batch, device, seconds=1.0, autocast=autocast)
     return ModelCost(
         parameters=sum(p.numel() for p in model.parameters()),
         macs=macs,
@@ -141,7 +147,7 @@ def measured_cost(
             *([("Peak memory of the whole run", memory(speed["peak_memory"]))] if device.type == "cpu" else []),
         ],
         training_seconds=seconds,
-        conditions=f"batch {many}, {size} px, {speed['precision']}, {speed['device']}"
+        conditions=f"batch {batch}, {size} px, {speed['precision']}, {speed['device']}"
         + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
     )
 
@@ -149,15 +155,15 @@ def measured_cost(
 def mistakes(data: DataSet, split: str, predictions: Predictions, most: int = 12) -> list[ErrorPicture]:
     """The surest errors, with their pictures."""
     rows = {int(index): row for row, index in enumerate(data[split].index)}
-    found = []
+    pictures = []
     for mistake in worst_mistakes(predictions, most):
         row = rows[mistake.index]
         try:
             image = data[split].read(row)
         except BadImage:
             continue
-        found.append(ErrorPicture.of(mistake, data.classes, image, data[split].keys[row]))
-    return found
+        pictures.append(ErrorPicture.of(mistake, data.classes, image, data[split].keys[row]))
+    return pictures
 
 
 def attention_pictures(
@@ -202,13 +208,13 @@ def kept_tokens(
 
 def _readable(model: Classifier, data: DataSet, split: str, rows: Sequence[int]) -> list[Tensor]:
     """These rows as the model takes them, bytes [3, size, size]; what cannot be read is left out."""
-    preprocess, made = Preprocess(model.preprocess), []
+    preprocess, images = Preprocess(model.preprocess), []
     for row in rows:
         try:
-            made.append(preprocess(data[split].read(row)))
+            images.append(preprocess(data[split].read(row)))
         except BadImage:
             continue
-    return made
+    return images
 
 
 def summary(data: DataSet, skipped: Sequence[tuple[str, str]]) -> DataSummary:

@@ -152,35 +152,35 @@ HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns an
 
 def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
     """Warnings and notes before a run; `peak` is the learning rate that is reached."""
-    said = []
+    notes = []
     count, adapter = len(data["train"]), config.model.adapter
     if adapter is not None:
-        said.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
+        notes.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
         if config.model.weights == "none":
-            said.append(
+            notes.append(
                 "warning: model.weights is none, so the adapter changes random weights; give a run or file to adapt one"
                 " that was trained"
             )
     elif config.optim.tune != "full":
-        said.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
+        notes.append(f"tune {config.optim.tune}: {tuned:,} of {parameters:,} parameters are trained")
     elif config.model.name.startswith("text:") and config.model.name not in OWN_TEXT and config.model.weights == "none":
-        said.append(
+        notes.append(
             f"warning: weights of {config.model.name} are not read and training begins from random ones; "
             "--model.weights hub reads them"
         )
     elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
-        said.append(
+        notes.append(
             f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
-        said.append(
+        notes.append(
             f"warning: {count} training {data.things} are {count / config.data.batch:.2g} batches of "
             f"{config.data.batch}, so that an epoch has hardly a step; set --data.batch {SMALL_BATCH}"
         )
-    own, chosen = ZOO.get(config.model.name), config.model.head
-    if own is not None and isinstance(own.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
-        said.append(
+    row, chosen = ZOO.get(config.model.name), config.model.head
+    if row is not None and isinstance(row.head, Distilled) and chosen is not None and not isinstance(chosen, Distilled):
+        notes.append(
             f"warning: model.head {chosen.kind} replaces what {config.model.name} is named for; keep its distillation "
             "token with --model.head.kind distilled"
         )
@@ -189,16 +189,18 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
     high, usual = HIGH_RATES[config.optim.name]
     if learns_weights and config.optim.tune != "head" and peak >= high:
         scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
-        said.append(f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual")
-    return said
+        notes.append(
+            f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual"
+        )
+    return notes
 
 
 def one_answer(predictions: Predictions, data: DataSet) -> list[str]:
     """A warning where a model predicts one class for every image; several labels per image are not checked."""
-    said = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
-    if len(said) != 1 or len(predictions) < 2:
+    predicted = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
+    if len(predicted) != 1 or len(predictions) < 2:
         return []
     return [
-        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(said)]!r}, so nothing was "
-        "learned; train longer, or with another optim.lr"
+        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(predicted)]!r}, so nothing "
+        "was learned; train longer, or with another optim.lr"
     ]

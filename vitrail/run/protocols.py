@@ -51,9 +51,9 @@ def evaluate_protocols(
     problems = [f"no protocol {name!r}{near(name, known)}" for name in protocols if name not in known]
     if problems or not protocols:
         raise ConfigError(problems or [f"no protocol is named; there are {', '.join(known)}"])
-    place = choose_device(device)
+    chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
-    model.to(place)
+    model.to(chosen)
     opened = open_for(model, data)
     if opened.unlabelled:
         raise ValueError(f"{opened.uri} has no labels to evaluate with; name images that have: --data LABELLED")
@@ -70,7 +70,7 @@ def evaluate_protocols(
         raise ValueError(
             f"{opened.uri} has no split {split!r}; it has {', '.join(opened.splits)}{near(split, opened.splits)}"
         )
-    autocast = choose_precision(precision, place)
+    autocast = choose_precision(precision, chosen)
     with ExitStack() as stack:
         loaders = {
             name: stack.enter_context(
@@ -78,7 +78,7 @@ def evaluate_protocols(
                     opened[name],
                     Preprocess(model.preprocess),
                     batch=batch,
-                    device=place,
+                    device=chosen,
                     workers=auto_workers(opened[name]) if workers is None else workers,
                 )
             )
@@ -90,12 +90,12 @@ def evaluate_protocols(
             "long_tail": {"config": tail},
         }
         bar = stack.enter_context(Progress("protocols", len(protocols), quiet=quiet))
-        found = {}
+        findings = {}
         for name in protocols:
             evaluator = part("evaluator", name)
-            found[name] = evaluator(model, shared, device=place, autocast=autocast, **options.get(name, {}))
+            findings[name] = evaluator(model, shared, device=chosen, autocast=autocast, **options.get(name, {}))
             bar.advance(1, name)
-    return found, split
+    return findings, split
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Ensemble:
     control: Together | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found = {"data": self.data, "split": self.split, **self.runs.to_json()}
+        facts = {"data": self.data, "split": self.split, **self.runs.to_json()}
         if self.control is not None:
-            found["control"] = self.control.to_json()
-            found["gain_over_control"] = self.runs.gain - self.control.gain
-        return found
+            facts["control"] = self.control.to_json()
+            facts["gain_over_control"] = self.runs.gain - self.control.gain
+        return facts
 
 
 def ensemble(
@@ -136,24 +136,25 @@ def ensemble(
     first = load(runs[0])
     known, opened = first.classes, open_for(first, data)
     split = split or ("test" if "test" in opened.splits else "val")
-    made: dict[str, Predictions] = {}
+    members: dict[str, Predictions] = {}
     for run in dict.fromkeys(str(run) for run in (*runs, *control)):
         model = load(run)
         _refuse_other_images(open_for(model, data), opened, split, run, str(runs[0]))
-        _, said, _ = evaluate(model, opened, split=split, **options)
-        made[run] = counted_as(said, model.classes, known, run)
+        _, predictions, _ = evaluate(model, opened, split=split, **options)
+        members[run] = counted_as(predictions, model.classes, known, run)
     if classes:
-        made = {run: only_classes(said, known, classes) for run, said in made.items()}
+        members = {run: only_classes(predictions, known, classes) for run, predictions in members.items()}
     names = list(classes) or known
-    parts = [together(_members(made, group), names) if group else None for group in (runs, control)]
+    parts = [together(_members(members, group), names) if group else None for group in (runs, control)]
     assert parts[0] is not None
     return Ensemble(opened.uri, split, parts[0], parts[1])
 
 
-def _refuse_other_images(own: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
+def _refuse_other_images(trained: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
     """Raises `ValueError` where a run divided the images otherwise, and so may have learned from evaluation images."""
     if split in opened.splits and not (
-        split in own.splits and np.array_equal(own[split].index, opened[split].index)  # which images, and their order
+        split in trained.splits
+        and np.array_equal(trained[split].index, opened[split].index)  # which images, and their order
     ):
         raise ValueError(
             f"{run} and {first} divided {opened.uri} differently (data.split_seed and its fractions), so one learned "
@@ -161,24 +162,24 @@ def _refuse_other_images(own: DataSet, opened: DataSet, split: str, run: str, fi
         )
 
 
-def counted_as(said: Predictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:
+def counted_as(predictions: Predictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:
     """Predictions with their classes in another model's order. Raises `ValueError` where the classes are others."""
     if tuple(classes) == tuple(wanted):
-        return said
+        return predictions
     if sorted(classes) != sorted(wanted):
         other = sorted(set(classes) ^ set(wanted))
         raise ValueError(f"{run} has other classes than the first run, as {other[0]!r}; an ensemble needs the same")
     columns = torch.tensor([list(classes).index(name) for name in wanted])
-    target = said.target[:, columns] if said.multilabel else columns.argsort()[said.target]
-    return replace(said, logits=said.logits[:, columns], target=target)
+    target = predictions.target[:, columns] if predictions.multilabel else columns.argsort()[predictions.target]
+    return replace(predictions, logits=predictions.logits[:, columns], target=target)
 
 
-def _members(made: Mapping[str, Predictions], runs: Sequence[str | Path]) -> dict[str, Predictions]:
+def _members(predictions: Mapping[str, Predictions], runs: Sequence[str | Path]) -> dict[str, Predictions]:
     """A run that is named twice is two members."""
-    found: dict[str, Predictions] = {}
+    named: dict[str, Predictions] = {}
     for run in map(str, runs):
         name, copy = run, 2
-        while name in found:
+        while name in named:
             name, copy = f"({copy}) {run}", copy + 1
-        found[name] = made[run]
-    return found
+        named[name] = predictions[run]
+    return named

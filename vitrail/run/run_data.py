@@ -98,7 +98,7 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
 
 def learned_before(config: RunConfig, data: DataSet) -> list[str]:
     """A sentence where weights or a teacher are of a run that may have learned from what this one holds out."""
-    said = []
+    notes = []
     for setting, path in (
         ("model.weights", config.model.weights),
         ("objective.teacher", getattr(config.objective, "teacher", None)),
@@ -111,11 +111,11 @@ def learned_before(config: RunConfig, data: DataSet) -> list[str]:
         held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])
         if known := int(np.isin(held, learned).sum()):
             flags = " ".join(f"--data.{name} {value}" for name, value in theirs.items())
-            said.append(
+            notes.append(
                 f"warning: {setting}: {path} may have learned from {known} of the {len(held)} {data.things} that this "
                 f"run holds out, so that its figures will be too good; divide as it did: {flags}"
             )
-    return said
+    return notes
 
 
 def _stated(path: Path) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def _stated(path: Path) -> dict[str, Any]:
 
 def own_uri(run: str | Path) -> str:
     """Where the data of a run are. Raises `ValueError` for a model that does not say."""
-    found = read_description(model_folder(run)).get("stated", {}).get("data")
-    if not found:
+    uri = read_description(model_folder(run)).get("stated", {}).get("data")
+    if not uri:
         raise ValueError(f"{run} does not say which data it learned from; name some: --data URI")
-    return str(found)
+    return str(uri)
 
 
 @contextmanager

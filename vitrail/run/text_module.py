@@ -120,7 +120,7 @@ class Strip:
 
 def word_strips(strips: Sequence[Strip]) -> Markup:
     """The strips one below the other; within a row colours go from its weakest to its strongest word."""
-    made = []
+    cards = []
     for strip in strips:
         rows = [
             f'<tr><th scope="row" style="text-align:left;padding-right:12px;font-weight:normal">{escape(name)}</th>'
@@ -128,8 +128,8 @@ def word_strips(strips: Sequence[Strip]) -> Markup:
             for name, values in strip.rows.items()
         ]
         table = f"<table><tbody>{''.join(rows)}</tbody></table>"
-        made.append(f'<div class="card wide"><h3>{escape(strip.caption)}</h3>{table}</div>')
-    return Markup("".join(made))  # every part is escaped
+        cards.append(f'<div class="card wide"><h3>{escape(strip.caption)}</h3>{table}</div>')
+    return Markup("".join(cards))  # every part is escaped
 
 
 def _row(words: Sequence[str], values: Sequence[float]) -> str:
@@ -150,71 +150,71 @@ def _row(words: Sequence[str], values: Sequence[float]) -> str:
 MISTAKES, STRIPS = 12, 6
 
 
-def report_texts(told: RunSummary, texts: EncodedTexts) -> None:
+def report_texts(run: RunSummary, texts: EncodedTexts) -> None:
     """Write `report.html` of a run; `texts` are those of the evaluated split."""
     tiles = []
-    if isinstance(told.figures, SingleLabelFigures):
-        tiles = [("Matthews correlation", number(matthews(told.figures.confusion)), "0: no better than chance")]
-    trunk = cast("TextTrunk", told.model.trunk)
+    if isinstance(run.figures, SingleLabelFigures):
+        tiles = [("Matthews correlation", number(matthews(run.figures.confusion)), "0: no better than chance")]
+    trunk = cast("TextTrunk", run.model.trunk)
     described = (
         f"{trunk.config.name}, {trunk.depth} blocks of width {trunk.width}, class token {trunk.config.class_token}"
     )
-    rows = [*adapter_rows(told.adapter), ("Encoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]
+    rows = [*adapter_rows(run.adapter), ("Encoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]
     write_report(
-        told.folder.report,
-        told.report(
+        run.folder.report,
+        run.report(
             things="texts",
             tiles=tiles,
             cost=ModelCost(
-                parameters=sum(p.numel() for p in told.model.parameters()), training_seconds=told.seconds, rows=rows
+                parameters=sum(p.numel() for p in run.model.parameters()), training_seconds=run.seconds, rows=rows
             ),
             fragments=[
-                Fragment("surest errors", "Most confident errors", text_mistakes(told)),
-                Fragment("word influence", "Word influence", influence(told, texts)),
+                Fragment("surest errors", "Most confident errors", text_mistakes(run)),
+                Fragment("word influence", "Word influence", influence(run, texts)),
             ],
             unfit=("most confident errors", "attention pictures"),
         ),
     )
 
 
-def text_mistakes(told: RunSummary) -> Markup:
+def text_mistakes(run: RunSummary) -> Markup:
     """The surest errors as a table."""
-    split, classes = told.data[told.split], told.data.classes
+    split, classes = run.data[run.split], run.data.classes
     rows = {int(index): row for row, index in enumerate(split.index)}
-    every = texts_of(split)
-    made = []
-    for mistake in worst_mistakes(told.predictions, MISTAKES):
+    texts = texts_of(split)
+    lines = []
+    for mistake in worst_mistakes(run.predictions, MISTAKES):
         truth = ", ".join(classes[c] for c in mistake.truth) or "none of the classes"
-        cells = (_said(every[rows[mistake.index]]), truth, classes[mistake.guess], percent(mistake.probability, 0))
-        made.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    if not made:
+        cells = (_said(texts[rows[mistake.index]]), truth, classes[mistake.guess], percent(mistake.probability, 0))
+        lines.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    if not lines:
         return Markup("<p>Not one text was taken for another class.</p>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ("text", "is", "taken for", "sure"))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(made)}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return Markup(f'<div class="card wide">{table}</div>')  # cells are escaped
 
 
-def influence(told: RunSummary, texts: EncodedTexts) -> Markup:
+def influence(run: RunSummary, texts: EncodedTexts) -> Markup:
     """Strips of a few texts: half of them right, half wrong where there are so many."""
-    split, classes = told.data[told.split], told.data.classes
-    if told.data.multilabel:
+    split, classes = run.data[run.split], run.data.classes
+    if run.data.multilabel:
         return Markup("")
     rows = {int(index): row for row, index in enumerate(split.index)}
-    guess = told.predictions.logits.argmax(1)
-    right = (guess == told.predictions.target).tolist()
+    guess = run.predictions.logits.argmax(1)
+    right = (guess == run.predictions.target).tolist()
     places = [i for i, hit in enumerate(right) if hit][: STRIPS // 2]
     places += [i for i, hit in enumerate(right) if not hit][: STRIPS - len(places)]
-    model, strips = told.model, []
+    model, strips = run.model, []
     tokeniser = cast("TextTrunk", model.trunk).tokeniser(model.files[TOKENIZER])
     for i in places:
-        one = texts.batch([rows[int(told.predictions.index[i])]]).to(told.device)
-        real = one[0, 2] != PADDING
-        found = word_influence(model, one)
+        batch = texts.batch([rows[int(run.predictions.index[i])]]).to(run.device)
+        real = batch[0, 2] != PADDING
+        influences = word_influence(model, batch)
         mark = "\N{CHECK MARK}" if right[i] else "\N{BALLOT X}"
-        truth, said = classes[int(told.predictions.target[i])], classes[int(guess[i])]
-        caption = f"{mark} {said}" if right[i] else f"{mark} {said}, is {truth}"
-        words = tokeniser.pieces(one[0, 0][real].tolist())
-        strips.append(Strip(caption, words, {name: values[0][real].tolist() for name, values in found.items()}))
+        truth, predicted = classes[int(run.predictions.target[i])], classes[int(guess[i])]
+        caption = f"{mark} {predicted}" if right[i] else f"{mark} {predicted}, is {truth}"
+        words = tokeniser.pieces(batch[0, 0][real].tolist())
+        strips.append(Strip(caption, words, {name: values[0][real].tolist() for name, values in influences.items()}))
     intro = Markup("<p>Green words change the decision most, pale ones hardly (gradient times input).</p>")
     return intro + word_strips(strips)
 
@@ -233,31 +233,33 @@ UNFIT_FOR_TEXT = (
 )
 
 
-def report_language(told: RunSummary, texts: EncodedTexts) -> None:
+def report_language(run: RunSummary, texts: EncodedTexts) -> None:
     """Write `report.html` of a run; `texts` are those of the evaluated split."""
-    figures, trunk = cast("LanguageFigures", told.figures), cast("TextTrunk", told.model.trunk)
-    said = (
-        f"A token of {figures.count:,} {told.split} completions is as uncertain as a choice of "
+    figures, trunk = cast("LanguageFigures", run.figures), cast("TextTrunk", run.model.trunk)
+    verdict = (
+        f"A token of {figures.count:,} {run.split} completions is as uncertain as a choice of "
         f"{number(figures.perplexity)} (perplexity, over {figures.tokens:,} tokens)"
     )
-    tiles = [(f"{told.split} perplexity", number(figures.perplexity, 4), "a token of a completion")]
+    tiles = [(f"{run.split} perplexity", number(figures.perplexity, 4), "a token of a completion")]
     if figures.bleu is not None:
-        said += f"; what the model writes after {len(figures.written):,} prompts has a BLEU of {percent(figures.bleu)}"
-        tiles.append((f"{told.split} BLEU", percent(figures.bleu), f"{len(figures.written):,} prompts"))
+        verdict += (
+            f"; what the model writes after {len(figures.written):,} prompts has a BLEU of {percent(figures.bleu)}"
+        )
+        tiles.append((f"{run.split} BLEU", percent(figures.bleu), f"{len(figures.written):,} prompts"))
     if figures.sequence_accuracy is not None:
-        said += f", and {percent(figures.sequence_accuracy)} of it is right word for word"
-        tiles.append((f"{told.split} sequence accuracy", percent(figures.sequence_accuracy), "right word for word"))
+        verdict += f", and {percent(figures.sequence_accuracy)} of it is right word for word"
+        tiles.append((f"{run.split} sequence accuracy", percent(figures.sequence_accuracy), "right word for word"))
     tiles.append(("loss", number(figures.loss), "nats per token"))
     described = f"{trunk.config.name}, {trunk.depth} blocks of width {trunk.width}"
-    rows = [*adapter_rows(told.adapter), ("Decoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]
+    rows = [*adapter_rows(run.adapter), ("Decoder", described), ("Texts cut", f"{texts.cut:,} of {len(texts):,}")]
     write_report(
-        told.folder.report,
-        told.report(
+        run.folder.report,
+        run.report(
             things="texts",
-            verdict=f"{said}.",
+            verdict=f"{verdict}.",
             tiles=tiles,
             cost=ModelCost(
-                parameters=sum(p.numel() for p in told.model.parameters()), training_seconds=told.seconds, rows=rows
+                parameters=sum(p.numel() for p in run.model.parameters()), training_seconds=run.seconds, rows=rows
             ),
             fragments=[Fragment("completions", "Completions", completions(figures))],
             unfit=UNFIT_FOR_TEXT,
@@ -270,9 +272,9 @@ def completions(figures: LanguageFigures) -> Markup:
     if not figures.written:
         return Markup("")
     head = "".join(f'<th scope="col">{name}</th>' for name in ("prompt", "written", "a right answer"))
-    made = []
-    for one in figures.written[:SHOWN]:
-        cells = (shorten(text, LONGEST) for text in (one.prompt, one.completion, one.references[0]))
-        made.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(made)}</tbody></table>"
+    lines = []
+    for example in figures.written[:SHOWN]:
+        cells = (shorten(text, LONGEST) for text in (example.prompt, example.completion, example.references[0]))
+        lines.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return Markup(f'<div class="card wide">{table}</div>')  # cells are escaped

@@ -78,8 +78,8 @@ def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progr
     )
 
 
-def _fingerprint(place: tuple[Split, int]) -> _Fingerprint:
-    split, row = place
+def _fingerprint(row_of: tuple[Split, int]) -> _Fingerprint:
+    split, row = row_of
     reader = split.reader
     mode = stored_mode(reader.path(int(split.index[row]))) if isinstance(reader, FileReader) else ""
     try:

@@ -50,7 +50,7 @@ class _Collated(Dataset[CollatedBatch]):
         rows: list[int] = []
         places: list[int] = []
         skipped: list[tuple[str, str]] = []
-        for place, draw in enumerate(map(Draw._make, indices.draws.tolist()), indices.place):
+        for position, draw in enumerate(map(Draw._make, indices.draws.tolist()), indices.place):
             try:
                 image = split.read(draw.row)
             except BadImage as bad:
@@ -58,7 +58,7 @@ class _Collated(Dataset[CollatedBatch]):
                 continue
             views.append(self.views_of(image, int(split.index[draw.row]), draw))
             rows.append(draw.row)
-            places.append(place)
+            places.append(position)
         label = torch.from_numpy(split.labels[rows])
         return CollatedBatch(
             indices,
@@ -263,8 +263,8 @@ class TrainLoader(BatchLoader):
     def indices_of(self, step: int) -> Iterator[BatchIndices]:
         """Those of one step."""
         for part in range(self.spec.accumulate):
-            place = (self.spec.rank * self.spec.accumulate + part) * self.size
-            yield BatchIndices(step, place, self.spec.sampler.table(step, place, self.size))
+            first = (self.spec.rank * self.spec.accumulate + part) * self.size
+            yield BatchIndices(step, first, self.spec.sampler.table(step, first, self.size))
 
     def _mixed(self, batch: CollatedBatch) -> Batch:
         spec, indices = self.spec, batch.indices

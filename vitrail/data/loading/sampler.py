@@ -94,12 +94,12 @@ class BatchSampler:
         whole = self._line(start, start + self.batch)  # copies are dealt over the batch: its parts need all of it
         return whole[_dealt(whole[:, 0], whole[:, 2] % self.repeats)[first : first + count]]
 
-    def _line(self, place: int, end: int) -> NDArray[np.int64]:
+    def _line(self, start: int, end: int) -> NDArray[np.int64]:
         """Places of the endless line, across the ends of epochs."""
         drawn: list[NDArray[np.int64]] = []
-        while place < end:
-            epoch, begin = divmod(place, self.rows)
-            stop = min(self.rows, begin + end - place)
+        while start < end:
+            epoch, begin = divmod(start, self.rows)
+            stop = min(self.rows, begin + end - start)
             rows, earlier = self._epoch(epoch)
             which, copy = np.divmod(np.arange(begin, stop), self.repeats)
             part = np.empty((stop - begin, 3), dtype=np.int64)
@@ -107,7 +107,7 @@ class BatchSampler:
             if earlier is not None:
                 part[:, 2] += earlier[which] * self.repeats
             drawn.append(part)
-            place += stop - begin
+            start += stop - begin
         return np.concatenate(drawn) if drawn else np.zeros((0, 3), dtype=np.int64)
 
     def steps_for(self, epochs: float) -> int:

@@ -68,8 +68,8 @@ class TextTrainLoader(_Texts):
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
             for part in range(self.accumulate):
-                place = (self.rank * self.accumulate + part) * self.size
-                yield self._batch(self.order.table(step, place, self.size)[:, 0], step)
+                first = (self.rank * self.accumulate + part) * self.size
+                yield self._batch(self.order.table(step, first, self.size)[:, 0], step)
 
 
 class TextEvalLoader(_Texts):

@@ -196,8 +196,8 @@ class PackedReader:
         Rows without pixels are not there; `rows` tells where an image is. None where sizes differ.
         """
         opened = self._open
-        there = opened.heights > 0
-        sizes = np.unique(np.stack([opened.heights[there], opened.widths[there]], -1), axis=0)
+        readable = opened.heights > 0
+        sizes = np.unique(np.stack([opened.heights[readable], opened.widths[readable]], -1), axis=0)
         if len(sizes) != 1:
             return None
         filled = [i for i, stored in enumerate(opened.listed.shards) if stored.bytes]
@@ -207,10 +207,10 @@ class PackedReader:
         """Positions in `dense`, its arrays laid end to end, of images given by stable index. Raises `BadImage`."""
         opened = self._open
         rows = opened.rows(np.asarray(index))
-        there = opened.heights > 0
-        if not there[rows].all():
-            raise BadImage(*opened.skipped[int(rows[~there[rows]][0])])
-        places: NDArray[np.int64] = (np.cumsum(there) - 1)[rows]
+        readable = opened.heights > 0
+        if not readable[rows].all():
+            raise BadImage(*opened.skipped[int(rows[~readable[rows]][0])])
+        places: NDArray[np.int64] = (np.cumsum(readable) - 1)[rows]
         return places
 
     @property

@@ -121,9 +121,9 @@ def open_parquet(location: Location) -> DataSet:
     place, group, row = np.array(places, np.int64).T
     reader = HubReader(tuple(str(f.absolute()) for f in used), image, place, group, row)
     keys = [reader.key(i) for i in range(len(places))]
-    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels).divide(split_rows(splits[place].tolist()))
-    reject_unseen(uri, classes, whole)
-    return DataSet(uri, classes, whole, notes=tuple(notes))
+    split_of = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels).divide(split_rows(splits[place].tolist()))
+    reject_unseen(uri, classes, split_of)
+    return DataSet(uri, classes, split_of, notes=tuple(notes))
 
 
 SOURCE = Source(

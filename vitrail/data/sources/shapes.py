@@ -82,9 +82,9 @@ SOURCE = Source(
 
 def label_of(seed: int, index: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
     """[images] the class of each picture: every run of `classes` pictures of a split holds each class once."""
-    tens, place = index // 10, index % 10
-    order = np.where(place < 8, tens * 8 + place, tens)  # position within the split
-    split = np.where(place < 8, 0, place)
+    tens, digit = index // 10, index % 10
+    order = np.where(digit < 8, tens * 8 + digit, tens)  # position within the split
+    split = np.where(digit < 8, 0, digit)
     keys = bits(seed, _LABEL, split[:, None], (order // classes)[:, None], np.arange(classes))
     return np.argsort(keys, axis=1)[np.arange(len(index)), order % classes]
 

@@ -87,11 +87,11 @@ def open_grammar(location: Location) -> DataSet:
     if errors not in (*ERRORS, "both"):
         raise ValueError(f"{uri}: errors is agreement, order or both, not {errors!r}{near(errors, (*ERRORS, 'both'))}")
     index = np.arange(n)
-    place = index % 10
-    labels = (index // 10 + place) % 2
+    digit = index % 10
+    labels = (index // 10 + digit) % 2
     kinds = ERRORS if errors == "both" else (errors,)
     texts = [Text(sentence(seed, i, None if label else kinds)) for i, label in enumerate(labels.tolist())]
-    splits = {"train": place < 8, "val": place == 8, "test": place == 9}
+    splits = {"train": digit < 8, "val": digit == 8, "test": digit == 9}
     return make_texts(uri, texts, {name: np.flatnonzero(rows) for name, rows in splits.items()}, CLASSES, labels)
 
 

@@ -192,8 +192,7 @@ def open_text(location: Location) -> DataSet:
     for file in sorted(file for file in path.iterdir() if file.suffix.lower() in TABLES and file.is_file()):
         if split := split_called(file.stem):
             rows += [
-                _text_row(f"{file.name} {place}", cells | {"split": split})
-                for place, cells in _table(file, uri, options)
+                _text_row(f"{file.name} {line}", cells | {"split": split}) for line, cells in _table(file, uri, options)
             ]
     return _labelled(uri, rows, divided=True)
 
@@ -248,8 +247,8 @@ def _glue(path: Path, uri: str, name: str, options: Mapping[str, str]) -> DataSe
         file = path / f"{stem}.tsv"
         if not file.is_file():
             raise FileNotFoundError(f"{uri}: no {file.name} there; {name} needs train.tsv and {dev}.tsv")
-        for place, cells in _table(file, uri, names, header=task.header):
-            row = _text_row(f"{file.name} {place}", cells | {"split": split})
+        for line, cells in _table(file, uri, names, header=task.header):
+            row = _text_row(f"{file.name} {line}", cells | {"split": split})
             rows.append(row._replace(label=task.names.get(row.label, row.label)))
     note = f"{dev}.tsv is evaluated as test: the labels of GLUE's own test are not public"
     return replace(_labelled(uri, rows, divided=True), notes=(note,))
@@ -287,7 +286,7 @@ def _lines(path: Path, uri: str) -> Iterator[tuple[str, list[str]]]:
                 lines = [(f"line {i}", line.rstrip("\r\n").split("\t")) for i, line in enumerate(stream, 1)]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{uri}: {path.name} cannot be read as UTF-8 text in columns: {error}") from None
-    yield from ((place, cells) for place, cells in lines if any(cell.strip() for cell in cells))
+    yield from ((number, cells) for number, cells in lines if any(cell.strip() for cell in cells))
 
 
 def _table(
@@ -316,17 +315,17 @@ def _table(
                 f"{uri}: {path.name} has no column {name!r} (it has {', '.join(known) or 'none'}); choose it with "
                 f"?{column}=NAME{near(name, known)}"
             )
-    for place, cells in lines:
+    for line, cells in lines:
         if len(cells) != len(known):
             raise ValueError(
-                f"{uri}: {path.name} {place} has {len(cells)} columns instead of {len(known)}; separators inside a "
+                f"{uri}: {path.name} {line} has {len(cells)} columns instead of {len(known)}; separators inside a "
                 "text must be removed (.tsv) or the text quoted (.csv)"
             )
-        yield place, {column: cells[i].strip() for column, i in at.items()}
+        yield line, {column: cells[i].strip() for column, i in at.items()}
 
 
-def _text_row(place: str, cells: Mapping[str, str]) -> TextRow:
-    return TextRow(place, cells["text"], cells.get("text_pair", ""), cells["label"], cells.get("split", ""))
+def _text_row(line: str, cells: Mapping[str, str]) -> TextRow:
+    return TextRow(line, cells["text"], cells.get("text_pair", ""), cells["label"], cells.get("split", ""))
 
 
 def _labelled(uri: str, rows: Sequence[TextRow], *, divided: bool) -> DataSet:
@@ -403,8 +402,8 @@ def _examples(path: Path, uri: str, options: Mapping[str, str]) -> Iterator[Text
     header = {cell.strip() for cell in next(_lines(path, uri), ("", []))[1]}
     pair = next((pair for pair in KNOWN_PAIRS if set(pair) <= header), KNOWN_PAIRS[0])
     names = dict(zip(("prompt", "completion"), pair, strict=True)) | dict(options)
-    for place, cells in _table(path, uri, names, COMPLETION_COLUMNS):
-        yield TextRow(place, cells["prompt"], cells["completion"], split=cells.get("split", ""))
+    for line, cells in _table(path, uri, names, COMPLETION_COLUMNS):
+        yield TextRow(line, cells["prompt"], cells["completion"], split=cells.get("split", ""))
 
 
 def _objects(path: Path, uri: str, options: Mapping[str, str]) -> Iterator[TextRow]:
