@@ -59,19 +59,20 @@ class TrainCommand:
 
         if len(self.recipes) > 1:
             return fail(f"train takes one recipe, got {', '.join(self.recipes)}; settings are --section.name value")
-        if sum(x is not None for x in (self.config, self.resume)) + len(self.recipes) > 1:
+        resumed = self.resume not in (None, "auto")
+        if (self.config is not None) + resumed + len(self.recipes) > 1:
             return fail("give one of: a recipe, --config FILE, --resume RUN")
-        if self.resume is not None:
+        if resumed:
             return self._run(lambda api: api.resume(self.resume, self.settings))
         if self.config is not None:
             config = from_mapping(self.settings, from_mapping({**load_yaml(self.config), "out": None}))
         else:
             config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
-        return self._run(lambda api: api.train(config))
+        return self._run(lambda api: api.train(config, continued=self.resume == "auto"))
 
     def _run(self, work: Callable[[Any], Any]) -> int:
         import vitrail as api
-        from vitrail.engine.device import join, leave
+        from vitrail.engine.device import join, leave, lost_peer
         from vitrail.engine.loop import Stopped
 
         try:
@@ -86,6 +87,13 @@ class TrainCommand:
         except Stopped as stopped:
             print(str(stopped), file=sys.stderr)
             return 130
+        except RuntimeError as error:
+            if lost_peer(error):
+                return fail(
+                    "another process of this run ended, so this one cannot go on; start all of them again with "
+                    "--resume auto, or with --resume RUN"
+                )
+            raise
         finally:
             leave()
         return 0
@@ -148,13 +156,18 @@ def _page(chosen: str) -> str:
         (flag, text if values[name] in (None, "") else f"{text} ({values[name]})")
         for name, (flag, text) in USED_MOST.items()
     ]
-    used += [("--resume RUN", "go on after an interruption"), ("--json", "print one JSON object")]
+    used += [
+        ("--resume RUN", "go on after an interruption"),
+        ("--resume auto", "go on with the run of --out where there is one, else begin it"),
+        ("--json", "print one JSON object"),
+    ]
     recipes = {name: about(name).splitlines()[0] for name in dict.fromkeys((*FIRST, chosen))}
     return "\n".join(
         (
             "usage: vitrail train [RECIPE] [--section.name value ...]",
             "       vitrail train --config RUN/config.yaml [--section.name value ...]",
             "       vitrail train --resume RUN",
+            "       vitrail train [RECIPE] ... --out RUN --resume auto",
             f"\nrecipes to begin with, of {len(RECIPES)} (vitrail list recipes; vitrail show RECIPE):",
             aligned(recipes.items()),
             f"\nsettings used most, with the values of recipe {chosen}:",

@@ -16,24 +16,28 @@ from torch import Tensor, nn
 
 from vitrail.engine.config import EngineConfig
 
+# Ctrl-C, a scheduler's request, a closed terminal, and what schedulers send before a time limit.
+STOP_SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, n)]
+
 
 class StopRequest:
-    """Set by the first Ctrl-C or SIGTERM inside the `with` block, so that the step is finished and saved; a second one
-    interrupts at once."""
+    """Set by the first of `STOP_SIGNALS` inside the `with` block, so that the step is finished and saved; a second
+    Ctrl-C or SIGTERM interrupts at once. A hangup that is ignored (nohup) stays ignored."""
 
     def __init__(self) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and number in (signal.SIGINT, signal.SIGTERM):
             raise KeyboardInterrupt
         self.requested = True
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+            for number in STOP_SIGNALS:
+                if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -120,6 +124,11 @@ def join() -> ProcessGroup:
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), local)
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether an error is that of a process whose peer is gone (gloo has no exception of its own)."""
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+
+
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
@@ -141,7 +150,13 @@ def choose_device(name: str, group: ProcessGroup | None = None) -> torch.device:
         raise ValueError("engine.device: mps, but torch sees none here; use auto or cpu")
     if name == "cuda" and group is not None and group.world > 1:
         return torch.device("cuda", group.local_rank)
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"engine.device: no device {name!r}; use auto, cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"engine.device: {name}, but there are {torch.cuda.device_count()} here, counted from 0")
+    return device
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:

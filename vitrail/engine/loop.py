@@ -25,6 +25,7 @@ from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new
+MOST_LOST = 10  # updates in a row without a finite gradient, after which a run has diverged
 
 
 class Diverged(ValueError):
@@ -91,6 +92,7 @@ class Loop:
             group=self.group,
         )
         self.saved: int | None = None  # step of the last checkpoint
+        self._lost = 0  # updates in a row that were skipped
         self.notes: list[str] = []
 
     @property
@@ -170,6 +172,7 @@ class Loop:
         now = time.monotonic()
         steps = self.step - self._window[1]
         rate = steps * self.batch / max(now - self._window[0], 1e-9)
+        self._lost = self._lost + steps if skipped == steps else 0
         if skipped:
             self._report_skipped(bar, skipped, last, steps)
         line: dict[str, Any] = {
@@ -205,7 +208,7 @@ class Loop:
         )
         self._say(bar, text)
         self.notes.append(text)
-        if skipped == steps and steps >= 10:
+        if self._lost >= MOST_LOST:
             raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
 
     def _evaluate(self, bar: Progress) -> None:
@@ -301,7 +304,12 @@ class Loop:
     def restore(self, state: checkpoint.State) -> None:
         """Continue from a checkpoint. Raises `ValueError` where it belongs to another run."""
         for key, value in self._kept_facts().items():
-            if state.facts.get(key) != value:
+            if key != "config" and state.facts.get(key) != value:  # settings are compared before the data are read
+                if key == "world":
+                    raise ValueError(
+                        f"the run was begun by {state.facts.get(key)} processes and now there are {value}, which would "
+                        f"draw other random numbers; start as many: torchrun --nproc_per_node {state.facts.get(key)}"
+                    )
                 same = f"with the {key}" if key in (*self.objective.frozen, "base") else "on the data"
                 raise ValueError(
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "

@@ -103,7 +103,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: str) -> RunFolder:
         """A new run. An existing one is rejected: nothing is ever overwritten."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if not unused(path):
             hint = f"continue it with: vitrail train --resume {path}" if (path / "config.yaml").exists() else ""
             raise FileExistsError(f"{path} already exists; {hint or 'choose another --out'}")
         path.mkdir(parents=True, exist_ok=True)
@@ -119,6 +119,7 @@ class RunFolder:
             raise FileNotFoundError(f"{path} is no run folder (it has no config.yaml)")
         run = cls(path)
         run.lock()
+        remove_leftovers(path)
         return run
 
     def lock(self) -> None:
@@ -236,6 +237,34 @@ def environment() -> dict[str, Any]:
     }
 
 
+def unused(path: Path) -> bool:
+    """Whether a new run may be written to `path`: nothing is there but, perhaps, what a killed start left."""
+    if not path.is_dir():
+        return not path.exists()
+    return all(entry.name == ".lock" or LEFTOVER.fullmatch(entry.name) for entry in path.iterdir())
+
+
+LEFTOVER = re.compile(r"\..+\.(\d+)\.tmp")  # of `files.replacing`: a name and the process that writes it
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote."""
+    for path in folder.rglob(".*.tmp"):
+        match = LEFTOVER.fullmatch(path.name)
+        if match and not _alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return process != os.getpid()
+
+
 def free_name(base: Path) -> Path:
     """`base`, or `base-2`, `base-3`, ... where that is taken."""
     path, n = base, 1
@@ -286,9 +315,14 @@ def save(folder: Path, state: State, keep: int) -> Path:
     header = {"format": FORMAT, "step": state.step, "facts": state.facts, "checksum": _checksum(state.tensors)}
     path = _file(folder, state.step)
     write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
-    for step in steps_saved(folder)[: -max(1, keep)]:
-        _file(folder, step).unlink(missing_ok=True)
+    prune(folder, state.step, keep)
     return path
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to that of `step`, which is whole."""
+    for older in [s for s in steps_saved(folder) if s <= step][: -max(1, keep)]:
+        _file(folder, older).unlink(missing_ok=True)
 
 
 def read(path: Path) -> State:

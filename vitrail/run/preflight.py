@@ -10,7 +10,7 @@ from vitrail.config import RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device
-from vitrail.engine.run_folder import refuse_untracked
+from vitrail.engine.run_folder import refuse_untracked, unused
 from vitrail.files import refuse_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
@@ -54,7 +54,7 @@ def check_output(config: RunConfig, group: ProcessGroup) -> None:
     """Raises where the run folder exists, or could not be written."""
     if config.out is not None:
         path = Path(config.out)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if not unused(path):
             how = f"continue it with: vitrail train --resume {path}, or " if (path / "config.yaml").exists() else ""
             raise FileExistsError(f"{path} already exists; {how}choose another --out")
     if group.main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,24 +29,36 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.store import earlier_layout
+from vitrail.quantities import shorten
 from vitrail.recipes import recipe
+from vitrail.recipes.row import flat
 from vitrail.registry import part
 from vitrail.run.data_module import Batches, make_data_module, reject_other_kind, reject_other_task
 from vitrail.run.finish import Run, finish
 from vitrail.run.preflight import check_machine, check_output, check_settings, missing_parts, warnings_before
 from vitrail.run.run_data import fingerprint, learned_before, own_data_of, read_data
-from vitrail.schema import ConfigError
+from vitrail.schema import ConfigError, plain
+
+MOVABLE = ("out", "engine.device", "data.workers")  # settings that a resumed run may change
 
 
-def train(config: RunConfig | str, *, quiet: bool = False) -> Run:
+def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = False) -> Run:
     """Train from a configuration or a recipe's name; returns the finished run.
 
-    Every problem of the configuration is raised at once, as `ConfigError`, before any data is read. Raises
-    `vitrail.engine.loop.Stopped` when interrupted, after saving.
+    `continued`: where `config.out` holds a run of the same settings, resume it. Every problem of the configuration is
+    raised at once, as `ConfigError`, before any data is read. Raises `vitrail.engine.loop.Stopped` when interrupted,
+    after saving.
     """
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
     group = join()
+    if continued and config.out is None:
+        raise ConfigError(["--resume auto continues the run of --out FOLDER; name one"])
+    if continued and group.gather((Path(config.out or "") / "config.yaml").is_file())[0]:
+        stored = from_mapping(load_yaml(Path(config.out or "")))
+        check_unchanged(plain(stored), plain(config), f"{config.out} was begun with other settings")
+        machine = {"engine": {"device": config.engine.device}, "data": {"workers": config.data.workers}}
+        return resume(config.out or "", machine, quiet=quiet)
     check_machine(config, group)
     check_output(config, group)
     data, bad = read_data(config, group, quiet)
@@ -82,6 +95,9 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
             data, bad = read_data(config, group, quiet)
         state, damaged = checkpoint.newest(folder.checkpoints)
         if state is not None:
+            checkpoint.prune(folder.checkpoints, state.step, config.engine.keep)
+            begun = state.facts.get("config", plain(config))  # earlier versions did not keep it
+            check_unchanged(begun, plain(config), f"{folder.config} was changed since the run began")
             config = replace(config, model=earlier_layout(config.model, state.tensors))
         trainer = Trainer(config, data, bad, group, quiet, folder)
         group.say(quiet, *damaged)
@@ -89,6 +105,21 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
             raise ValueError(f"every checkpoint of {path} is damaged; begin again with: vitrail train --config {path}")
         group.say(quiet, f"resuming {path} after step {0 if state is None else state.step}")
         return trainer.run(state)
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], problem: str) -> None:
+    """Raises `ConfigError` that lists every setting of a run that differs, but for those that may."""
+    stored = flat(json.loads(json.dumps(before)))
+    wanted = flat(json.loads(json.dumps(now)))
+    chosen = {"data.loader": "auto"}  # values in place of which the run wrote what it chose
+    changes = [
+        f"{problem}: {name} was {shorten(str(stored.get(name)), 60)}, now it is {shorten(str(wanted.get(name)), 60)}"
+        for name in {**stored, **wanted}
+        if name not in MOVABLE and stored.get(name) != wanted.get(name) and wanted.get(name) != chosen.get(name, ...)
+    ]
+    if changes:
+        kept = f"a resumed run keeps its settings ({', '.join(MOVABLE[1:])} may change)"
+        raise ConfigError([*changes, f"{kept}; set them back, or begin another run with --config and --out"])
 
 
 class Trainer:
@@ -172,6 +203,7 @@ class Trainer:
             facts={
                 "data": fingerprint(self.data),
                 "world": group.world,
+                "config": plain(config),
                 **({"base": self.base_hash} if self.base_hash else {}),  # of an adapter
                 **self.module.facts(),
             },

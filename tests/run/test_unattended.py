@@ -1,0 +1,194 @@
+"""Runs that nobody watches: signals, restarts, leftovers of kills, changed settings, divergence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stopping import stop_after
+
+import vitrail
+from vitrail.cli import run as command
+from vitrail.config import RunConfig, from_mapping, load_yaml
+from vitrail.engine.device import choose_device
+from vitrail.engine.loop import Diverged, Stopped
+from vitrail.engine.run_folder import remove_leftovers, steps_saved, unused
+from vitrail.recipes import recipe
+from vitrail.run.train import check_unchanged
+from vitrail.schema import ConfigError, parse_flags
+
+TINY = (
+    "--model.name vit_micro_28 --model.trunk.depth 1 --model.trunk.width 16 --model.trunk.heads 1 "
+    "--data.workers 0 --data.loader host --data.augment.rand_ops 0 --data.batch 16 --data.check off "
+    "--optim.steps 8 --optim.warmup 0 --engine.log_every 2 --engine.evaluate_every 0 --engine.device cpu"
+)
+
+
+def configured(photos: Path, out: Path, flags: str = "") -> RunConfig:
+    base = from_mapping(parse_flags(f"{TINY} --data {photos} --out {out}".split())[1], recipe("vit"))
+    return from_mapping(parse_flags(flags.split())[1], base)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def equal(first: Path, second: Path) -> bool:
+    one, two = weights(first), weights(second)
+    return one.keys() == two.keys() and all(torch.equal(t, two[name]) for name, t in one.items())
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_of_terminals_and_schedulers_save_as_sigterm_does(
+    name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(getattr(signal, name))
+    with monkeypatch.context() as patch:
+        stop_after(3, patch, getattr(signal, name))
+        with pytest.raises(Stopped, match="after step 3"):
+            vitrail.train(configured(photos, tmp_path / "run"), quiet=True)
+    assert steps_saved(tmp_path / "run" / "checkpoint") == [3]
+    assert signal.getsignal(getattr(signal, name)) == before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop_after(3, monkeypatch, signal.SIGHUP)
+        vitrail.train(configured(photos, tmp_path / "run"), quiet=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_resume_auto_begins_and_continues_to_the_same_weights(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vitrail.train(configured(photos, tmp_path / "whole"), quiet=True)
+    words = ["train", "vit", *TINY.split(), "--data", str(photos), "--out", str(tmp_path / "run"), "--resume", "auto"]
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        assert command(words) == 130
+    assert steps_saved(tmp_path / "run" / "checkpoint")[-1] == 5
+    assert command(words) == 0
+    assert "resuming" in capsys.readouterr().err
+    assert equal(tmp_path / "whole", tmp_path / "run")
+    assert command([*words, "--optim.lr", "0.5", "--seed", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "optim.lr was 0.0005, now it is 0.5" in said
+    assert "seed was 0, now it is 3" in said
+    assert "engine.device, data.workers may change" in said
+
+
+def test_resume_auto_wants_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["train", "vit", "--data", "synthetic:shapes?n=60&size=32", "--resume", "auto"]) == 2
+    assert "--resume auto continues the run of --out FOLDER" in capsys.readouterr().err
+
+
+def test_a_configuration_that_was_edited_is_noticed_and_the_machine_may_change(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(Stopped):
+            vitrail.train(configured(photos, run), quiet=True)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("lr: 0.0005", "lr: 10.0005"))
+    with pytest.raises(ConfigError, match=r"optim.lr was 0.0005, now it is 10.0005"):
+        vitrail.resume(run, quiet=True)
+    (run / "config.yaml").write_text(text)
+    vitrail.resume(run, {"data": {"workers": 1}}, quiet=True)
+    assert (run / "report.html").is_file()
+
+
+def test_settings_that_the_run_chose_itself_are_no_change() -> None:
+    check_unchanged({"data": {"loader": "device"}, "out": "a"}, {"data": {"loader": "auto"}, "out": "b"}, "x")
+    with pytest.raises(ConfigError):
+        check_unchanged({"data": {"loader": "device"}}, {"data": {"loader": "host"}}, "x")
+
+
+def test_what_a_kill_left_is_removed_when_the_run_is_resumed(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(6, patch)
+        with pytest.raises(Stopped):
+            vitrail.train(configured(photos, run, "--engine.checkpoint_every 0.4 --engine.keep 2"), quiet=True)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    checkpoints = run / "checkpoint"
+    newest = checkpoints / f"step-{steps_saved(checkpoints)[-1]:09d}.safetensors"
+    for step in (0, 1):  # removed too late by a process that was killed
+        (checkpoints / f"step-{step:09d}.safetensors").write_bytes(newest.read_bytes())
+    left = [checkpoints / f".step.safetensors.{dead.pid}.tmp", run / f".report.html.{dead.pid}.tmp"]
+    others = run / f".table.csv.{os.getppid()}.tmp"
+    for path in (*left, others):
+        path.write_text("half")
+    vitrail.resume(run, quiet=True)
+    assert not any(path.exists() for path in left)
+    assert others.exists()  # its writer is alive
+    assert len(steps_saved(checkpoints)) == 2
+
+
+def test_a_folder_that_was_killed_before_its_configuration_counts_as_empty(photos: Path, tmp_path: Path) -> None:
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / ".lock").touch()
+    (stub / ".config.yaml.1.tmp").touch()
+    assert unused(stub)
+    vitrail.train(configured(photos, stub, "--optim.steps 1"), quiet=True)
+    assert (stub / "report.html").is_file()
+    assert not unused(stub)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".hidden").touch()
+    assert not unused(tmp_path / "other")
+    remove_leftovers(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("log_every", [1, 5, 20])
+def test_divergence_is_noticed_however_often_metrics_are_logged(log_every: int, photos: Path, tmp_path: Path) -> None:
+    first = vitrail.train(configured(photos, tmp_path / "first", "--optim.steps 1"), quiet=True)
+    tensors = {
+        name: torch.full_like(t, torch.nan) if t.is_floating_point() else t for name, t in weights(first.path).items()
+    }
+    save_file(tensors, tmp_path / "nan.safetensors")
+    flags = f"--engine.log_every {log_every} --optim.steps 60 --model.weights {tmp_path / 'nan.safetensors'}"
+    with pytest.raises(Diverged, match="training has diverged"):
+        vitrail.train(configured(photos, tmp_path / "run", flags), quiet=True)
+    logged = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(logged) * log_every <= 20
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:0:1"])
+def test_a_device_that_is_none_is_a_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match=r"engine.device: "):
+        choose_device(name)
+
+
+def test_a_run_that_began_with_more_processes_says_how_to_start_them(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.engine import run_folder as checkpoint
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(Stopped):
+            vitrail.train(configured(photos, run), quiet=True)
+    state, _ = checkpoint.newest(run / "checkpoint")
+    assert state is not None
+    assert from_mapping(state.facts["config"]) == from_mapping(load_yaml(run))
+    state.facts["world"] = 4
+    checkpoint.save(run / "checkpoint", state, 1)
+    with pytest.raises(ValueError, match=r"begun by 4 processes and now there are 1.*torchrun --nproc_per_node 4"):
+        vitrail.resume(run, quiet=True)
