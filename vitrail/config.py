@@ -129,14 +129,10 @@ def validate(config: RunConfig) -> list[str]:
         problems.append(f"model.name: no model {name!r}{near(name, ZOO)} (`vitrail list models` names all)")
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
-    if config.engine.accumulate > config.data.batch or config.data.batch % config.engine.accumulate:
-        problems.append(
-            f"engine.accumulate: a batch of {config.data.batch} cannot be cut into "
-            f"{config.engine.accumulate} equal pieces"
-        )
-    if (config.data.augment.mixup or config.data.augment.cutmix) and (
-        config.data.batch // config.engine.accumulate
-    ) % 2:
+    pieces = config.engine.accumulate or 1
+    if pieces > config.data.batch or config.data.batch % pieces:
+        problems.append(f"engine.accumulate: a batch of {config.data.batch} cannot be cut into {pieces} equal pieces")
+    if (config.data.augment.mixup or config.data.augment.cutmix) and (config.data.batch // pieces) % 2:
         problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
     problems += conflicts(config.data.augment) + conflicts(config.data.weak, "data.weak")
     if config.data.weak.mixup or config.data.weak.cutmix:

@@ -16,9 +16,11 @@ from stopping import stop_after
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, load_yaml
+from vitrail.data.batch import Batch
 from vitrail.engine.device import choose_device
-from vitrail.engine.loop import Diverged, Stopped
+from vitrail.engine.loop import Diverged, Stopped, TooLarge
 from vitrail.engine.run_folder import remove_leftovers, steps_saved, unused
+from vitrail.engine.step import TrainStep
 from vitrail.recipes import recipe
 from vitrail.run.train import check_unchanged
 from vitrail.schema import ConfigError, parse_flags
@@ -192,3 +194,40 @@ def test_a_run_that_began_with_more_processes_says_how_to_start_them(
     checkpoint.save(run / "checkpoint", state, 1)
     with pytest.raises(ValueError, match=r"begun by 4 processes and now there are 1.*torchrun --nproc_per_node 4"):
         vitrail.resume(run, quiet=True)
+
+
+def hold_at_most(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is too small for pieces of more images."""
+    feed = TrainStep.feed
+
+    def limited(self: TrainStep, piece: Batch) -> bool:
+        if len(piece) > images:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return feed(self, piece)
+
+    monkeypatch.setattr(TrainStep, "feed", limited)
+
+
+def test_a_batch_that_does_not_fit_says_how_to_cut_it(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_at_most(8, monkeypatch)
+    with pytest.raises(
+        TooLarge, match=r"a batch of 16 images in 1 piece .* of cpu; set --engine.accumulate 2, or auto"
+    ):
+        vitrail.train(configured(photos, tmp_path / "run"), quiet=True)
+
+
+def test_the_fewest_pieces_that_fit_are_found_and_kept(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vitrail.train(configured(photos, tmp_path / "named", "--engine.accumulate 4"), quiet=True)
+    hold_at_most(4, monkeypatch)
+    run = vitrail.train(configured(photos, tmp_path / "auto", "--engine.accumulate auto"), quiet=True)
+    assert load_yaml(run.path)["engine"]["accumulate"] == 4
+    assert equal(tmp_path / "named", run.path)
+    lines = [len((r / "metrics.jsonl").read_text().splitlines()) for r in (tmp_path / "named", run.path)]
+    assert lines[0] == lines[1]
+    hold_at_most(0, monkeypatch)
+    with pytest.raises(TooLarge, match="no piece of a batch fits into memory, not even 2 images"):
+        vitrail.train(configured(photos, tmp_path / "none", "--engine.accumulate auto"), quiet=True)

@@ -65,8 +65,8 @@ class EngineConfig:
     """torch.compile (none: on CUDA in bf16)."""
     graph: bool | None = None
     """Launch whole training steps as a CUDA graph (none: on CUDA, where nothing must be decided on the host)."""
-    accumulate: Count = 1
-    """Pieces in which a batch is computed."""
+    accumulate: Count | None = 1
+    """Pieces in which a batch is computed (auto: the fewest that fit into memory)."""
     ema: Fraction = 0.0
     """Decay of the moving average of the weights (0: off)."""
     deterministic: bool = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.engine.device import ProcessGroup, StopRequest, Vote
+from vitrail.engine.device import ProcessGroup, StopRequest, Vote, out_of_memory
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
@@ -30,6 +30,10 @@ MOST_LOST = 10  # updates in a row without a finite gradient, after which a run 
 
 class Diverged(ValueError):
     """Every recent gradient was NaN or infinite."""
+
+
+class TooLarge(ValueError):
+    """The pieces of a batch do not fit into memory."""
 
 
 class Stopped(Exception):
@@ -88,7 +92,7 @@ class Loop:
             compile=self.compile,
             graph=self.graph,
             ema=self.engine.ema,
-            accumulate=self.engine.accumulate,
+            accumulate=self.engine.accumulate or 1,
             group=self.group,
         )
         self.saved: int | None = None  # step of the last checkpoint
@@ -120,8 +124,13 @@ class Loop:
             stack.callback(gc.unfreeze)
             self._describe(bar)
             for piece in self.batches(self.step, total):
-                if not self.work.feed(piece):
-                    continue
+                try:
+                    if not self.work.feed(piece):
+                        continue
+                except (RuntimeError, MemoryError) as error:
+                    if not out_of_memory(error):
+                        raise
+                    raise TooLarge(self._too_large()) from error
                 bar.advance(1)
                 if self.step == first + SETTLED_STEPS:
                     # Objects that compilation left stay alive: collecting garbage among them takes a third of a second.
@@ -144,6 +153,15 @@ class Loop:
             apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
             self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
         return LoopResult(self.kept, self.step, seconds, rate, self.notes)
+
+    def _too_large(self) -> str:
+        pieces = self.engine.accumulate or 1
+        more = next((n for n in range(pieces + 1, self.batch + 1) if self.batch % n == 0), None)
+        cut = "" if more is None else f"set --engine.accumulate {more}, or auto (the result stays as it is); or "
+        return (
+            f"a batch of {self.batch} {self.things} in {pieces} piece{'s' * (pieces > 1)} does not fit into "
+            f"the memory of {self.device}; {cut}choose a smaller --data.batch or --model.image_size"
+        )
 
     def _describe(self, bar: Progress) -> None:
         """Log how many parameters each optimiser takes, and whether steps are CUDA graphs."""

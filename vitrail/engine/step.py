@@ -389,6 +389,8 @@ class _Graph(StaticBatch):
         torch.cuda.empty_cache()  # the graph has its own memory pool: release that of the warm-up
         try:
             return captured(lambda: self.work(self.piece), warm_up=0, device=self.device)[0]
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             advice = "this step cannot be captured as a CUDA graph (reason above); use --engine.graph false"
             raise RuntimeError(advice) from error

@@ -163,7 +163,7 @@ class ImageModule(DataModule):
             workers=self.workers,
             start=start,
             stop=stop,
-            accumulate=self.config.engine.accumulate,
+            accumulate=self.config.engine.accumulate or 1,
             rank=self.group.rank,
             world=self.group.world,
             views=self.augments,

@@ -80,7 +80,7 @@ class TextModule(DataModule):
             device=self.device,
             start=start,
             stop=stop,
-            accumulate=self.config.engine.accumulate,
+            accumulate=self.config.engine.accumulate or 1,
             rank=self.group.rank,
             world=self.group.world,
             length=self.length,

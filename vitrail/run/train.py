@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
-from vitrail.engine.loop import Loop
+from vitrail.engine.loop import Loop, TooLarge
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name
-from vitrail.files import refuse_unwritable
+from vitrail.files import refuse_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.evaluator import Loaders, needs_of
@@ -65,11 +67,39 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     group.say(quiet, *data.notes)
     path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
     path = Path(group.gather(str(path))[0])
-    trainer = Trainer(config, data, bad, group, quiet, RunFolder(path))  # rejects misfits, before a folder is made
-    if group.main:
-        trainer.folder = RunFolder.create(path, dump(trainer.config))
-    with trainer.folder:  # locked until the run ends, however it ends: this process may outlive it
-        return trainer.run(None)
+    with ExitStack() as stack:  # the folder is locked until the run ends, however it ends: this process may outlive it
+        folder: RunFolder | None = None
+        for pieces in _pieces(config, group):
+            chosen = replace(config, engine=replace(config.engine, accumulate=pieces))
+            trainer = Trainer(chosen, data, bad, group, quiet, folder or RunFolder(path))  # rejects misfits
+            if group.main and folder is None:
+                folder = trainer.folder = stack.enter_context(RunFolder.create(path, dump(trainer.config)))
+            elif group.main:
+                write_text(trainer.folder.config, dump(trainer.config))
+            try:
+                return trainer.run(None)
+            except TooLarge as error:
+                if config.engine.accumulate is not None:
+                    raise
+                group.say(quiet, str(error).partition(";")[0])
+            del trainer
+            gc.collect()
+            torch.cuda.empty_cache()
+    raise TooLarge(
+        f"no piece of a batch fits into memory, not even {config.data.batch // pieces} {data.things}; choose a "
+        "smaller model or --model.image_size"
+    )
+
+
+def _pieces(config: RunConfig, group: ProcessGroup) -> list[int]:
+    """In how many pieces a batch is computed, or is tried to be."""
+    if config.engine.accumulate is not None:
+        return [config.engine.accumulate]
+    if group.world > 1:
+        raise ConfigError(["engine.accumulate: auto is for a single process; name a number"])
+    least = 2 if config.data.augment.mixup or config.data.augment.cutmix else 1  # they mix pairs
+    batch = config.data.batch
+    return [n for n in range(1, batch + 1) if batch % (least * n) == 0] or [1]
 
 
 def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
