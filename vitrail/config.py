@@ -106,12 +106,30 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no configuration at {path}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from None
+        text = path.read_text(encoding="utf-8")
+        if _nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_VALUES:
+            raise ConfigError([f"{path} holds more than {MOST_VALUES:,} values, its references written out"])
+        values = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 text ({error.reason} at byte {error.start})"]) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError([f"{path} is not valid YAML: {reason}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path} must hold settings, one `name: value` a line"])
     return values
+
+
+MOST_VALUES = 100_000  # of a YAML file
+
+
+def _nodes(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML document has with all references written out; a cycle raises `RecursionError`."""
+    if id(node) not in known:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[id(node)] = 1 + sum(_nodes(part, known) for part in parts)
+    return known[id(node)]
 
 
 def dump(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,17 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def odd_kind(path: str | Path) -> str:
+    """What a path is that is neither a file nor a folder (a link to one is what it leads to); empty for these, and for
+    what is not there. Opening a pipe or a device may wait for ever."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return ""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return kinds.get(stat.S_IFMT(mode), "")
 
 
 def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,6 +88,7 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
+LARGEST = 1e18  # of any number in a configuration
 
 
 class ConfigError(ValueError):
@@ -95,6 +97,11 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def brief(value: Any) -> str:
+    """A value as messages quote it, however large it is."""
+    return reprlib.repr(value)
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -322,7 +329,7 @@ def _dataclass(cls: type, values: Any, base: Any, where: str, problems: list[str
         return values
     if not isinstance(values, Mapping):
         fields = ", ".join(hints(cls))
-        problems.append(f"{where or cls.__name__}: expected a group of settings ({fields}), got {values!r}")
+        problems.append(f"{where or cls.__name__}: expected a group of settings ({fields}), got {brief(values)}")
         return base
     given = _fields(cls, values, base, where, problems)
     if problems:  # a partly wrong object is never made; its other fields were still checked above
@@ -348,7 +355,7 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
             if value == choice or (isinstance(choice, str) and str(value) == choice):
                 return choice
         names = [str(c) for c in get_args(kind)]
-        problems.append(f"{where}: {value!r} is not one of {', '.join(names)}{near(str(value), names)}")
+        problems.append(f"{where}: {brief(value)} is not one of {', '.join(names)}{near(str(value), names)}")
         return base
     if dataclasses.is_dataclass(kind):
         if isinstance(value, str) and "kind" in hints(typing.cast(type, kind)):
@@ -358,7 +365,7 @@ def _value(kind: Any, value: Any, base: Any, where: str, problems: list[str]) ->
     if origin is Mapping:
         if isinstance(value, Mapping):
             return dict(value)
-        problems.append(f"{where}: expected a group of settings, got {value!r}")
+        problems.append(f"{where}: expected a group of settings, got {brief(value)}")
         return base
     if origin in (tuple, list):
         return _sequence(kind, value, where, problems)
@@ -373,13 +380,13 @@ def _annotated(hint: Any, value: Any, base: Any, where: str, problems: list[str]
         if isinstance(value, Mapping):
             return {**(base or {}), **_fields(overridden, value, None, where, problems)}
         fields = ", ".join(hints(overridden))
-        problems.append(f"{where}: expected settings of {overridden.__name__} ({fields}), got {value!r}")
+        problems.append(f"{where}: expected settings of {overridden.__name__} ({fields}), got {brief(value)}")
         return base or {}
     before = len(problems)
     read = _value(kind, value, base, where, problems)
     for mark in marks:
         if isinstance(mark, Range) and len(problems) == before and read is not None and read not in mark:
-            problems.append(f"{where}: {read!r} is out of range, must be {mark}")
+            problems.append(f"{where}: {brief(read)} is out of range, must be {mark}")
     return read
 
 
@@ -410,7 +417,7 @@ def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems
             name = str(value.get("kind", kind_of(type(base)) if base is not None else next(iter(components))))
             if name not in components:
                 names = ", ".join(components)
-                problems.append(f"{where}.kind: {name!r} is not one of {names}{near(name, components)}")
+                problems.append(f"{where}.kind: {brief(name)} is not one of {names}{near(name, components)}")
                 return base
             cls = typing.cast(type, components[name])
             return _dataclass(cls, value, base if isinstance(base, cls) else None, where, problems)
@@ -422,7 +429,7 @@ def _union(choices: tuple[Any, ...], value: Any, base: Any, where: str, problems
         if not attempt:
             return value_of_kind
         tries.append(attempt)
-    problems.extend(tries[0] if tries else [f"{where}: {value!r} does not fit"])
+    problems.extend(tries[0] if tries else [f"{where}: {brief(value)} does not fit"])
     return base
 
 
@@ -456,6 +463,9 @@ def _scalar(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -
     if kind in (int, float) and not isinstance(value, bool):
         try:
             number = float(value)
+            if not abs(number) < LARGEST:
+                problems.append(f"{where}: {brief(value)} is no finite number below {LARGEST:.0e}")
+                return base
             if kind is float:
                 return number
             if number == int(number):  # and exactly so, where a float has too few digits
@@ -467,5 +477,5 @@ def _scalar(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -
     elif kind is Path and isinstance(value, str):
         return Path(value)
     name = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
-    problems.append(f"{where}: expected {name}, got {value!r}")
+    problems.append(f"{where}: expected {name}, got {brief(value)}")
     return base

@@ -35,6 +35,7 @@ from vitrail.schema import ConfigError, build, near, plain
 Budget = Literal["epochs", "time", "macs", "none"]
 
 STUDIES = Path("runs") / "studies"
+MOST_SEEDS = 10_000
 KEYS = ("name", "base", "variants", "seeds", "budget", "baseline", "test_sets")
 SHARED = "run-"  # how folders of shared runs begin
 # Settings of the machine, which do not change the result of a run.
@@ -235,7 +236,9 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
     variants = {str(name): {} if changes is None else changes for name, changes in variants.items()}
     seeds = values.get("seeds", 3)
     if isinstance(seeds, int) and not isinstance(seeds, bool):
-        seeds = list(range(seeds))
+        if seeds > MOST_SEEDS:
+            problems.append(f"seeds: {seeds} are more than {MOST_SEEDS:,}")
+        seeds = list(range(min(seeds, MOST_SEEDS)))
     sets = values.get("test_sets") or []
     base = RunConfig()
     try:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vitrail.data.dataset import BadImage
+from vitrail.files import odd_kind
 
 MAX_PIXELS = 100_000_000
 
@@ -76,6 +77,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def stored_mode(path: Path) -> str:
     """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...); empty where it is no image."""
     try:
+        if odd_kind(path):
+            return ""
         with _QUIET, Image.open(path) as image:
             return image.mode
     except Exception:  # as in `decode`
@@ -84,8 +87,9 @@ def stored_mode(path: Path) -> str:
 
 def _decode(source: Path | bytes | BinaryIO, key: str, max_pixels: int, at_least: int | None) -> Image.Image:
     if isinstance(source, Path):
-        if source.is_dir():
-            raise BadImage(key, "a folder, not a file")
+        kind = "a folder" if source.is_dir() else odd_kind(source)
+        if kind:
+            raise BadImage(key, f"{kind}, not a file")
         with source.open("rb") as opened:
             return _decode(opened, key, max_pixels, at_least)
     stream: BinaryIO = io.BytesIO(source) if isinstance(source, bytes) else source

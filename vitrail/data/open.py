@@ -22,6 +22,7 @@ from vitrail.data.dataset import (
     hold_out,
     reduce_train,
 )
+from vitrail.files import odd_kind
 from vitrail.registry import SUFFIXES, kinds, part
 from vitrail.schema import near
 
@@ -78,7 +79,7 @@ def open_data(
 def open_source(uri: str) -> DataSet:
     """The data set a URI names, divided only as far as the source itself is. Raises as `open_data`."""
     scheme, colon, name = uri.partition(":")
-    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9_+-]+", scheme) and not Path(uri).exists():
+    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9_+-]+", scheme) and not _exists(Path(uri)):
         source, location = _by_scheme(uri, scheme, name)
     else:
         location = Location(uri, "", *_locate(uri))
@@ -124,7 +125,9 @@ def _locate(uri: str) -> tuple[Path, dict[str, str]]:
     for text, query in texts:
         for base in (None, folder):
             path = Path(base, text) if base else Path(text).expanduser()
-            if text and path.exists():
+            if text and _exists(path):
+                if kind := odd_kind(path):
+                    raise ValueError(f"{path} is {kind}; name a file or a folder")
                 return path, _options(query, uri)
     wanted = Path(texts[-1][0]).expanduser()
     neighbours = _listed(wanted.parent) + (_listed(Path(folder) / wanted.parent) if folder else [])
@@ -133,10 +136,17 @@ def _locate(uri: str) -> tuple[Path, dict[str, str]]:
     raise FileNotFoundError(f"no data at {str(wanted)!r}{also} (expected {FORMS}){hint}")
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long a name, or one with a null byte
+        return False
+
+
 def _listed(folder: Path) -> list[str]:
     try:
         return [entry.name for entry in os.scandir(folder)]
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 

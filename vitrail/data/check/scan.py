@@ -226,7 +226,8 @@ def _files(split: Split) -> list[tuple[int, str, Path]]:
     for key, index in zip(split.keys, split.index, strict=True):
         path = split.reader.path(int(index))
         with suppress(OSError):
-            files.append((path.stat().st_size, key, path))
+            if path.is_file():
+                files.append((path.stat().st_size, key, path))
     return files
 
 

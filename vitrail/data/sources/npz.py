@@ -8,8 +8,10 @@ stable index counts through train, val and test in that order.
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import FINEST, SPLIT_NAMES, DataSet, Location, Source, Split, stacked, with_finest
+from vitrail.data.sources.table import repeated
+
+MOST_LABEL = 1000  # above ten times the number of images, from which on a label is taken for a mistake
+DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+)  # RuntimeError: encrypted, unknown method
 
 
 class ArrayReader:
@@ -57,6 +69,11 @@ def mapped(path: Path, member: str) -> NDArray[Any]:
                 shape, fortran, dtype = _header(stream)
                 if not dtype.hasobject and np.prod(shape) > 0:
                     return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
+        with archive.open(entry) as packed:
+            shape, _, dtype = _header(packed)
+            size = math.prod(shape) * dtype.itemsize
+            if size > entry.file_size:
+                raise ValueError(f"the header of {member} claims {size} bytes, and there are {entry.file_size}")
     with np.load(path, allow_pickle=False) as arrays:
         return np.asarray(arrays[member])
 
@@ -71,19 +88,20 @@ def open_arrays(location: Location) -> DataSet:
         stems = ("x", "y", *levels.values())
         known = {"classes", *(f"{stem}_{part}" for stem in stems for part in (*SPLIT_NAMES, "classes"))}
         arrays = {name: mapped(path, name) for name in members if name in known}
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+    except (*DAMAGED, OSError, ValueError) as error:
         raise ValueError(f"{uri} cannot be read as plain arrays ({error}); write it again with numpy.savez") from None
     if "x_train" not in arrays or "y_train" not in arrays:
         raise ValueError(f"{uri} needs the arrays x_train and y_train; it has {', '.join(members) or 'none'}")
     present = tuple(s for s in SPLIT_NAMES if f"x_{s}" in arrays)
     labels = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
-    classes = _names(arrays.get("classes"), labels.values())
+    classes = _names(arrays.get("classes"), labels, f"{uri}: y")
     coarser = {}
     for name, stem in levels.items():
-        given = [np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays]
-        coarser[name] = _names(arrays.get(f"{stem}_classes"), given)
+        given = {s: np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays}
+        coarser[name] = _names(arrays.get(f"{stem}_classes"), given, f"{uri}: {stem}")
     counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
     problems = [p for s in SPLIT_NAMES for p in _misfits(s, arrays, counts)]
+    problems += [f"classes has {name!r} twice" for name in repeated(classes)]
     problems += [f"level_{FINEST}_* would be the level of y_*; leave it out"] * (FINEST in levels)
     if len({y.ndim for y in labels.values()}) > 1:
         problems.append("y_*: single labels in one split, several in another")
@@ -121,11 +139,23 @@ def _levels(members: Iterable[str]) -> dict[str, str]:
     return {match[2] or match[1]: match[1] for match in matches if match}
 
 
-def _names(given: NDArray[Any] | None, labels: Any) -> tuple[str, ...]:
+def _names(given: NDArray[Any] | None, labels: Mapping[str, NDArray[Any]], what: str) -> tuple[str, ...]:
+    """The names of classes: those given, or numbers up to the largest label."""
     if given is not None:
         return tuple(str(name) for name in np.asarray(given).ravel())
-    sizes = [y.shape[1] if y.ndim == 2 else int(y.max(initial=-1)) + 1 for y in labels if y.dtype.kind in "iub"]
-    return tuple(str(i) for i in range(max(sizes, default=0)))
+    count = 0
+    for split, y in labels.items():
+        if y.dtype.kind in "iub" and y.size and y.ndim:
+            most = y.shape[1] - 1 if y.ndim == 2 else int(y.max())
+            if most > MOST_LABEL + 10 * len(y):
+                row = int(y.argmax())
+                raise ValueError(f"{what}_{split}[{row}] is {most}, for {len(y)} images; labels count classes from 0")
+            count = max(count, most + 1)
+    return tuple(str(i) for i in range(count))
+
+
+def _rows(array: NDArray[Any] | None) -> bool:
+    return array is None or array.ndim > 0
 
 
 def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, int]) -> list[str]:
@@ -133,14 +163,18 @@ def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, i
     x, y = arrays.get(f"x_{split}"), arrays.get(f"y_{split}")
     if x is None or y is None:
         return [] if x is y else [f"x_{split} and y_{split} must come together"]
+    if flat := [
+        name for name in (f"x_{split}", *(f"{stem}_{split}" for stem in counts)) if not _rows(arrays.get(name))
+    ]:
+        return [f"{name} must have a row per image, and is a single value" for name in flat]
     problems = []
     if x.dtype != np.uint8:
         problems.append(f"x_{split} must be uint8, not {x.dtype}")
     if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
         shape = "x".join(map(str, x.shape))
         problems.append(f"x_{split} must be [images, height, width] with 1, 3 or no channels at the end, not {shape}")
-    if len(x) == 0:
-        problems.append(f"x_{split} is empty")
+    if x.size == 0:
+        problems.append(f"x_{split} is empty" if len(x) == 0 else f"x_{split} has images without pixels, {x.shape[1:]}")
     for stem, count in counts.items():
         name, values = f"{stem}_{split}", arrays.get(f"{stem}_{split}")
         if values is None:

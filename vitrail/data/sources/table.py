@@ -9,7 +9,8 @@ column `level:NAME` for each (`level:genus`, `level:family`), from fine to coars
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,8 @@ def reject_unseen(uri: str, classes: Sequence[str], splits: Mapping[str, Split])
 def _present(labels: NDArray[np.int64], classes: int) -> NDArray[np.bool_]:
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
     return np.asarray(counts > 0)
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Names that are there more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]

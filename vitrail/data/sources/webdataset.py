@@ -25,10 +25,11 @@ from PIL import Image
 from vitrail.data.dataset import UNDIVIDED, DataSet, Location, Source, Split, split_called, split_rows
 from vitrail.data.decode import decode
 from vitrail.data.sources.folder import SUFFIXES, natural
-from vitrail.data.sources.table import labels_of, reject_unseen
+from vitrail.data.sources.table import labels_of, reject_unseen, repeated
 
 LABELS = ("label", "cls", "class")  # of a JSON file, the first that is there
 _SHOWN = 5
+LONGEST_LABEL = 2**20  # bytes of a .cls or .json file
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +118,12 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
     """(name, first byte, bytes, label or nothing) of every image."""
     images: list[tuple[str, str, int, int]] = []
     labels: dict[str, str] = {}
+    length = file.stat().st_size
     try:
         with tarfile.open(file, "r:") as tar:
             for member in tar:
+                if member.issparse() or member.offset_data + member.size > length:
+                    raise ValueError(f"{member.name} is sparse, or longer than the file")
                 name = PurePosixPath(member.name)
                 if not member.isfile() or name.name.startswith("."):
                     continue
@@ -127,10 +131,14 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
                 if name.suffix.lower() in SUFFIXES:
                     images.append((member.name, stem, member.offset_data, member.size))
                 elif name.suffix in (".cls", ".json"):
+                    if member.size > LONGEST_LABEL:
+                        raise ValueError(f"{member.name} is no label, it has {member.size} bytes")
                     stream = tar.extractfile(member)
                     assert stream is not None  # a plain file
-                    labels[stem] = _label(stream, name.suffix) or labels.get(stem, "")
-    except (tarfile.TarError, EOFError, ValueError) as error:
+                    labels[stem] = _label(stream, member.name) or labels.get(stem, "")
+        if twice := repeated([name for name, *_ in images]):
+            raise ValueError(f"{twice[0]} is there twice")
+    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError) as error:
         zipped = file.open("rb").read(2) == b"\x1f\x8b"
         how = "unpack it with gunzip" if zipped else f"{error}; write or fetch it again"
         raise ValueError(f"{uri}: {file.name} cannot be read as a plain tar file ({how})") from None
@@ -139,12 +147,15 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
     ]
 
 
-def _label(stream: IO[bytes], suffix: str) -> str:
+def _label(stream: IO[bytes], name: str) -> str:
     text = stream.read().decode("utf-8").strip()
-    if suffix == ".cls":
+    if name.endswith(".cls"):
         return text
     stored = json.loads(text)
-    value = next((stored[name] for name in LABELS if name in stored), "") if isinstance(stored, dict) else ""
+    value = next((stored[key] for key in LABELS if key in stored), "") if isinstance(stored, dict) else ""
+    for label in value if isinstance(value, list) else [value]:
+        if not isinstance(label, str | int) or isinstance(label, bool):
+            raise ValueError(f"a label of {name} is {str(label)[:40]}, neither text nor a whole number")
     return "|".join(map(str, value)) + "|" if isinstance(value, list) else str(value)
 
 
