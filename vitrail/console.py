@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import shutil
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from vitrail.files import json_text
 from vitrail.schema import Positional, Setting, bare, kind_of, plain, settings
 
 EXAMPLE = "Example: "
@@ -136,7 +136,7 @@ def show(renderable: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON value on one line."""
-    print(json.dumps(value, ensure_ascii=False))
+    print(json_text(value))
 
 
 def output(as_json: bool, value: Any, *parts: Any) -> int:

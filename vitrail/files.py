@@ -1,16 +1,50 @@
-"""Writing files so that a kill or a full disk leaves either the old file or the new one."""
+"""Writing files so that a kill or a full disk leaves either the old file or the new one, whatever names they hold.
+
+Names of files and classes may be any bytes. In Python they are text in which a byte that is no UTF-8 is a surrogate
+(`os.fsdecode`); JSON and YAML keep that as an escape and give the same name back, and wherever such text is written,
+drawn or printed for a person, `readable` shows the byte as `\\xe9`.
+"""
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(_UMASK)
+
+
+def readable(name: str) -> str:
+    """A name as it is shown: bytes that are no UTF-8, control characters and changes of direction are escaped.
+
+    >>> readable("caf\\udce9 a\\nb"), readable("crème brûlée")
+    ('caf\\\\xe9 a\\\\nb', 'crème brûlée')
+    """
+    return "".join(c if c.isprintable() or c in _KEPT else _escaped(c) for c in name)
+
+
+_KEPT = "\u00a0\u200c\u200d"  # a space, and joiners of emoji and of Persian words
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
+
+
+def _encoded(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_escaped, error.object[error.start : error.end])), error.end
+
+
+codecs.register_error("readable", _encoded)  # for open(..., errors="readable")
 
 
 @contextmanager
@@ -31,7 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a small file, atomically."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="readable")
 
 
 def odd_kind(path: str | Path) -> str:
@@ -43,6 +77,16 @@ def odd_kind(path: str | Path) -> str:
         return ""
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return kinds.get(stat.S_IFMT(mode), "")
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """JSON as a person reads it, in UTF-8; escaped where names are no UTF-8, so that they come back as they were."""
+    text = json.dumps(value, ensure_ascii=False, **options)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, **options)
+    return text
 
 
 def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from vitrail.files import readable
+
 MISSING = "–"  # noqa: RUF001
 
 
@@ -71,4 +73,5 @@ def shorten(name: str, length: int) -> str:
     >>> shorten("a rather long class name", 12)
     'a rather lo…'
     """
+    name = readable(name)
     return name if len(name) <= length else name[: length - 1].rstrip() + "…"

@@ -7,12 +7,14 @@ stopped, resumable.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
 
+import vitrail.files  # noqa: F401, names of any bytes can be printed
 from vitrail.console import aligned, command_help, fail
 from vitrail.schema import ConfigError, near, read_command
 from vitrail.version import __version__
@@ -59,6 +61,9 @@ EXAMPLES = (
 
 def run(words: Sequence[str]) -> int:
     """Carry out one command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="readable")
     try:
         return _call(*words)
     except ConfigError as error:

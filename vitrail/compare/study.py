@@ -17,7 +17,6 @@ changes a *default*, the name does not show it; the stored values do, and the ru
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -28,7 +27,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from vitrail.config import RunConfig, from_mapping, load_yaml
-from vitrail.files import write_text
+from vitrail.files import json_text, write_text
 from vitrail.recipes import RECIPES, recipe
 from vitrail.schema import ConfigError, build, near, plain
 
@@ -184,7 +183,7 @@ def run_hash(config: RunConfig, *, seed: bool = True) -> str:
         inner.pop(last, None)
     # A group whose every choice is of the machine is as one without choices.
     values = {key: value for key, value in values.items() if value != {}}
-    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    text = json_text(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

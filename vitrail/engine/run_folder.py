@@ -160,7 +160,7 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """A line of log.txt."""
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+        with (self.path / "log.txt").open("a", encoding="utf-8", errors="readable") as file:
             file.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:

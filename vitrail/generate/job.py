@@ -24,7 +24,7 @@ from PIL import Image, PngImagePlugin
 
 from vitrail.data.counter import seed_of
 from vitrail.engine.progress import Progress
-from vitrail.files import replacing, write_text
+from vitrail.files import json_text, replacing, write_text
 from vitrail.generate.generation_methods import OF_ITS_OWN, OF_NOTHING, Request, Samples, Tools, generate
 
 PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
@@ -159,7 +159,7 @@ def store_plan(folder: Path, job: GenerationJob) -> None:
 
     Raises `ValueError` where the folder holds images of another job.
     """
-    text = json.dumps(job.to_json(), ensure_ascii=False)
+    text = json_text(job.to_json())
     path = folder / PLAN
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) != json.loads(text):
@@ -194,7 +194,7 @@ def run_job(
 def write_manifest(folder: Path, count: int) -> list[dict[str, Any]]:
     """The records of all images, read from their files and written next to them."""
     records = [read_record(image_path(folder, n)) for n in range(count)]
-    write_text(folder / MANIFEST, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_text(folder / MANIFEST, "".join(json_text(record) + "\n" for record in records))
     return records
 
 
@@ -248,7 +248,7 @@ def _record(job: GenerationJob, number: int, samples: Samples, row: int, labels:
 
 def _write(path: Path, samples: Samples, row: int, record: dict[str, Any]) -> None:
     text = PngImagePlugin.PngInfo()
-    text.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+    text.add_itxt(RECORD, json_text(record))
     pixels = samples.images[row].permute(1, 2, 0).cpu().numpy()
     with replacing(path) as temporary:
         Image.fromarray(np.ascontiguousarray(pixels)).save(temporary, "png", pnginfo=text)

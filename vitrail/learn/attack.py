@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.files import replacing, write_text
+from vitrail.files import json_text, replacing, write_text
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.adaptive.adavit import AdavitPolicy
@@ -224,7 +224,7 @@ def save_patch(folder: Path, change: Universal, provenance: Mapping[str, Any]) -
     with replacing(folder / PICTURE) as temporary:
         Image.fromarray(change.picture()).save(temporary, format="png")
     facts = {"format": FORMAT, **change.describe(), **provenance}
-    write_text(folder / PROVENANCE, json.dumps(facts, indent=1, ensure_ascii=False))
+    write_text(folder / PROVENANCE, json_text(facts, indent=1))
 
 
 def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, dict[str, Any]]:

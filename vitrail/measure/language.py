@@ -7,7 +7,6 @@ right, half of one is counted, a quarter for the next length, and so on (its smo
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
 from vitrail.data.sources.text import texts_of
-from vitrail.files import write_text
+from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import Advance, Findings, Loaders, Model, Where, batches, evaluator
 from vitrail.model.adapters.apply import without_adapters
@@ -138,9 +137,7 @@ class LanguageFigures(Figures):
 
     def keep(self, folder: Path) -> None:
         """Leave every completion in a run folder, a line each: for measures that are not here."""
-        write_text(
-            folder / COMPLETIONS, "".join(json.dumps(asdict(w), ensure_ascii=False) + "\n" for w in self.written)
-        )
+        write_text(folder / COMPLETIONS, "".join(json_text(asdict(w)) + "\n" for w in self.written))
 
 
 def language_figures(

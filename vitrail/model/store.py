@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
-from vitrail.files import replacing, write_text
+from vitrail.files import json_text, replacing, write_text
 from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
@@ -128,7 +128,7 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
     }
     for name, text in model.files.items():
         write_text(folder / name, text)
-    write_text(folder / DESCRIPTION, json.dumps(description, indent=1, ensure_ascii=False))
+    write_text(folder / DESCRIPTION, json_text(description, indent=1))
     return folder
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vitrail.files import replacing
+from vitrail.files import readable, replacing
 from vitrail.measure.attention_maps import AttentionMaps
 from vitrail.quantities import shorten
 
@@ -195,23 +195,27 @@ def sheet_picture(sheet: Sheet, gap: int = 8) -> Image.Image:
     wide = max((cell.picture.shape[1] for cell in cells), default=SIDE)
     high = max((cell.picture.shape[0] for cell in cells), default=SIDE)
     foot = 20 if any(cell.caption for cell in cells) else 0
-    margin = gap + (max(int(font.getlength(name)) for name, _ in sheet.rows) + gap if sheet.named else 0)
+    margin = gap + (max(int(font.getlength(readable(name))) for name, _ in sheet.rows) + gap if sheet.named else 0)
     picture = Image.new(
         "RGB", (margin + len(sheet.columns) * (wide + gap), 56 + len(sheet.rows) * (high + foot + gap)), "white"
     )
     draw = ImageDraw.Draw(picture)
-    draw.text((gap, 8), sheet.title, fill="#1c1e24", font=font)
+    draw.text((gap, 8), readable(sheet.title), fill="#1c1e24", font=font)
     for column, heading in enumerate(sheet.columns):
-        draw.text((margin + column * (wide + gap) + wide // 2, 34), heading, fill="#5b606b", font=font, anchor="ma")
+        draw.text(
+            (margin + column * (wide + gap) + wide // 2, 34), readable(heading), fill="#5b606b", font=font, anchor="ma"
+        )
     for row, (name, several) in enumerate(sheet.rows):
         top = 54 + row * (high + foot + gap)
-        draw.text((gap, top + high // 2), name, fill="#5b606b", font=font, anchor="lm")
+        draw.text((gap, top + high // 2), readable(name), fill="#5b606b", font=font, anchor="lm")
         for column, cell in enumerate(several):
             if cell is None:
                 continue
             left = margin + column * (wide + gap)
             picture.paste(Image.fromarray(cell.picture), (left, top))
-            draw.text((left + wide // 2, top + high + 3), cell.caption, fill="#5b606b", font=font, anchor="ma")
+            draw.text(
+                (left + wide // 2, top + high + 3), readable(cell.caption), fill="#5b606b", font=font, anchor="ma"
+            )
     return picture
 
 

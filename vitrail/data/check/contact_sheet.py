@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vitrail.data.dataset import BadImage, DataSet, Split
+from vitrail.files import readable
 
 TILE, GAP, LABEL, LINE = 96, 6, 180, 16
 CAPTION = 132  # width of what is written below a suspect
@@ -103,7 +104,7 @@ def _place(sheet: Image.Image, split: Split, row: int, corner: tuple[int, int], 
 
 
 def _fit(pen: ImageDraw.ImageDraw, text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = readable(text)
     if pen.textlength(text, font) <= width:
         return text
     while text and pen.textlength(text + "\N{HORIZONTAL ELLIPSIS}", font) > width:

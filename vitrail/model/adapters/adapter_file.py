@@ -19,7 +19,6 @@ and the `seed` with which all that no weights filled was initialised. The hash t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.files import json_text
 from vitrail.model import store
 from vitrail.model.adapters.apply import (
     M,
@@ -147,7 +147,7 @@ def save_adapter(model: nn.Module, name: str, path: str | Path, *, bits: int | N
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    store.write_tensors(path, tensors, {KEY: json.dumps(header, ensure_ascii=False)})
+    store.write_tensors(path, tensors, {KEY: json_text(header)})
     return path.stat().st_size
 
 
