@@ -13,6 +13,8 @@ where slope(x) is sign(x) for the l1 norm and x / |x| for l2.
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -215,65 +217,42 @@ def _spread_part(
     _spread(QKV + start, GRAD + place, made, kv, qg, size_q, size_k, first, last, heads, D, DP, N, P, BACK)
 
 
-def forward(
-    qkv: Tensor,
-    offsets: Tensor | None = None,
-    power: int = 1,
-    *,
-    split: int | None = None,
-    block: int | None = None,
-    warps: int = 8,
-    ahead: bool = False,
-) -> Tensor:
-    """SimA of qkv [batch, tokens, 3, heads, dim], or ragged, [capacity, 3, heads, dim].
+class Tuning(TypedDict, total=False):
+    """Launch parameters."""
 
-    `split`: programs per head (none: by the number of tokens and heads); `block`: tokens at a time (none: 64, or 32
-    where heads are wide); `ahead`: of loads, before the products of the tokens before.
-    """
+    split: int | None  # programs per head (none: by the number of tokens and heads)
+    block: int | None  # tokens at a time (none: 64, or 32 where heads are wide)
+    warps: int
+    ahead: bool  # loads come before the products of the tokens before
+
+
+def forward(qkv: Tensor, offsets: Tensor | None = None, power: int = 1, **tuning: Unpack[Tuning]) -> Tensor:
+    """SimA of qkv [batch, tokens, 3, heads, dim], or ragged, [capacity, 3, heads, dim]."""
     out = (qkv.new_empty if offsets is None else qkv.new_zeros)(*qkv.shape[:-3], *qkv.shape[-2:])
-    _run(qkv, out, out, offsets, power, split, block, warps, ahead, back=False)
+    _run(qkv, out, out, offsets, power, False, tuning)
     return out
 
 
 def backward(
-    qkv: Tensor,
-    grad: Tensor,
-    offsets: Tensor | None = None,
-    power: int = 1,
-    *,
-    split: int | None = None,
-    block: int | None = None,
-    warps: int = 8,
-    ahead: bool = False,
+    qkv: Tensor, grad: Tensor, offsets: Tensor | None = None, power: int = 1, **tuning: Unpack[Tuning]
 ) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
     grad_qkv = torch.empty_like(qkv) if offsets is None else torch.zeros_like(qkv)
-    _run(qkv, grad, grad_qkv, offsets, power, split, block, warps, ahead, back=True)
+    _run(qkv, grad, grad_qkv, offsets, power, True, tuning)
     return grad_qkv
 
 
 def _run(
-    qkv: Tensor,
-    grad: Tensor,
-    result: Tensor,
-    offsets: Tensor | None,
-    power: int,
-    split: int | None,
-    block: int | None,
-    warps: int,
-    ahead: bool,
-    *,
-    back: bool,
+    qkv: Tensor, grad: Tensor, result: Tensor, offsets: Tensor | None, power: int, back: bool, tuning: Tuning
 ) -> None:
     heads, dim = qkv.shape[-2:]
     batch, tokens = (qkv.shape[0], qkv.shape[1]) if offsets is None else (len(offsets) - 1, 0)
     all_heads, wide = batch * heads, power_of_two(dim)
     narrow = wide <= 64  # wider heads want more shared memory than most devices have, in blocks of 64 and three stages
-    block = block or (64 if narrow else 32)
+    block, ahead = tuning.get("block") or (64 if narrow else 32), tuning.get("ahead", False)
     common = {"D": dim, "DP": wide, "N": block, "P": power, "BACK": back}
-    common |= {"num_warps": warps, "num_stages": 3 if narrow else 2}
-    if split is None:
-        split = splits(tokens, all_heads)
+    common |= {"num_warps": tuning.get("warps", 8), "num_stages": 3 if narrow else 2}
+    split = tuning.get("split") or splits(tokens, all_heads)
     if split == 1:
         ragged = {"RAGGED": offsets is not None, "AHEAD": ahead}
         _whole[(all_heads,)](qkv, grad, result, qkv if offsets is None else offsets, tokens, heads, **common, **ragged)

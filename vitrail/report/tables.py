@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
-from vitrail.measure.ensembles import Together
 from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
 from vitrail.measure.language import LanguageFigures
 from vitrail.quantities import number, percent, shorten
 from vitrail.registry import part
+
+if TYPE_CHECKING:
+    from vitrail.measure.ensembles import Together
 
 LONGEST_NAME = 28
 

@@ -14,7 +14,6 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.learn.selfsupervised import spread_and_rank
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
 from vitrail.measure.language import language_figures
@@ -70,6 +69,8 @@ def _apart(
     rows = rows_of_all((torch.cat(index), torch.cat(found)) if found else None)
     if rows is None:
         raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+    from vitrail.learn.selfsupervised import spread_and_rank
+
     count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
     none = np.zeros(0)
     figures = UnlabelledFigures(

@@ -32,7 +32,6 @@ from vitrail.measure.classification import Figures, SingleLabelFigures, matthews
 from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluator import Predictions, UnlabelledFigures, worst_mistakes
 from vitrail.measure.language import LanguageFigures
-from vitrail.measure.saliency import word_influence
 from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -342,6 +341,8 @@ def text_mistakes(told: RunSummary) -> Markup:
 
 def influence(told: RunSummary, texts: EncodedTexts) -> Markup:
     """Strips of a few texts: half of them right, half wrong where there are so many."""
+    from vitrail.measure.saliency import word_influence
+
     split, classes = told.data[told.split], told.data.classes
     if told.data.multilabel:
         return Markup("")
