@@ -24,7 +24,7 @@ _TRITON = find_spec("triton") is not None
 
 
 class MadeOf(NamedTuple):
-    """What q_t and k_t are made of: a linear layer of x."""
+    """The linear layer of x that q_t and k_t come from."""
 
     x: Tensor  # [batch, tokens, width]
     weight: Tensor  # [2, heads, dim_t, width], of q_t and of k_t
@@ -110,8 +110,8 @@ def _match_backward(
     return attention_match_triton.backward(q, k, q_t, k_t, lse, lse_t, grad.contiguous())
 
 
-# The same with the teacher's q and k made again in the backward pass. One operator, not a recomputation that a compiler
-# can see: it would find that both are the same and keep them after all.
+# The same with the teacher's q and k computed again in the backward pass. One operator, not a recomputation that a
+# compiler can see: it would notice that both are the same and keep them after all.
 
 
 @torch.library.custom_op("vitrail::attention_match_again", mutates_args=(), device_types="cuda")
@@ -136,7 +136,7 @@ def _match_again_backward(
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     ctx.inputs = len(inputs)
-    kept = inputs if len(inputs) == 4 else (*inputs[:2], *inputs[4:])  # q_t and k_t, or what they are made of
+    kept = inputs if len(inputs) == 4 else (*inputs[:2], *inputs[4:])  # q_t and k_t, or their source
     ctx.save_for_backward(*kept, *output[2:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

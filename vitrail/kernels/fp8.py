@@ -42,7 +42,7 @@ _gelu_quantise.register_fake(
 
 
 def plain_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """What the accelerator computes, in float32: (x x_scale) (weight weight_scale)ᵀ."""
+    """The accelerator's product in float32: (x x_scale) (weight weight_scale)ᵀ."""
     return (x.float() * x_scale) @ (weight.float() * weight_scale).T
 
 

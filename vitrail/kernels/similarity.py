@@ -43,7 +43,7 @@ def uncompiled(function: Function) -> Function:
 def attend(
     queries: Tensor, memory: Tensor, temperature: float, values: Tensor | None = None, part: int = PART
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What matters of p = softmax(queries @ memory.T / temperature), without gradient.
+    """Means under p = softmax(queries @ memory.T / temperature), and its log-sum, without gradient.
 
     The mean under p of `values` [rows, any width] (none: of the memory itself), the log-sum of the softmax, and the
     mean under p of its scores: [queries, width], [queries] and [queries].

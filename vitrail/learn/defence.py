@@ -72,8 +72,11 @@ class PatchTraining(Supervised):
         if rest == 0 and 1 <= number <= self.room:
             assert self.last is not None
             self.patches[number - 1] = self.attack(self.last, self.options.attack.seed + number)
-        # What the next step pastes.
-        rng, existing = np.random.default_rng((self.options.attack.seed, step + 1)), min(number, self.room)
+        self._draw(step + 1, min(number, self.room))
+
+    def _draw(self, step: int, existing: int) -> None:
+        """Choose what `step` pastes."""
+        rng = np.random.default_rng((self.options.attack.seed, step))
         clean = rng.random() < self.options.clean
         self.pasted.fill_(existing > 0 and not clean)
         self.chosen.fill_(int(rng.integers(max(1, existing))))

@@ -73,7 +73,7 @@ def row_distances(maps: LayerMaps) -> tuple[Tensor, Tensor]:
 
 
 def class_rows(maps: LayerMaps) -> Tensor:
-    """What the class token attends to, [batch, heads, tokens]; without one, the mean over all rows there are."""
+    """Attention of the class token, [batch, heads, tokens]; without one, the mean over all rows there are."""
     if maps.prefix:
         return maps.weights[:, :, 0]
     return maps.weights.sum(2) / maps.rows.sum(1).clamp_min(1)[:, None, None]

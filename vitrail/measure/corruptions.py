@@ -1,4 +1,4 @@
-"""Images made worse in ten ways and five degrees, and how much of a model's accuracy is left.
+"""Image corruptions of ten kinds and five severities, and a model's accuracy on them.
 
 A small set after ImageNet-C (Hendrycks and Dietterich, 2019): the same families, but metrics are comparable with each
 other only. Images are [batch, 3, height, width] with values 0 to 255, on any device; what is random is a
@@ -136,7 +136,7 @@ def pixelate(images: Tensor, seeds: Tensor, kept: float) -> Tensor:
 
 
 def jpeg(images: Tensor, seeds: Tensor, quality: float) -> Tensor:
-    """What JPEG leaves of an image: frequencies of 8 x 8 blocks, rounded; colour at full resolution."""
+    """JPEG compression: frequencies of 8 x 8 blocks, rounded; colour at full resolution."""
     height, width = images.shape[-2:]
     matrix = torch.tensor(_TO_YCBCR, dtype=torch.float64)
     to, back = (m.to(images.device, torch.float32) for m in (matrix, matrix.inverse()))
@@ -157,7 +157,7 @@ def jpeg(images: Tensor, seeds: Tensor, quality: float) -> Tensor:
 
 
 class Corruption(NamedTuple):
-    """A way to make images worse, and how strong each severity is."""
+    """A kind of corruption, and its strength at each severity."""
 
     apply: Callable[[Tensor, Tensor, float], Tensor]
     strengths: tuple[float, float, float, float, float]

@@ -238,13 +238,13 @@ def aimed_at(features: Tensor, source: Tensor, target: Tensor) -> Extra:
         sources = episodes.support[:, others].flatten(2)  # [episodes, way, (way - 1) * shot]
         aims = episodes.classes[..., None].expand_as(sources)
         wanted = (sources * most + aims).to(key.device)
-        found = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
-        missing = (key[found] != wanted) | (aims >= most).to(key.device)
+        row = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
+        missing = (key[row] != wanted) | (aims >= most).to(key.device)
         if bool(missing.any()):
             where = tuple(missing.nonzero()[0].tolist())
             pair = f"row {int(sources[where])} for class {int(aims[where])}"
             raise ValueError(f"no image was generated from {pair}, which an episode needs")
-        return rows[found]
+        return rows[row]
 
     return extra
 

@@ -147,7 +147,7 @@ def evaluator(
 
 
 def needs_of(names: Iterable[str]) -> set[str]:
-    """What any of these evaluators needs."""
+    """The needs of all these evaluators."""
     return {need for name in names for need in getattr(part("evaluator", name), "needs", ())}
 
 

@@ -28,7 +28,7 @@ CERTAIN = 1e-6  # probabilities of a coarse class are kept this far from 0 and 1
 
 @dataclass(frozen=True)
 class Embedded:
-    """Images as vectors, on the device where they were made."""
+    """Embeddings of images and their labels, on the device of the model."""
 
     embedding: Tensor  # [images, width]
     label: Tensor  # [images] class
