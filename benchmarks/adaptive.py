@@ -21,7 +21,7 @@ from rounds import in_turns, where
 from sima import DIM, HEADS, crossover
 from torch import Tensor
 
-from vitrail.kernels.sampling import owners
+from vitrail.kernels.packing import owners
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.budget import calibrate, set_budget
 from vitrail.model.adaptive.config import Ats

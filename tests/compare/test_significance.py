@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vitrail.compare.comparison import Failure, Member, Price, compare_members, disagreement_matrix
 from vitrail.compare.statistics import holm, paired_interval, pareto, sign_flip_p, sign_flip_p_whole
 from vitrail.measure.evaluator import Predictions, StoredPredictions, read_predictions, write_predictions
-from vitrail.measure.few_labels import Correlation, Spread, early_and_final
+from vitrail.measure.probe import Correlation, Spread, early_and_final
 
 
 def enumerated(values: list[float]) -> float:

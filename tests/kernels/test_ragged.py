@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.kernels.ragged_attention import able, pack, plain_ragged_attention, ragged_attention, unpack
-from vitrail.kernels.sampling import compact
+from vitrail.kernels.packing import compact, pack, unpack
+from vitrail.kernels.ragged_attention import able, plain_ragged_attention, ragged_attention
 
 OFFSETS = (0, 5, 5, 6, 9, 20)  # an image of none and one of one token among them
 ROWS, MOST = 24, 11
@@ -206,7 +206,7 @@ import torch
 from itertools import pairwise
 from vitrail.kernels import ragged_attention as declared
 from vitrail.kernels import ragged_attention_triton as kernel
-from vitrail.kernels.sampling import compact
+from vitrail.kernels.packing import compact
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote with NaN

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitrail.kernels.packing import compact
 from vitrail.kernels.sampling import (
     able,
     class_attention,
     class_scores,
-    compact,
     inverse_sample,
     nearest_sample,
     plain_ragged_sample,

@@ -444,7 +444,7 @@ def test_a_folder_without_a_whole_patch_is_named(tmp_path: Path) -> None:
     save_patch(tmp_path, UniversalPatch(8, image_size=SIZE), {})
     save_patch(tmp_path / "other", UniversalPatch(4, image_size=SIZE), {})
     (tmp_path / "patch.safetensors").write_bytes((tmp_path / "other" / "patch.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=r"does not belong to the patch\.json beside it"):
+    with pytest.raises(ValueError, match=r"does not belong to the patch\.json next to it"):
         load_patch(tmp_path, PreprocessConfig(size=SIZE))
     (tmp_path / "patch.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged"):

@@ -20,7 +20,7 @@ from vitrail.measure.clustering import (
     purity,
     shared_images,
 )
-from vitrail.measure.retrieval import kin_ranks, neighbour_purity
+from vitrail.measure.retrieval import neighbour_purity, positive_ranks
 
 
 def blobs(rows: int, classes: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -150,10 +150,10 @@ def test_the_rank_of_the_kth_image_of_ones_class_is_that_of_a_loop(part: int) ->
             if memory_labels[row] == labels[i]
         ]
         by_loop.append(kin[2])
-    assert kin_ranks(queries, labels, memory, memory_labels, 3, part=part).tolist() == by_loop
+    assert positive_ranks(queries, labels, memory, memory_labels, 3, part=part).tolist() == by_loop
 
 
 def test_queries_without_enough_of_their_class_have_no_rank() -> None:
     memory, labels = torch.eye(3), torch.tensor([0, 0, 1])
-    assert kin_ranks(memory, labels, memory, labels, 2).tolist() == [2, 2]
-    assert len(kin_ranks(memory, labels, memory, labels, 4)) == 0
+    assert positive_ranks(memory, labels, memory, labels, 2).tolist() == [2, 2]
+    assert len(positive_ranks(memory, labels, memory, labels, 4)) == 0

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.data.batch import Batch
 from vitrail.learn.config import OneConfig, SupervisedConfig
+from vitrail.learn.distillation import One
 from vitrail.learn.objective import TrainingFacts, build_objective
-from vitrail.learn.one import One
 from vitrail.model.build import create_model, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost

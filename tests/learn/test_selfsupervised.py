@@ -22,7 +22,7 @@ from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.similarity import GROUP, largest, log_sum, relation_loss, top_rows
 from vitrail.learn.bank import Bank, ImageMemory
-from vitrail.learn.cmsf import Cmsf, class_means, constrained_rows
+from vitrail.learn.cmsf import Cmsf, PseudoLabels, class_means, constrained_rows, draw_labelled
 from vitrail.learn.config import (
     ByolConfig,
     ClustersConfig,
@@ -40,7 +40,6 @@ from vitrail.learn.config import (
 from vitrail.learn.moco import contrast
 from vitrail.learn.msf import Msf, shift_loss
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
-from vitrail.learn.pseudo_labels import PseudoLabels, draw_labelled
 from vitrail.learn.selfsupervised import MomentumCopy, collapse_note, purity
 from vitrail.learn.supcon import supervised_contrast
 from vitrail.learn.teacher import Embedder, load_embedder

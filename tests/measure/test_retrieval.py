@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import UNLABELLED
-from vitrail.measure.few_labels import evaluate_few
+from vitrail.measure.probe import evaluate_few
 from vitrail.measure.retrieval import Embedded, embed_all, evaluate_neighbours, evaluate_retrieval
 from vitrail.model.build import create_model
 from vitrail.registry import kinds, part

@@ -217,7 +217,7 @@ def test_what_has_places_for_prompts_is_neither_shown_nor_replaced(asked: dict[s
 def test_pictures_leave_out_maps_and_say_why() -> None:
     model = prompted(deep=False)
     assert map_layers(model) == []
-    assert layers_without_maps(model) == "with prompts, maps have places that are no patches, and are not shown"
+    assert layers_without_maps(model) == "with prompts, maps have tokens that are not patches, and are not shown"
     assert sima_layer(prompted(False, tiny(mixer="sima"))) is None
     assert sima_layer(tiny(mixer="sima")) == DEPTH - 1
 

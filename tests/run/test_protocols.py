@@ -17,7 +17,7 @@ from vitrail.cli import run
 from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import averaged, together
 from vitrail.measure.evaluator import Loaders, Predictions, needs_of, only_classes
-from vitrail.measure.few_labels import Labelled, few_labels
+from vitrail.measure.probe import Labelled, few_labels
 from vitrail.measure.retrieval import embed_all
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

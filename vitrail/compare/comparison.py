@@ -23,7 +23,7 @@ from vitrail.compare.statistics import (
 from vitrail.data.dataset import UNLABELLED
 from vitrail.measure.classification import STANDARD, MultiLabelFigures, classification
 from vitrail.measure.evaluator import StoredPredictions
-from vitrail.measure.few_labels import FEWEST, Correlation, Spread, early_and_final
+from vitrail.measure.probe import FEWEST, Correlation, Spread, early_and_final
 
 
 @dataclass(frozen=True)

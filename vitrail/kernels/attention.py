@@ -19,8 +19,6 @@ from torch import Tensor
 
 MOST_TOKENS = 256
 """Queries and keys that one program can hold in the backward pass."""
-WHOLE_TOKENS = 128
-"""Up to here the forward pass is one program per head, too."""
 _TRITON = find_spec("triton") is not None
 
 
@@ -40,13 +38,8 @@ def plain_packed_attention(qkv: Tensor) -> Tensor:
 
 def able(qkv: Tensor) -> bool:
     """Whether the kernel takes this tensor: half precision, on CUDA, few tokens, heads of 16 to 128 channels."""
-    return (
-        _TRITON
-        and qkv.is_cuda
-        and qkv.dtype in (torch.bfloat16, torch.float16)
-        and qkv.shape[1] <= MOST_TOKENS
-        and 16 <= qkv.shape[-1] <= 128
-    )
+    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
+    return _TRITON and half and qkv.shape[1] <= MOST_TOKENS and 16 <= qkv.shape[-1] <= 128
 
 
 # Operators are declared here and call Triton when they run: torch.compile can see them without importing it.
@@ -61,8 +54,11 @@ def _attention(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
     from vitrail.kernels import attention_triton
 
     qkv = qkv.contiguous()
-    if qkv.shape[1] > WHOLE_TOKENS and torch.cuda.get_device_capability(qkv.device) >= (9, 0):
-        return _by_cudnn(qkv, sums)
+    if qkv.shape[1] > attention_triton.WHOLE_TOKENS and torch.cuda.get_device_capability(qkv.device) >= (9, 0):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, sums)
+        lse = lse.view(q.shape[:3]) * attention_triton.LOG2E if sums else _no_sums(qkv)
+        return out.transpose(1, 2).contiguous(), lse
     return attention_triton.forward(qkv)
 
 
@@ -74,30 +70,16 @@ def _attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> 
     return attention_triton.backward(qkv.contiguous(), out, lse, grad.contiguous())
 
 
-def _by_cudnn(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, sums)
-    out = out.transpose(1, 2).contiguous()
-    return out, lse.view(q.shape[:3]) * 1.4426950408889634 if sums else _no_sums(qkv)  # log2(e)
-
-
 def _no_sums(qkv: Tensor) -> Tensor:
     batch, tokens, _, heads, _ = qkv.shape
     return qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-@_attention.register_fake
-def _(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
-    batch, tokens, _, heads, dim = qkv.shape
-    return qkv.new_empty(batch, tokens, heads, dim), _no_sums(qkv)
+_attention.register_fake(lambda qkv, sums: (qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), _no_sums(qkv)))
+_attention_backward.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 
-@_attention_backward.register_fake
-def _(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], *output)
 
 
@@ -105,4 +87,4 @@ def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     return _attention_backward(*ctx.saved_tensors, grad), None
 
 
-_attention.register_autograd(_gradient, setup_context=_remember)
+_attention.register_autograd(_gradient, setup_context=_save)

@@ -24,7 +24,7 @@ _TRITON = find_spec("triton") is not None
 
 
 class MadeOf(NamedTuple):
-    """What q_t and k_t are made of: a linear layer of x."""
+    """The linear layer of x that q_t and k_t come from."""
 
     x: Tensor  # [batch, tokens, width]
     weight: Tensor  # [2, heads, dim_t, width], of q_t and of k_t
@@ -45,8 +45,8 @@ def attention_match(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of each query's attention with the teacher's, and the teacher's entropy, its least value.
 
-    The kernel where it is able, else its plain twin. With `made_of` the kernel makes q_t and k_t again in its backward
-    pass, where their source is smaller than they are.
+    The kernel where it is able, else its plain twin. With `made_of` the kernel computes q_t and k_t again in its
+    backward pass, where their source is smaller than they are.
     """
     if not able(q, k, q_t, k_t):
         return plain_attention_match(q, k, q_t, k_t)
@@ -61,14 +61,14 @@ def attention_match(
 def plain_attention_match(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor]:
     """The same by PyTorch's own operations, with both maps in memory."""
     with torch.no_grad():
-        said = _logits(q_t, k_t).log_softmax(-1)
-    return map_match(q, k, said.exp()), -(said.exp() * said).sum(-1)
+        log_p = _logits(q_t, k_t).log_softmax(-1)
+    return map_match(q, k, log_p.exp()), -(log_p.exp() * log_p).sum(-1)
 
 
 def map_match(q: Tensor, k: Tensor, attention: Tensor) -> Tensor:
     """Cross entropy [batch, heads, tokens] with given maps [batch, heads, tokens, tokens] (averaged or stored ones)."""
-    own = _logits(q, k).log_softmax(-1)
-    return -(attention.detach().to(own) * own).sum(-1)
+    log_q = _logits(q, k).log_softmax(-1)
+    return -(attention.detach().to(log_q) * log_q).sum(-1)
 
 
 def map_entropy(attention: Tensor) -> Tensor:
@@ -110,23 +110,8 @@ def _match_backward(
     return attention_match_triton.backward(q, k, q_t, k_t, lse, lse_t, grad.contiguous())
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-    if grad is None:
-        return None, None, None, None
-    return *_match_backward(*ctx.saved_tensors, grad), None, None
-
-
-_match.register_autograd(_gradient, setup_context=_remember)
-
-
-# The same with the teacher's q and k made again in the backward pass. One operator, not a recomputation that a compiler
-# can see: it would find that both are the same and keep them after all.
+# The same with the teacher's q and k computed again in the backward pass. One operator, not a recomputation that a
+# compiler can see: it would notice that both are the same and keep them after all.
 
 
 @torch.library.custom_op("vitrail::attention_match_again", mutates_args=(), device_types="cuda")
@@ -141,14 +126,7 @@ def _match_again(
 
 @torch.library.custom_op("vitrail::attention_match_again_backward", mutates_args=(), device_types="cuda")
 def _match_again_backward(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    lse_t: Tensor,
-    grad: Tensor,
+    q: Tensor, k: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, lse_t: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q and k."""
     from vitrail.kernels import attention_match_triton
@@ -156,20 +134,23 @@ def _match_again_backward(
     return attention_match_triton.backward(q, k, *MadeOf(x, weight, bias).parts(), lse, lse_t, grad.contiguous())
 
 
-def _remember_source(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, _, x, weight, bias = inputs
-    ctx.save_for_backward(q, k, x, weight, bias, *output[2:])
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.inputs = len(inputs)
+    kept = inputs if len(inputs) == 4 else (*inputs[:2], *inputs[4:])  # q_t and k_t, or their source
+    ctx.save_for_backward(*kept, *output[2:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradient_again(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    return *_match_again_backward(*ctx.saved_tensors, grad), None, None, None, None, None
+        return (None,) * ctx.inputs
+    backward = _match_backward if ctx.inputs == 4 else _match_again_backward
+    return *backward(*ctx.saved_tensors, grad), *(None,) * (ctx.inputs - 2)
 
 
-_match_again.register_autograd(_gradient_again, setup_context=_remember_source)
+_match.register_autograd(_gradient, setup_context=_save)
+_match_again.register_autograd(_gradient, setup_context=_save)
 
 
 def _rows(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

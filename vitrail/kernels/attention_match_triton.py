@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels.attention_triton import _load, _store
+from vitrail.kernels.attention_triton import LOG2E, _load, _store, power_of_two
 
-_LOG2E = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -51,39 +50,11 @@ def _starts(which, heads, batch_step, head_step):
 
 @triton.jit
 def _forward(
-    Q,
-    K,
-    QT,
-    KT,
-    CROSS,
-    ENTROPY,
-    LSE,
-    LSET,
-    tokens,
-    heads,
-    scale,
-    scale_t,
-    qb,
-    qh,
-    qn,
-    kb,
-    kh,
-    kn,
-    qtb,
-    qth,
-    qtn,
-    ktb,
-    kth,
-    ktn,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DT: tl.constexpr,
-    DTP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    IEEE: tl.constexpr,
-    UP: tl.constexpr,
-):
+    Q, K, QT, KT, CROSS, ENTROPY, LSE, LSET, tokens, heads, scale, scale_t,
+    qb, qh, qn, kb, kh, kn, qtb, qth, qtn, ktb, kth, ktn,
+    D: tl.constexpr, DP: tl.constexpr, DT: tl.constexpr, DTP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IEEE: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
     """One program: M queries of one head."""
     which, first = tl.program_id(0), tl.program_id(1) * M
     K += _starts(which, heads, kb, kh)
@@ -127,41 +98,11 @@ def _difference(s, t, LSE, LSET, GRAD, first, count: tl.constexpr, tokens, plain
 
 @triton.jit
 def _backward(
-    Q,
-    K,
-    QT,
-    KT,
-    LSE,
-    LSET,
-    GRAD,
-    OUT,
-    tokens,
-    heads,
-    scale,
-    scale_t,
-    plain_scale,
-    qb,
-    qh,
-    qn,
-    kb,
-    kh,
-    kn,
-    qtb,
-    qth,
-    qtn,
-    ktb,
-    kth,
-    ktn,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DT: tl.constexpr,
-    DTP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    IEEE: tl.constexpr,
-    UP: tl.constexpr,
-):
+    Q, K, QT, KT, LSE, LSET, GRAD, OUT, tokens, heads, scale, scale_t, plain_scale, qb, qh, qn, kb, kh, kn, qtb,
+    qth, qtn, ktb, kth, ktn,
+    D: tl.constexpr, DP: tl.constexpr, DT: tl.constexpr, DTP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    OF_KEYS: tl.constexpr, IEEE: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
     """One program: the gradient of M queries of one head (or, `OF_KEYS`, of N keys), laid out [.., tokens, D]."""
     which = tl.program_id(0)
     Q += _starts(which, heads, qb, qh)
@@ -204,25 +145,16 @@ def _backward(
 
 def _arguments(parts: tuple[Tensor, ...]) -> tuple[list[Tensor], list[int], dict[str, int]]:
     """The tensors with neighbouring channels, their steps, and the constants of all kernels."""
-    ready = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
-    steps = [step for x in ready for step in x.stride()[:3]]
+    contiguous = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+    steps = [step for x in contiguous for step in x.stride()[:3]]
     dim, dim_t = parts[0].shape[-1], parts[2].shape[-1]
-    wide = ready[0].dtype == torch.float32
+    wide = contiguous[0].dtype == torch.float32
     # The interpreter keeps bfloat16 as whole numbers and would multiply those.
-    up = triton.knobs.runtime.interpret and ready[0].dtype == torch.bfloat16
-    sizes = {"D": dim, "DP": _power(dim), "DT": dim_t, "DTP": _power(dim_t), "IEEE": wide, "UP": up}
-    return ready, steps, sizes | _tile(parts[0].shape[2], max(_power(dim), _power(dim_t)), wide)
-
-
-def _tile(tokens: int, dim: int, wide: bool) -> dict[str, int]:
-    """Queries and keys a tile: four of them, of the larger head, must fit beside each other."""
-    most = 32 if wide or dim > 64 else 64
-    side = min(most, _power(tokens))
-    return {"M": side, "N": side}
-
-
-def _power(number: int) -> int:
-    return max(16, triton.next_power_of_2(number))
+    up = triton.knobs.runtime.interpret and contiguous[0].dtype == torch.bfloat16
+    sizes = {"D": dim, "DP": power_of_two(dim), "DT": dim_t, "DTP": power_of_two(dim_t), "IEEE": wide, "UP": up}
+    # Four tiles of queries and keys, of the larger head, must fit into shared memory together.
+    side = min(32 if wide or max(dim, dim_t) > 64 else 64, power_of_two(parts[0].shape[2]))
+    return contiguous, steps, sizes | {"M": side, "N": side}
 
 
 def forward(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,7 +162,7 @@ def forward(q: Tensor, k: Tensor, q_t: Tensor, k_t: Tensor) -> tuple[Tensor, Ten
     batch, heads, tokens, dim = q.shape
     parts, steps, sizes = _arguments((q, k, q_t.to(q.dtype), k_t.to(q.dtype)))
     rows = [torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device) for _ in range(4)]
-    scales = (_LOG2E * dim**-0.5, _LOG2E * q_t.shape[-1] ** -0.5)
+    scales = (LOG2E * dim**-0.5, LOG2E * q_t.shape[-1] ** -0.5)
     grid = (batch * heads, triton.cdiv(tokens, sizes["M"]))
     _forward[grid](*parts, *rows, tokens, heads, *scales, *steps, **sizes)
     return rows[0], rows[1], rows[2], rows[3]
@@ -242,11 +174,11 @@ def backward(
     """The gradients of q and k, contiguous."""
     batch, heads, tokens, dim = q.shape
     parts, steps, sizes = _arguments((q, k, q_t.to(q.dtype), k_t.to(q.dtype)))
-    scales = (_LOG2E * dim**-0.5, _LOG2E * q_t.shape[-1] ** -0.5, dim**-0.5)
-    made = []
+    scales = (LOG2E * dim**-0.5, LOG2E * q_t.shape[-1] ** -0.5, dim**-0.5)
+    grads = []
     for of_keys in (False, True):
         out = torch.empty(batch, heads, tokens, dim, dtype=q.dtype, device=q.device)
         grid = (batch * heads, triton.cdiv(tokens, sizes["N" if of_keys else "M"]))
         _backward[grid](*parts, lse, lse_t, grad, out, tokens, heads, *scales, *steps, OF_KEYS=of_keys, **sizes)
-        made.append(out)
-    return made[0], made[1]
+        grads.append(out)
+    return grads[0], grads[1]

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels.attention import WHOLE_TOKENS
-
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
+WHOLE_TOKENS = 128
+"""Up to here the forward pass is one program per head, too."""
 
 
 @triton.jit
@@ -29,9 +29,7 @@ def _store(at, value, first, count: tl.constexpr, tokens, row, D: tl.constexpr, 
     n = first + tl.arange(0, count)
     d = tl.arange(0, DP)
     tl.store(
-        at + n[:, None] * row + d[None, :],
-        value.to(at.dtype.element_ty),
-        mask=(n[:, None] < tokens) & (d[None, :] < D),
+        at + n[:, None] * row + d[None, :], value.to(at.dtype.element_ty), mask=(n[:, None] < tokens) & (d[None, :] < D)
     )
 
 
@@ -133,20 +131,9 @@ def _queries(QKV, OUT, GRAD, LSE, first, count: tl.constexpr, tokens, heads, D: 
 
 @triton.jit
 def _backward_whole(
-    QKV,
-    OUT,
-    GRAD,
-    LSE,
-    GRAD_QKV,
-    tokens,
-    heads,
-    scale,
-    plain_scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-):
+    QKV, OUT, GRAD, LSE, GRAD_QKV, tokens, heads, scale, plain_scale,
+    D: tl.constexpr, DP: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     """One program: a whole head of at most A + B tokens."""
     which = tl.program_id(0)
     image, head = which // heads, which % heads
@@ -180,21 +167,9 @@ def _backward_whole(
 
 @triton.jit
 def _backward_keys(
-    QKV,
-    OUT,
-    GRAD,
-    LSE,
-    GRAD_QKV,
-    tokens,
-    heads,
-    scale,
-    plain_scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-):
+    QKV, OUT, GRAD, LSE, GRAD_QKV, tokens, heads, scale, plain_scale,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """One program: a whole head of at most M tokens, N keys at a time and the rest in R places."""
     which = tl.program_id(0)
     image, head = which // heads, which % heads
@@ -232,11 +207,12 @@ def parts(tokens: int) -> tuple[int, int]:
     [(16, 0), (64, 0), (64, 16), (64, 64), (64, 64)]
     """
     if tokens <= 64:
-        return _power(tokens), 0
-    return 64, _power(tokens - 64)
+        return power_of_two(tokens), 0
+    return 64, power_of_two(tokens - 64)
 
 
-def _power(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The side of a tile that holds `number` rows: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(number))
 
 
@@ -245,35 +221,31 @@ def forward(qkv: Tensor, *, warps: int = 4, rows: int = 64) -> tuple[Tensor, Ten
     batch, tokens, _, heads, dim = qkv.shape
     out = qkv.new_empty(batch, tokens, heads, dim)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
-    sizes = (tokens, heads, _LOG2E * dim**-0.5)
+    sizes = (tokens, heads, LOG2E * dim**-0.5)
     if tokens <= WHOLE_TOKENS:
         a, b = parts(tokens)
-        _forward_whole[(batch * heads,)](qkv, out, lse, *sizes, D=dim, DP=_power(dim), A=a, B=b, num_warps=warps)
+        _forward_whole[(batch * heads,)](qkv, out, lse, *sizes, D=dim, DP=power_of_two(dim), A=a, B=b, num_warps=warps)
     else:
         grid = (batch * heads, triton.cdiv(tokens, rows))
-        _forward_rows[grid](qkv, out, lse, *sizes, D=dim, DP=_power(dim), M=rows, N=_power(tokens), num_warps=warps)
+        _forward_rows[grid](
+            qkv, out, lse, *sizes, D=dim, DP=power_of_two(dim), M=rows, N=power_of_two(tokens), num_warps=warps
+        )
     return out, lse
 
 
 def backward(
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    *,
-    warps: int | None = None,
-    keys: int = 64,
+    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, *, warps: int | None = None, keys: int = 64
 ) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
     batch, tokens, _, heads, dim = qkv.shape
-    made = torch.empty_like(qkv)
-    arguments = (qkv, out, grad, lse, made, tokens, heads, _LOG2E * dim**-0.5, dim**-0.5)
-    common = {"D": dim, "DP": _power(dim)}
+    grad_qkv = torch.empty_like(qkv)
+    arguments = (qkv, out, grad, lse, grad_qkv, tokens, heads, LOG2E * dim**-0.5, dim**-0.5)
+    common = {"D": dim, "DP": power_of_two(dim)}
     if tokens <= WHOLE_TOKENS:
         a, b = parts(tokens)
         _backward_whole[(batch * heads,)](*arguments, **common, A=a, B=b, num_warps=warps or 4)
     else:
         rest = tokens % keys
-        sizes = {"M": _power(tokens), "N": keys, "R": _power(rest) if rest else 0}
+        sizes = {"M": power_of_two(tokens), "N": keys, "R": power_of_two(rest) if rest else 0}
         _backward_keys[(batch * heads,)](*arguments, **common, **sizes, num_warps=warps or 8)
-    return made
+    return grad_qkv

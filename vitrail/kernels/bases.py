@@ -7,11 +7,11 @@ Random123) with
 
 so four bases come out of one call. The upper 24 bits of the word, taken as a whole number from -2²³ to 2²³ - 1, times
 2⁻²³: uniform in [-1, 1), each value exact in float32. Only whole numbers are computed until then, so bases are the same
-bits on any device, in any chunk, under any version. `layer` is in the counter for bases of a layer's own; bases that
+bits on any device, in any chunk, under any version. `layer` is in the counter for a layer's own bases; bases that
 layers share have `NO_LAYER` there. A smaller shape takes the beginning of a larger one.
 
 Sums of them are float32. An element's sum runs over the bases in a fixed order, whatever the chunk and whichever other
-elements or layers are computed beside it: the plain twin multiplies, rounds, adds and rounds, basis after basis; the
+elements or layers are computed with it: the plain twin multiplies, rounds, adds and rounds, basis after basis; the
 kernel adds tile after tile, in the order that a tile of fixed size has. So weights are the same bits on one device; two
 devices agree to rounding.
 """
@@ -77,17 +77,11 @@ def bases(
 
 
 def combine(
-    coefficients: Tensor,
-    elements: int,
-    *,
-    seed: int,
-    factor: int,
-    layers: Tensor | None = None,
-    chunk: int = CHUNK,
+    coefficients: Tensor, elements: int, *, seed: int, factor: int, layers: Tensor | None = None, chunk: int = CHUNK
 ) -> Tensor:
     """Sums of random bases: coefficients [layers, bases] -> [layers, elements], float32 (float64 for such).
 
-    `layers` [layers] are whole numbers, one a row, that give every row bases of its own; without it all rows share
+    `layers` [layers] are whole numbers, one per row, that give every row its own bases; without it all rows share
     theirs, which are then generated once. `chunk` changes memory and time, not a bit of the sums. The backward pass
     generates the bases again; the gradient of a coefficient is the product of its basis and the incoming gradient.
     Raises `ValueError` for a seed, an element or a coefficient that has no counter.
@@ -117,12 +111,11 @@ def plain_combine(
     """`combine` by PyTorch's own operations."""
     out = coefficients.new_zeros(len(coefficients), elements)
     for rows, layer in _alike(coefficients, layers):
-        mine = coefficients[rows]
         for basis, start, part in _parts(coefficients, elements, seed, factor, layer, chunk):
             sums = out[rows, start : start + part.shape[1]]
             for i, values in enumerate(part):
-                # Two operations: `addcmul` may round once or twice, by the place of an element in its vector.
-                sums.add_(mine[:, basis + i, None] * values)
+                # Two operations: `addcmul` may round once or twice, by the position of an element in its vector.
+                sums.add_(coefficients[rows, basis + i, None] * values)
     return out
 
 
@@ -130,11 +123,11 @@ def plain_combine_backward(
     coefficients: Tensor, grad: Tensor, layers: Tensor | None, seed: int, factor: int, chunk: int = CHUNK
 ) -> Tensor:
     """The gradient of the coefficients, from grad [layers, elements]."""
-    made = torch.zeros_like(coefficients)
+    sums = torch.zeros_like(coefficients)
     for rows, layer in _alike(coefficients, layers):
         for basis, start, part in _parts(coefficients, grad.shape[1], seed, factor, layer, chunk):
-            made[rows, basis : basis + len(part)] += grad[rows, start : start + part.shape[1]] @ part.T
-    return made
+            sums[rows, basis : basis + len(part)] += grad[rows, start : start + part.shape[1]] @ part.T
+    return sums
 
 
 def _alike(coefficients: Tensor, layers: Tensor | None) -> list[tuple[slice, int]]:
@@ -180,25 +173,18 @@ def _combine_backward(
     return plain_combine_backward(coefficients, grad, layers, seed, factor, chunk)
 
 
-@_combine.register_fake
-def _(coefficients: Tensor, layers: Tensor | None, elements: int, seed: int, factor: int, chunk: int) -> Tensor:
-    return coefficients.new_empty(len(coefficients), elements)
+_combine.register_fake(lambda rows, layers, elements, *_: rows.new_empty(len(rows), elements))
+_combine_backward.register_fake(lambda coefficients, *_: torch.empty_like(coefficients))
 
 
-@_combine_backward.register_fake
-def _(coefficients: Tensor, grad: Tensor, layers: Tensor | None, seed: int, factor: int, chunk: int) -> Tensor:
-    return torch.empty_like(coefficients)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, int, int, int], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, int, int, int], output: Tensor) -> None:
     coefficients, layers, _, *ctx.rest = inputs
     ctx.save_for_backward(coefficients, *(() if layers is None else (layers,)))
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     coefficients, *layers = ctx.saved_tensors
-    made = _combine_backward(coefficients, grad, layers[0] if layers else None, *ctx.rest)
-    return made, None, None, None, None, None
+    return _combine_backward(coefficients, grad, layers[0] if layers else None, *ctx.rest), None, None, None, None, None
 
 
-_combine.register_autograd(_gradient, setup_context=_remember)
+_combine.register_autograd(_gradient, setup_context=_save)

@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels.bases import KEY_STEPS, MULTIPLIERS, NO_LAYER, WORD
-
-M0, M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
-STEP0, STEP1 = tl.constexpr(KEY_STEPS[0]), tl.constexpr(KEY_STEPS[1])
-SHARED = tl.constexpr(NO_LAYER)
+M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)  # Philox4x32's multipliers and key steps
+STEP0, STEP1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+SHARED = tl.constexpr(0xFFFFFFFF)  # in place of the layer, as `vitrail.kernels.bases.NO_LAYER`
 GROUPS = 16
 """Philox calls in a tile of shared bases: the least that a matrix product takes. It fixes the order of a sum."""
 OWN_GROUPS = 8
@@ -25,7 +23,7 @@ OWN_GROUPS = 8
 KEYS = ("factor", "low", "high")
 """Numbers without meaning: a kernel of its own for those that happen to be 1 or a multiple of 16 would be a waste."""
 PROGRAMS = 528
-"""As many programs as keep a large accelerator busy (four a multiprocessor of 132): backward sums are split until
+"""As many programs as keep a large accelerator busy (four per multiprocessor of 132): backward sums are split until
 then."""
 
 
@@ -96,19 +94,9 @@ def _own(C, LAYERS, OUT, bases, elements, factor, low, high, K: tl.constexpr, E:
 
 @triton.jit(do_not_specialize=KEYS)
 def _shared_back(
-    GRAD,
-    PARTS,
-    layers,
-    bases,
-    elements,
-    span,
-    factor,
-    low,
-    high,
-    L: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-):
+    GRAD, PARTS, layers, bases, elements, span, factor, low, high,
+    L: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """One program: 4 K coefficients of L layers, over `span` elements, to PARTS [splits, layers, bases]."""
     group = tl.program_id(0) * K + tl.arange(0, K)
     row = tl.program_id(1) * L + tl.arange(0, L)
@@ -170,15 +158,13 @@ def _signed(word: int) -> int:
 
 
 def _key(seed: int, factor: int) -> tuple[int, int, int]:
-    return _signed(factor), _signed(seed & WORD), _signed(seed >> 32)
+    return _signed(factor), _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
 
 
-def _tile(layers: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(layers)))
-
-
-def _warps(tile: int) -> int:
-    return 8 if tile == 64 else 4  # with 4, more numbers than there are registers
+def _tile(layers: int) -> tuple[int, int]:
+    """Layers of a tile, and warps: 4 have too few registers for 64 layers."""
+    tile = min(64, max(16, triton.next_power_of_2(layers)))
+    return tile, 8 if tile == 64 else 4
 
 
 def combine(coefficients: Tensor, layers: Tensor | None, elements: int, seed: int, factor: int) -> Tensor:
@@ -187,9 +173,9 @@ def combine(coefficients: Tensor, layers: Tensor | None, elements: int, seed: in
     out = coefficients.new_empty(many, elements)
     key = _key(seed, factor)
     if layers is None:
-        tile = _tile(many)
+        tile, warps = _tile(many)
         grid = (triton.cdiv(elements, 64), triton.cdiv(many, tile))
-        _shared[grid](coefficients, out, many, bases, elements, *key, L=tile, K=GROUPS, E=64, num_warps=_warps(tile))
+        _shared[grid](coefficients, out, many, bases, elements, *key, L=tile, K=GROUPS, E=64, num_warps=warps)
     else:
         grid = (triton.cdiv(elements, 256), many)
         _own[grid](coefficients, layers, out, bases, elements, *key, K=OWN_GROUPS, E=256, num_warps=4)
@@ -201,10 +187,8 @@ def backward(coefficients: Tensor, grad: Tensor, layers: Tensor | None, seed: in
     many, bases = coefficients.shape
     elements = grad.shape[1]
     groups = triton.cdiv(bases, 4)
-    shared = layers is None
-    across, wide = (GROUPS, 32) if shared else (4, 256)
-    tile = _tile(many)
-    rows = triton.cdiv(many, tile) if shared else many
+    tile, warps = _tile(many)
+    across, wide, rows = (GROUPS, 32, triton.cdiv(many, tile)) if layers is None else (4, 256, many)
     programs = triton.cdiv(groups, across) * rows
     splits = max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(elements, 4 * wide)))
     span = triton.cdiv(triton.cdiv(elements, splits), wide) * wide
@@ -213,7 +197,7 @@ def backward(coefficients: Tensor, grad: Tensor, layers: Tensor | None, seed: in
     grid = (triton.cdiv(groups, across), rows, splits)
     sizes = (many, bases, elements, span)
     if layers is None:
-        _shared_back[grid](grad, parts, *sizes, *_key(seed, factor), L=tile, K=across, E=wide, num_warps=_warps(tile))
+        _shared_back[grid](grad, parts, *sizes, *_key(seed, factor), L=tile, K=across, E=wide, num_warps=warps)
     else:
         _own_back[grid](grad, layers, parts, *sizes, *_key(seed, factor), K=across, E=wide, num_warps=4)
     return parts.sum(0)

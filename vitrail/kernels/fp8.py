@@ -36,13 +36,13 @@ def _gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return fp8_triton.gelu_quantise(x.contiguous())
 
 
-@_gelu_quantise.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+_gelu_quantise.register_fake(
+    lambda x: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32))
+)
 
 
 def plain_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """What the accelerator computes, in float32: (x x_scale) (weight weight_scale)ᵀ."""
+    """The accelerator's product in float32: (x x_scale) (weight weight_scale)ᵀ."""
     return (x.float() * x_scale) @ (weight.float() * weight_scale).T
 
 
@@ -66,15 +66,8 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., outputs]
         small, factor = self.prepare(x.flatten(0, -2))
         if x.is_cuda:
-            out = torch._scaled_mm(
-                small,
-                self.weight.T,
-                scale_a=factor,
-                scale_b=self.scale.T,
-                bias=self.bias,
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
-            )
+            scales = {"scale_a": factor, "scale_b": self.scale.T, "bias": self.bias}
+            out = torch._scaled_mm(small, self.weight.T, **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
         else:
             out = plain_product(small, self.weight, factor, self.scale).to(x.dtype)
             out = out if self.bias is None else out + self.bias

@@ -7,26 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels.fp8 import LARGEST
 from vitrail.kernels.gelu import _A1, _A2, _A3, _A4, _A5, _EXPONENT, _P
 
 
 @triton.jit
 def _kernel(
-    X,
-    OUT,
-    SCALE,
-    width,
-    largest: tl.constexpr,
-    p: tl.constexpr,
-    exponent: tl.constexpr,
-    a1: tl.constexpr,
-    a2: tl.constexpr,
-    a3: tl.constexpr,
-    a4: tl.constexpr,
-    a5: tl.constexpr,
-    W: tl.constexpr,
-):
+    X, OUT, SCALE, width,
+    largest: tl.constexpr, p: tl.constexpr, exponent: tl.constexpr, a1: tl.constexpr, a2: tl.constexpr,
+    a3: tl.constexpr, a4: tl.constexpr, a5: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """One program: a row. GELU as in `vitrail.kernels.gelu`."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, W)
@@ -46,7 +35,7 @@ def gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(width)
-    constants = {"largest": LARGEST, "p": _P, "exponent": _EXPONENT, "W": size}
+    constants = {"largest": torch.finfo(torch.float8_e4m3fn).max, "p": _P, "exponent": _EXPONENT, "W": size}
     polynomial = {"a1": _A1, "a2": _A2, "a3": _A3, "a4": _A4, "a5": _A5}
     _kernel[(rows,)](x, out, scale, width, **constants, **polynomial, num_warps=4 if size <= 2048 else 8)
     return out, scale

@@ -65,13 +65,11 @@ class Gelu(nn.Module):
 
 @torch.library.custom_op("vitrail::linear_gelu", mutates_args=(), device_types="cuda")
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    made: Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    return made
+    out: Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return out
 
 
-@_linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(len(x), len(weight))
+_linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(len(x), len(weight)))
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Clusters of vectors."""
+"""k-means clustering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.kernels.similarity import PART
 
 
 class KMeansResult(NamedTuple):
-    """What k-means found."""
+    """Centres and assignments."""
 
     centres: Tensor  # [clusters, width]
     label: Tensor  # [rows] nearest centre
@@ -67,8 +67,8 @@ def _assigned(rows: Tensor, centres: Tensor, part: int) -> tuple[Tensor, Tensor]
     norms = centres.square().sum(1)
     labels, distances = [], []
     for first in range(0, len(rows), size):
-        some = rows[first : first + size]
-        best = (norms - 2 * some @ centres.T).min(1)
+        chunk = rows[first : first + size]
+        best = (norms - 2 * chunk @ centres.T).min(1)
         labels.append(best.indices)
-        distances.append((best.values + some.square().sum(1)).clamp(min=0))
+        distances.append((best.values + chunk.square().sum(1)).clamp(min=0))
     return torch.cat(labels), torch.cat(distances)

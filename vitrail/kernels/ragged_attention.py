@@ -16,18 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.sampling import compact, owners
+from vitrail.kernels.packing import owners, repack, unpack
 
 _TRITON = find_spec("triton") is not None
 
 
 def ragged_attention(
-    qkv: Tensor,
-    offsets: Tensor,
-    queries: Tensor | None = None,
-    query_offsets: Tensor | None = None,
-    *,
-    most: int,
+    qkv: Tensor, offsets: Tensor, queries: Tensor | None = None, query_offsets: Tensor | None = None, *, most: int
 ) -> Tensor:
     """softmax(q kᵀ / √dim) v within each image; the kernel where it is able, else its plain twin.
 
@@ -44,12 +39,7 @@ def ragged_attention(
 
 
 def plain_ragged_attention(
-    qkv: Tensor,
-    offsets: Tensor,
-    queries: Tensor | None = None,
-    query_offsets: Tensor | None = None,
-    *,
-    most: int,
+    qkv: Tensor, offsets: Tensor, queries: Tensor | None = None, query_offsets: Tensor | None = None, *, most: int
 ) -> Tensor:
     """The same by PyTorch's own attention, padded and masked."""
     dense, real = unpack(qkv, offsets, most)
@@ -58,43 +48,12 @@ def plain_ragged_attention(
         assert query_offsets is not None
         asked = torch.where(owners(query_offsets, len(queries))[2], queries, 0)
         q = unpack(qkv[:, 0][asked], query_offsets, most)[0].transpose(1, 2)
-    # An image without tokens looks at one of zeros: a softmax over nothing would be no number.
+    # An image without tokens attends to one of zeros: a softmax over nothing would be NaN.
     keys = real | (torch.arange(most, device=qkv.device) == 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=keys[:, None, None]).transpose(1, 2)
     if query_offsets is None or queries is None:
-        return _rows(out, offsets, len(qkv))
-    return _rows(out, query_offsets, len(queries))
-
-
-def pack(x: Tensor, mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The real tokens of x [batch, tokens, ...] one after the other: rows [capacity, ...], offsets [batch + 1], index.
-
-    `mask` [batch, tokens] is true where a token is real. `index` [capacity] is where each row was in the batch laid end
-    to end. Tokens beyond `capacity` are cut (`compact` says whether there are any); rows beyond the tokens are zeros.
-    """
-    batch, tokens = mask.shape
-    index, offsets, _ = compact(mask.flatten(), torch.arange(batch + 1, device=x.device) * tokens, capacity)
-    real = torch.arange(capacity, device=x.device) < offsets[-1]
-    return _where(real, x.flatten(0, 1)[index]), offsets, index
-
-
-def unpack(rows: Tensor, offsets: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Each image's rows [rows, ...] padded with zeros to [batch, most, ...], and where they are real [batch, most]."""
-    place = offsets[:-1, None] + torch.arange(most, dtype=offsets.dtype, device=offsets.device)
-    real = place < offsets[1:, None]
-    return _where(real, rows[torch.where(real, place, 0).long()]), real
-
-
-def _rows(dense: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """What `unpack` took apart: [batch, most, ...] -> [rows, ...]."""
-    image, place, real = owners(offsets, rows)
-    real = real & (place < dense.shape[1])
-    return _where(real, dense[image, torch.where(real, place, 0)])
-
-
-def _where(real: Tensor, x: Tensor) -> Tensor:
-    # Not a product: whatever stands in padding rows, also NaN, must leave neither values nor gradients.
-    return torch.where(real.view(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
+        return repack(out, offsets, len(qkv))
+    return repack(out, query_offsets, len(queries))
 
 
 def able(qkv: Tensor) -> bool:
@@ -135,29 +94,16 @@ def _attention_backward(
 
 
 @_attention.register_fake
-def _(
-    qkv: Tensor, offsets: Tensor, queries: Tensor | None, query_offsets: Tensor | None, most: int
-) -> tuple[Tensor, Tensor]:
-    rows, _, heads, dim = qkv.shape
+def _(qkv: Tensor, offsets: Tensor, queries: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, dim = len(qkv), *qkv.shape[2:]
     asked = rows if queries is None else len(queries)
     return qkv.new_empty(asked, heads, dim), qkv.new_empty(heads, asked, dtype=torch.float32)
 
 
-@_attention_backward.register_fake
-def _(
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    queries: Tensor | None,
-    query_offsets: Tensor | None,
-    most: int,
-) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+_attention_backward.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 
-def _remember(
+def _save(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int], output: tuple[Tensor, Tensor]
 ) -> None:
     qkv, offsets, queries, query_offsets, most = inputs
@@ -169,8 +115,8 @@ def _remember(
 def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None]:
     qkv, out, lse, offsets, *asked = ctx.saved_tensors
     queries, query_offsets = asked or (None, None)
-    made = _attention_backward(qkv, out, lse, grad, offsets, queries, query_offsets, ctx.most)
-    return made, None, None, None, None
+    grad = _attention_backward(qkv, out, lse, grad, offsets, queries, query_offsets, ctx.most)
+    return grad, None, None, None, None
 
 
-_attention.register_autograd(_gradient, setup_context=_remember)
+_attention.register_autograd(_gradient, setup_context=_save)

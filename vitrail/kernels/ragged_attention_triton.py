@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2E = 1.4426950408889634
+from vitrail.kernels.attention_triton import LOG2E, power_of_two
+
 FORWARD = ((32, 32, 32, 2), (64, 64, 64, 4), (None, 64, 64, 4))
 """Up to how many tokens an image: queries and keys of a tile, warps."""
 BACKWARD = ((32, 32, 32, 2), (64, 64, 64, 4), (None, 64, 64, 4))
@@ -37,9 +38,7 @@ def _take(at, rows, real, stride, D: tl.constexpr, DP: tl.constexpr):
 def _put(at, value, rows, real, stride, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     tl.store(
-        at + rows[:, None] * stride + d[None, :],
-        value.to(at.dtype.element_ty),
-        mask=real[:, None] & (d[None, :] < D),
+        at + rows[:, None] * stride + d[None, :], value.to(at.dtype.element_ty), mask=real[:, None] & (d[None, :] < D)
     )
 
 
@@ -66,21 +65,9 @@ def _asking(QUERIES, first, at, count, M: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def _forward(
-    QKV,
-    OFFSETS,
-    QUERIES,
-    QUERY_OFFSETS,
-    OUT,
-    LSE,
-    asked,
-    heads,
-    scale,
-    SOME: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    QKV, OFFSETS, QUERIES, QUERY_OFFSETS, OUT, LSE, asked, heads, scale,
+    SOME: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One program: M queries of an image in one head."""
     image, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     stride = 3 * heads * D
@@ -122,25 +109,9 @@ def _inner(q, k, v, grad, delta, lse, n, tokens, scale, plain_scale):
 
 @triton.jit
 def _backward_queries(
-    QKV,
-    OFFSETS,
-    QUERIES,
-    QUERY_OFFSETS,
-    OUT,
-    LSE,
-    GRAD,
-    DELTA,
-    MADE,
-    asked,
-    heads,
-    scale,
-    plain_scale,
-    SOME: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    QKV, OFFSETS, QUERIES, QUERY_OFFSETS, OUT, LSE, GRAD, DELTA, MADE, asked, heads, scale, plain_scale,
+    SOME: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradient of M queries of an image in one head, and their Σ out · grad for `_backward_keys`."""
     image, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     stride = 3 * heads * D
@@ -170,25 +141,9 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    QKV,
-    OFFSETS,
-    QUERIES,
-    QUERY_OFFSETS,
-    LSE,
-    GRAD,
-    DELTA,
-    MADE,
-    all_rows,
-    asked,
-    heads,
-    scale,
-    plain_scale,
-    SOME: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    QKV, OFFSETS, QUERIES, QUERY_OFFSETS, LSE, GRAD, DELTA, MADE, all_rows, asked, heads, scale, plain_scale,
+    SOME: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradients of N keys and values of an image in one head."""
     image, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     stride = 3 * heads * D
@@ -224,7 +179,7 @@ def tiles(table: tuple[tuple[int | None, int, int, int], ...], most: int) -> tup
     return next(tuple(sizes) for limit, *sizes in table if limit is None or most <= limit)  # type: ignore[return-value]
 
 
-def _made(like: Tensor, shape: tuple[int, ...], batch: int, most: int) -> Tensor:
+def _room(like: Tensor, shape: tuple[int, ...], batch: int, most: int) -> Tensor:
     """Room for an output: the programs of all images reach every padding row, unless capacity is beyond all need."""
     return like.new_empty(shape) if shape[0] <= batch * most else like.new_zeros(shape)
 
@@ -237,26 +192,11 @@ def forward(
     batch = len(offsets) - 1
     asked = rows if queries is None else len(queries)
     m, n, warps = tiles(FORWARD, most)
-    out = _made(qkv, (asked, heads, dim), batch, most)
+    out = _room(qkv, (asked, heads, dim), batch, most)
     lse = torch.empty(heads, asked, dtype=torch.float32, device=qkv.device)
-    _forward[(batch * heads, triton.cdiv(most, m))](
-        qkv,
-        offsets,
-        offsets if queries is None else queries,
-        offsets if query_offsets is None else query_offsets,
-        out,
-        lse,
-        asked,
-        heads,
-        _LOG2E * dim**-0.5,
-        SOME=queries is not None,
-        D=dim,
-        DP=_power(dim),
-        M=m,
-        N=n,
-        num_warps=warps,
-        num_stages=_stages(dim),
-    )
+    layout = _layout(qkv, offsets, queries, query_offsets)
+    sizes = _sizes(queries, dim, m, n, warps)
+    _forward[(batch * heads, triton.cdiv(most, m))](*layout, out, lse, asked, heads, LOG2E * dim**-0.5, **sizes)
     return out, lse
 
 
@@ -276,26 +216,24 @@ def backward(
     asked = len(out)
     m, n, warps = tiles(BACKWARD, most)
     # Rows that did not ask have no gradient of q, and no program.
-    made = _made(qkv, tuple(qkv.shape), batch, most) if queries is None else torch.zeros_like(qkv)
+    grad_qkv = _room(qkv, tuple(qkv.shape), batch, most) if queries is None else torch.zeros_like(qkv)
     delta = torch.empty_like(lse)
-    layout = (
-        qkv,
-        offsets,
-        offsets if queries is None else queries,
-        offsets if query_offsets is None else query_offsets,
-    )
-    scales = (asked, heads, _LOG2E * dim**-0.5, dim**-0.5)
-    sizes = {"SOME": queries is not None, "D": dim, "DP": _power(dim), "M": m, "N": n}
-    sizes |= {"num_warps": warps, "num_stages": _stages(dim)}
+    layout = _layout(qkv, offsets, queries, query_offsets)
+    scales = (asked, heads, LOG2E * dim**-0.5, dim**-0.5)
+    sizes = _sizes(queries, dim, m, n, warps)
     all_heads = batch * heads
-    _backward_queries[(all_heads, triton.cdiv(most, m))](*layout, out, lse, grad, delta, made, *scales, **sizes)
-    _backward_keys[(all_heads, triton.cdiv(most, n))](*layout, lse, grad, delta, made, rows, *scales, **sizes)
-    return made
+    _backward_queries[(all_heads, triton.cdiv(most, m))](*layout, out, lse, grad, delta, grad_qkv, *scales, **sizes)
+    _backward_keys[(all_heads, triton.cdiv(most, n))](*layout, lse, grad, delta, grad_qkv, rows, *scales, **sizes)
+    return grad_qkv
 
 
-def _stages(dim: int) -> int:
-    return 3 if dim <= 64 else 2  # wider heads want more shared memory in three stages than many devices have
+def _layout(
+    qkv: Tensor, offsets: Tensor, queries: Tensor | None, query_offsets: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return qkv, offsets, offsets if queries is None else queries, offsets if query_offsets is None else query_offsets
 
 
-def _power(number: int) -> int:
-    return max(16, triton.next_power_of_2(number))
+def _sizes(queries: Tensor | None, dim: int, m: int, n: int, warps: int) -> dict[str, int]:
+    # Wider heads want more shared memory in three stages than many devices have.
+    launch = {"num_warps": warps, "num_stages": 3 if dim <= 64 else 2}
+    return {"SOME": queries is not None, "D": dim, "DP": power_of_two(dim), "M": m, "N": n, **launch}

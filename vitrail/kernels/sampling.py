@@ -1,14 +1,13 @@
 """Which tokens of an image go on: scores from the class token's attention, and samplers of them (ATS).
 
-A sampler looks at K points in (0, 1], here (2i - 1) / 2K, and keeps the token in whose piece of the cumulated scores a
-point lies; `random_sample` draws the points, `uniform_sample` is the control that does not look at scores.
+A sampler has K points in (0, 1], here (2i - 1) / 2K, and keeps the token in whose piece of the cumulated scores a
+point lies; `random_sample` draws the points, `uniform_sample` is the control that ignores scores.
 
 Points meet edges of pieces exactly all the time (equal scores, one big one), and there rounding would decide. So scores
 become whole numbers first, by a power of two, and all that follows is exact: the answer depends on no order of
 summation, no tile and no device. The number of points up to C / T is ⌊K C / T + ½⌋; nothing is searched.
 
-A packed batch is rows [capacity, ...] with offsets [batch + 1]: image b owns rows offsets[b] to offsets[b + 1], rows
-from offsets[-1] on are padding. Capacity is static and nothing here waits for the host.
+Nothing here waits for the host; `vitrail.kernels.packing` describes packed batches.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.kernels.covariance import without_autocast
+from vitrail.kernels.packing import owners
 
 Order = Literal["raster", "sorted"]
 Source = Literal["class", "column", "random"]
@@ -149,8 +149,8 @@ def _points_upto(twice: Tensor, total: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _sane(scores: Tensor, real: Tensor) -> Tensor:
-    """At least float32, and 0 where a token is not real or its score is no positive number."""
-    wide = scores.detach() if scores.dtype == torch.float64 else scores.detach().float()
+    """At least float32, and 0 where a token is not real or its score is not positive."""
+    wide = _wide(scores.detach())
     return torch.where(real & (wide > 0), wide, 0)
 
 
@@ -171,7 +171,7 @@ def _inverse_power(top: Tensor) -> Tensor:
 
 def _count(points: int | Tensor, tokens: int) -> int | Tensor:
     if isinstance(points, Tensor):
-        return points.long().unsqueeze(-1)  # whoever made it has checked it: asking here would wait for the device
+        return points.long().unsqueeze(-1)  # its caller has checked it: a comparison here would wait for the device
     check_points(points, tokens)
     return points
 
@@ -219,7 +219,7 @@ def class_scores(
                 drawn = _drawn(k[:, 0, prefix:, 0], None if mask is None else mask[:, prefix:], generator) + prefix
                 query = q.take_along_dim(drawn[:, None, None, None], 2)
             # The sum over all tokens is a factor of every score of a head, so a softmax over patches does as well, and
-            # does not underflow where the class token sees little but itself.
+            # does not underflow where the class token attends to little but itself.
             weight = _logits(query, k, mask)[:, :, 0, prefix:].softmax(-1)
         if value_norm:
             weight = weight * _wide(v[:, :, prefix:]).norm(dim=-1)
@@ -235,12 +235,13 @@ def class_attention(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     logits = (_wide(q) * q.shape[-1] ** -0.5) @ _wide(k).mT
-    # Not -inf, which would be no number where an image has no real token left.
+    # Not -inf, which would give NaN where an image has no real token left.
     return logits if mask is None else logits.masked_fill(~mask[:, None, None], torch.finfo(logits.dtype).min)
 
 
@@ -255,19 +256,6 @@ def _drawn(like: Tensor, mask: Tensor | None, generator: torch.Generator | None)
 
 
 # Packed batches
-
-
-def owners(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: its image, its place in that image, and whether it belongs to one at all, [rows] each.
-
-    Rows that do not are said to be of the last image.
-
-    >>> owners(torch.tensor([0, 2, 2, 3]), 4)
-    (tensor([0, 0, 2, 2]), tensor([0, 1, 0, 1]), tensor([ True,  True,  True, False]))
-    """
-    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    image = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp_max(len(offsets) - 2)
-    return image, (row - offsets[image]).long(), row < offsets[-1]
 
 
 def ragged_class_scores(qkv: Tensor, offsets: Tensor, prefix: int, value_norm: bool = True) -> Tensor:
@@ -358,7 +346,7 @@ def ragged_uniform_sample(
     width = max(1, most - prefix)
     patches = torch.arange(width, device=offsets.device) < (offsets.diff() - prefix)[:, None]
     keep = uniform_sample(patches, points, patches, generator)
-    # Rows of padding are said to be of the last image, at places that it need not have.
+    # Padding rows count as the last image's, at positions that it need not have.
     kept = keep[image, (place - prefix).clamp(0, width - 1)]
     return real & ((place < prefix) | kept)
 
@@ -366,37 +354,6 @@ def ragged_uniform_sample(
 def able(qkv: Tensor, most: int) -> bool:
     """Whether the kernel takes this tensor: on CUDA, not float64, few tokens."""
     return _TRITON and qkv.is_cuda and qkv.dtype != torch.float64 and most <= MOST_TOKENS
-
-
-def compact(keep: Tensor, offsets: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the rows of the next packed batch come from: keep [rows] -> index [capacity], offsets, overflow (a bool).
-
-    Kept rows come in order, then zeros as padding. Where more are kept than `capacity`, the last ones are cut.
-
-    >>> compact(torch.tensor([True, False, True, True, True]), torch.tensor([0, 2, 4]), 4)
-    (tensor([0, 2, 3, 0]), tensor([0, 1, 3]), tensor(False))
-    """
-    row = torch.arange(len(keep), device=keep.device)
-    keep = keep & (row < offsets[-1])
-    upto = keep.long().cumsum(0)
-    place = torch.where(keep, upto - 1, capacity).clamp_max(capacity)  # one place more, for all that is not wanted
-    index = row.new_zeros(capacity + 1).scatter(0, place, row)[:capacity]
-    before = torch.cat([upto.new_zeros(1), upto])[offsets.long()]
-    return index, before.clamp_max(capacity).to(offsets.dtype), before[-1] > capacity
-
-
-def kept_first(keep: Tensor) -> Tensor:
-    """Places of tokens [batch, tokens] with those of `keep` first, each part in its order.
-
-    By counting: sorting is slow, and ONNX's is not stable.
-
-    >>> kept_first(torch.tensor([[False, True, False, True]]))
-    tensor([[1, 3, 0, 2]])
-    """
-    upto = keep.long().cumsum(1)
-    here = torch.arange(keep.shape[1], device=keep.device).expand_as(upto)
-    rank = torch.where(keep, upto - 1, upto[:, -1:] + here - upto)
-    return torch.zeros_like(rank).scatter(1, rank, here)
 
 
 # The operator is declared here and calls Triton when it runs: torch.compile can see it without importing it.
@@ -412,6 +369,6 @@ def _ragged_sample(
     return sampling_triton.sample(qkv.contiguous(), offsets, points, prefix, value_norm, most)
 
 
-@_ragged_sample.register_fake
-def _(qkv: Tensor, offsets: Tensor, points: Tensor, prefix: int, value_norm: bool, most: int) -> tuple[Tensor, Tensor]:
-    return qkv.new_empty(len(qkv), dtype=torch.float32), qkv.new_empty(len(qkv), dtype=torch.bool)
+_ragged_sample.register_fake(
+    lambda qkv, *_: (qkv.new_empty(len(qkv), dtype=torch.float32), qkv.new_empty(len(qkv), dtype=torch.bool))
+)

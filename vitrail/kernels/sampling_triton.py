@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels import sampling
+from vitrail.kernels.attention_triton import LOG2E, power_of_two
 
-SCALE = tl.constexpr(2.0**sampling.BITS)
+SCALE = tl.constexpr(2.0**36)  # 2^BITS of `vitrail.kernels.sampling`
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 TILE = 8192
 """Tokens times channels that are loaded at once."""
-WARPS = 4
 
 
 @triton.jit
@@ -36,19 +35,9 @@ def _whole(scores):
 
 @triton.jit
 def _sample(
-    QKV,
-    OFFSETS,
-    POINTS,
-    SCORES,
-    KEEP,
-    heads,
-    scale,
-    PREFIX: tl.constexpr,
-    VALUES: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-):
+    QKV, OFFSETS, POINTS, SCORES, KEEP, heads, scale,
+    PREFIX: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """One program: an image of at most N tokens, C channels at a time."""
     image = tl.program_id(0)
     first = tl.load(OFFSETS + image).to(tl.int64)
@@ -94,21 +83,9 @@ def sample(
     rows, _, heads, dim = qkv.shape
     scores = torch.zeros(rows, dtype=torch.float32, device=qkv.device)
     keep = torch.zeros(rows, dtype=torch.int8, device=qkv.device)
-    tokens = max(16, triton.next_power_of_2(most))
+    tokens = power_of_two(most)
     channels = max(4, min(triton.next_power_of_2(dim), TILE // tokens))
-    _sample[(len(offsets) - 1,)](
-        qkv,
-        offsets,
-        points,
-        scores,
-        keep,
-        heads,
-        1.4426950408889634 * dim**-0.5,  # log2(e)
-        PREFIX=prefix,
-        VALUES=value_norm,
-        D=dim,
-        N=tokens,
-        C=channels,
-        num_warps=WARPS,
-    )
+    tensors = (qkv, offsets, points, scores, keep)
+    sizes = {"PREFIX": prefix, "VALUES": value_norm, "D": dim, "N": tokens, "C": channels}
+    _sample[(len(offsets) - 1,)](*tensors, heads, LOG2E * dim**-0.5, **sizes, num_warps=4)
     return scores, keep.view(torch.bool)

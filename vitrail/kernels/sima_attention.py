@@ -89,13 +89,8 @@ def cheaper(tokens: int, dim: int, device: str = "cpu") -> Order:
 
 def able(qkv: Tensor, norm: Norm = "l1") -> bool:
     """Whether the kernel takes this tensor: half precision, on CUDA, heads of 16 to 128 channels, a norm."""
-    return (
-        _TRITON
-        and qkv.is_cuda
-        and qkv.dtype in (torch.bfloat16, torch.float16)
-        and norm != "none"
-        and 16 <= qkv.shape[-1] <= 128
-    )
+    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
+    return _TRITON and half and norm != "none" and 16 <= qkv.shape[-1] <= 128
 
 
 # Operators are declared here and call Triton when they run: torch.compile can see them without importing it.
@@ -117,17 +112,11 @@ def _sima_backward(qkv: Tensor, grad: Tensor, offsets: Tensor | None, power: int
     return sima_triton.backward(qkv.contiguous(), grad.contiguous(), offsets, power)
 
 
-@_sima.register_fake
-def _(qkv: Tensor, offsets: Tensor | None, power: int) -> Tensor:
-    return qkv.new_empty(*qkv.shape[:-3], *qkv.shape[-2:])
+_sima.register_fake(lambda qkv, *_: qkv.new_empty(*qkv.shape[:-3], *qkv.shape[-2:]))
+_sima_backward.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 
-@_sima_backward.register_fake
-def _(qkv: Tensor, grad: Tensor, offsets: Tensor | None, power: int) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int], output: Tensor) -> None:
     qkv, offsets, power = inputs
     ctx.save_for_backward(qkv, *(() if offsets is None else (offsets,)))
     ctx.power = power
@@ -138,4 +127,4 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return _sima_backward(qkv, grad, rest[0] if rest else None, ctx.power), None, None
 
 
-_sima.register_autograd(_gradient, setup_context=_remember)
+_sima.register_autograd(_gradient, setup_context=_save)

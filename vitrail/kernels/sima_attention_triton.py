@@ -13,18 +13,20 @@ where slope(x) is sign(x) for the l1 norm and x / |x| for l2.
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels.attention_triton import _load, _store
+from vitrail.kernels.attention_triton import _load, _store, power_of_two
 
 EPS = tl.constexpr(1e-6)  # as `vitrail.kernels.sima_attention.EPS`
 WHOLE_TOKENS = 512
 """Up to here one program does a whole head."""
 PROGRAMS = 528
-"""As many programs as keep a large accelerator busy (four a multiprocessor of 132): long heads are split until then."""
+"""Programs that keep a large accelerator busy (four per multiprocessor of 132): long heads are split until then."""
 
 
 @triton.jit
@@ -50,16 +52,9 @@ def _amount(x, P: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    QKV,
-    GRAD,
-    n,
-    last,
-    heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    BACK: tl.constexpr,
-):
+    QKV, GRAD, n, last, heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """N tokens from `n` on of q, k, v and (BACK) grad; zeros from `last` on."""
     row = 3 * heads * D
     q = _load(QKV, n, N, last, row, D, DP)
@@ -73,18 +68,9 @@ def _tiles(
 
 @triton.jit
 def _gather(
-    QKV,
-    GRAD,
-    first,
-    last,
-    heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    QKV, GRAD, first, last, heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Over tokens `first` to `last` of a head: kᵀ v, qᵀ grad, and the sums of |q| and |k| to the power P.
 
     AHEAD: the next tiles are asked for, into registers, before these are multiplied.
@@ -144,22 +130,9 @@ def _pull(u, norm, P: tl.constexpr):
 
 @triton.jit
 def _spread(
-    QKV,
-    GRAD,
-    MADE,
-    kv,
-    qg,
-    total_q,
-    total_k,
-    first,
-    last,
-    heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BACK: tl.constexpr,
-):
+    QKV, GRAD, MADE, kv, qg, total_q, total_k, first, last, heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """From the sums over a whole head, tokens `first` to `last` of the output, or (BACK) of the gradient of qkv."""
     row = 3 * heads * D
     norm_q, norm_k = _norm(total_q, P), _norm(total_k, P)
@@ -186,20 +159,10 @@ def _spread(
 
 @triton.jit
 def _whole(
-    QKV,
-    GRAD,
-    MADE,
-    OFFSETS,
-    tokens,
-    heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BACK: tl.constexpr,
-    RAGGED: tl.constexpr,
+    QKV, GRAD, MADE, OFFSETS, tokens, heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr, RAGGED: tl.constexpr,
     AHEAD: tl.constexpr,
-):
+):  # fmt: skip
     """One program: a whole head, N tokens at a time."""
     count, start, place = _head(QKV, GRAD, OFFSETS, tokens, heads, D, RAGGED)
     kv, qg, size_q, size_k = _gather(QKV + start, GRAD + place, 0, count, heads, D, DP, N, P, BACK, AHEAD)
@@ -209,19 +172,9 @@ def _whole(
 
 @triton.jit
 def _gather_part(
-    QKV,
-    GRAD,
-    PARTS,
-    tokens,
-    heads,
-    chunk,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    QKV, GRAD, PARTS, tokens, heads, chunk,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """One program: the sums over `chunk` tokens of a head, to PARTS [heads of all images, chunks, rows, DP].
 
     Rows: DP of kᵀ v, the two of the norms, and (BACK) DP of qᵀ grad.
@@ -243,19 +196,9 @@ def _gather_part(
 
 @triton.jit
 def _spread_part(
-    QKV,
-    GRAD,
-    MADE,
-    SUMS,
-    tokens,
-    heads,
-    chunk,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BACK: tl.constexpr,
-):
+    QKV, GRAD, MADE, SUMS, tokens, heads, chunk,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """One program: `chunk` tokens of a head, from the sums over all of them, [heads of all images, rows, DP]."""
     _, start, place = _head(QKV, GRAD, QKV, tokens, heads, D, False)
     first = tl.program_id(1) * chunk
@@ -274,86 +217,56 @@ def _spread_part(
     _spread(QKV + start, GRAD + place, made, kv, qg, size_q, size_k, first, last, heads, D, DP, N, P, BACK)
 
 
-def _power(number: int) -> int:
-    return max(16, triton.next_power_of_2(number))
+class Tuning(TypedDict, total=False):
+    """Launch parameters."""
+
+    split: int | None  # programs per head (none: by the number of tokens and heads)
+    block: int | None  # tokens at a time (none: 64, or 32 where heads are wide)
+    warps: int
+    ahead: bool  # loads come before the products of the tokens before
 
 
-def forward(
-    qkv: Tensor,
-    offsets: Tensor | None = None,
-    power: int = 1,
-    *,
-    split: int | None = None,
-    block: int | None = None,
-    warps: int = 8,
-    ahead: bool = False,
-) -> Tensor:
-    """SimA of qkv [batch, tokens, 3, heads, dim], or ragged, [capacity, 3, heads, dim].
-
-    `split`: programs a head (none: by the number of tokens and heads); `block`: tokens at a time (none: 64, or 32
-    where heads are wide); `ahead`: of loads, before the products of the tokens before.
-    """
-    made = qkv.new_empty if offsets is None else qkv.new_zeros
-    out = made(*qkv.shape[:-3], *qkv.shape[-2:])
-    _run(qkv, out, out, offsets, power, split, block, warps, ahead, back=False)
+def forward(qkv: Tensor, offsets: Tensor | None = None, power: int = 1, **tuning: Unpack[Tuning]) -> Tensor:
+    """SimA of qkv [batch, tokens, 3, heads, dim], or ragged, [capacity, 3, heads, dim]."""
+    out = (qkv.new_empty if offsets is None else qkv.new_zeros)(*qkv.shape[:-3], *qkv.shape[-2:])
+    _run(qkv, out, out, offsets, power, False, tuning)
     return out
 
 
 def backward(
-    qkv: Tensor,
-    grad: Tensor,
-    offsets: Tensor | None = None,
-    power: int = 1,
-    *,
-    split: int | None = None,
-    block: int | None = None,
-    warps: int = 8,
-    ahead: bool = False,
+    qkv: Tensor, grad: Tensor, offsets: Tensor | None = None, power: int = 1, **tuning: Unpack[Tuning]
 ) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
-    made = torch.empty_like(qkv) if offsets is None else torch.zeros_like(qkv)
-    _run(qkv, grad, made, offsets, power, split, block, warps, ahead, back=True)
-    return made
+    grad_qkv = torch.empty_like(qkv) if offsets is None else torch.zeros_like(qkv)
+    _run(qkv, grad, grad_qkv, offsets, power, True, tuning)
+    return grad_qkv
 
 
 def _run(
-    qkv: Tensor,
-    grad: Tensor,
-    made: Tensor,
-    offsets: Tensor | None,
-    power: int,
-    split: int | None,
-    block: int | None,
-    warps: int,
-    ahead: bool,
-    *,
-    back: bool,
+    qkv: Tensor, grad: Tensor, result: Tensor, offsets: Tensor | None, power: int, back: bool, tuning: Tuning
 ) -> None:
     heads, dim = qkv.shape[-2:]
     batch, tokens = (qkv.shape[0], qkv.shape[1]) if offsets is None else (len(offsets) - 1, 0)
-    all_heads, wide = batch * heads, _power(dim)
+    all_heads, wide = batch * heads, power_of_two(dim)
     narrow = wide <= 64  # wider heads want more shared memory than most devices have, in blocks of 64 and three stages
-    block = block or (64 if narrow else 32)
+    block, ahead = tuning.get("block") or (64 if narrow else 32), tuning.get("ahead", False)
     common = {"D": dim, "DP": wide, "N": block, "P": power, "BACK": back}
-    common |= {"num_warps": warps, "num_stages": 3 if narrow else 2}
-    if split is None:
-        split = splits(tokens, all_heads)
+    common |= {"num_warps": tuning.get("warps", 8), "num_stages": 3 if narrow else 2}
+    split = tuning.get("split") or splits(tokens, all_heads)
     if split == 1:
-        ragged = offsets is not None
-        _whole[(all_heads,)](
-            qkv, grad, made, offsets if ragged else qkv, tokens, heads, **common, RAGGED=ragged, AHEAD=ahead
-        )
+        ragged = {"RAGGED": offsets is not None, "AHEAD": ahead}
+        _whole[(all_heads,)](qkv, grad, result, qkv if offsets is None else offsets, tokens, heads, **common, **ragged)
         return
     chunk = triton.cdiv(triton.cdiv(tokens, split), block) * block
     grid = (all_heads, triton.cdiv(tokens, chunk))
     rows = 2 * wide + 2 if back else wide + 2
     parts = torch.empty(*grid, rows, wide, dtype=torch.float32, device=qkv.device)
     _gather_part[grid](qkv, grad, parts, tokens, heads, chunk, **common, AHEAD=ahead)
-    _spread_part[grid](qkv, grad, made, parts.sum(1), tokens, heads, chunk, **common)
+    _spread_part[grid](qkv, grad, result, parts.sum(1), tokens, heads, chunk, **common)
 
 
 def splits(tokens: int, heads: int) -> int:
-    """Programs a head, for `heads` heads in all images of a batch.
+    """Programs per head, for `heads` heads in all images of a batch.
 
     >>> splits(197, 1536), splits(1025, 384), splits(4097, 96)
     (1, 2, 6)

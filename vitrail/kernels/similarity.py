@@ -17,7 +17,7 @@ from torch import Tensor
 
 PART = 1 << 24  # similarities that are held at once, with the rows they are of in float32
 SEARCHED = 1 << 26  # the same of a search, which holds nothing else: larger parts, fewer kernels
-GROUP = 256  # similarities of which the largest is looked at first
+GROUP = 256  # similarities of which the largest is compared first
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,7 +43,7 @@ def uncompiled(function: Function) -> Function:
 def attend(
     queries: Tensor, memory: Tensor, temperature: float, values: Tensor | None = None, part: int = PART
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What matters of p = softmax(queries @ memory.T / temperature), without gradient.
+    """Means under p = softmax(queries @ memory.T / temperature), and its log-sum, without gradient.
 
     The mean under p of `values` [rows, any width] (none: of the memory itself), the log-sum of the softmax, and the
     mean under p of its scores: [queries, width], [queries] and [queries].
@@ -67,7 +67,7 @@ def attend(
 
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""`attend`, or what gives the same of a memory that is not all here."""
+"""`attend`, or the same of a memory that is sharded over devices."""
 
 
 class _LogSum(torch.autograd.Function):
@@ -92,8 +92,8 @@ class _LogSum(torch.autograd.Function):
 @uncompiled
 def log_sum(queries: Tensor, memory: Tensor, temperature: float, part: int = PART, by: Attend = attend) -> Tensor:
     """log sum over rows of exp(query . row / temperature): [queries]. Gradients reach the queries only."""
-    found: Tensor = _LogSum.apply(queries, memory, temperature, part, by)
-    return found
+    sums: Tensor = _LogSum.apply(queries, memory, temperature, part, by)
+    return sums
 
 
 @uncompiled
@@ -173,22 +173,22 @@ def top_rows(
         raise ValueError(f"k = {k}, but the memory has {len(memory)} rows")
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
         best = torch.zeros(len(queries), 0, device=queries.device)
-        found = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
+        neighbours = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
         for rows in parts(len(queries), len(memory), part):
             scores = products(queries, memory[rows])
             if labels is not None and memory_labels is not None:
                 other = (labels[:, None] != memory_labels[None, rows]) & (labels[:, None] >= 0)
                 scores.masked_fill_(other, float("-inf"))
             if own is not None:
-                place = (own - rows.start).clamp(0, scores.shape[1] - 1)[:, None]
+                column = (own - rows.start).clamp(0, scores.shape[1] - 1)[:, None]
                 here = ((own >= rows.start) & (own < rows.stop))[:, None]
-                scores.scatter_(1, place, scores.gather(1, place).masked_fill(here, float("inf")))
+                scores.scatter_(1, column, scores.gather(1, column).masked_fill(here, float("inf")))
             top, where = largest(scores, min(k, scores.shape[1]))
             del scores  # before the next ones come
-            both, places = torch.cat([best, top], 1), torch.cat([found, where + rows.start], 1)
+            both, places = torch.cat([best, top], 1), torch.cat([neighbours, where + rows.start], 1)
             best, order = both.topk(min(k, both.shape[1]), dim=1)
-            found = places.gather(1, order)
-        return best, found
+            neighbours = places.gather(1, order)
+        return best, neighbours
 
 
 class _LogSums(torch.autograd.Function):
@@ -212,15 +212,13 @@ class _LogSums(torch.autograd.Function):
     def backward(ctx: Any, grad_every: Tensor, grad_same: Tensor) -> tuple[Tensor | None, ...]:
         queries, memory, labels, memory_labels, own, every, same = ctx.saved_tensors
         grad = torch.zeros_like(queries, dtype=torch.float32)
-        # Without anyone of its class a query has an empty sum, which no query moves.
+        # A query without positives has an empty sum, which no query moves.
         grad_same = torch.where(torch.isfinite(same), grad_same, 0.0)
         for rows in parts(len(queries), len(memory), ctx.part):
             scores, positive = _scores(queries, memory, labels, memory_labels, own, rows)
             weights = grad_every[:, None] * (scores - every[:, None]).exp()
-            inner = (scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]).masked_fill(
-                ~positive, float("-inf")
-            )
-            weights = weights + grad_same[:, None] * inner.exp()
+            inner = scores - torch.where(torch.isfinite(same), same, 0.0)[:, None]
+            weights = weights + grad_same[:, None] * inner.masked_fill(~positive, float("-inf")).exp()
             grad += weights @ memory[rows].float()
         return grad.to(queries.dtype), None, None, None, None, None
 
@@ -265,8 +263,8 @@ def nearest(
     """
     itself = int(own is not None)
     unit, rows = F.normalize(queries.float(), dim=-1), F.normalize(memory.float(), dim=-1)
-    cosines, found = top_rows(unit, rows, k + itself, own=own, part=part)
-    return cosines[:, itself:], found[:, itself:]
+    cosines, neighbours = top_rows(unit, rows, k + itself, own=own, part=part)
+    return cosines[:, itself:], neighbours[:, itself:]
 
 
 def neighbour_probabilities(

@@ -38,7 +38,7 @@ GREY = 128  # of a picture of a perturbation, where it changes nothing
 
 
 class Universal(nn.Module):
-    """What is learned, `value` [3, height, width], and the `levels` that are really used.
+    """A learned `value` [3, height, width], and the `levels` that are really used.
 
     `value` is in units of the standard deviation of normalised images, as published learning rates are (0.2 is about 11
     of 255 levels). It keeps fractions of a level, so that small steps add up; what is used is clipped and rounded, and
@@ -56,9 +56,8 @@ class Universal(nn.Module):
         super().__init__()
         self.shape, self.low, self.high, self.image_size = (3, *shape), low, high, preprocess.size
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
-        self.register_buffer("mean", mean, persistent=False)
-        self.register_buffer("std", std, persistent=False)
-        self.register_buffer("shift", torch.zeros_like(mean) if centred else mean, persistent=False)
+        for name, moment in {"mean": mean, "std": std, "shift": torch.zeros_like(mean) if centred else mean}.items():
+            self.register_buffer(name, moment, persistent=False)
         self.value = nn.Parameter(torch.empty(self.shape))
 
     def drawn(self, seed: int) -> Tensor:
@@ -81,12 +80,12 @@ class Universal(nn.Module):
 
     @property
     def levels(self) -> Tensor:
-        """What is used, whole numbers as int16."""
+        """The levels that are used, whole numbers as int16."""
         return self.soft_levels().detach().to(torch.int16)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring `value` back to what levels can say; to be called after every step."""
+        """Clamp `value` to the range of the levels; to be called after every step."""
         low, high = ((end / 255 - self.shift) / self.std for end in (self.low, self.high))
         self.value.clamp_(low, high)
 
@@ -94,7 +93,7 @@ class Universal(nn.Module):
         return self.paste(images, self.soft_levels())
 
     def paste(self, images: Tensor, levels: Tensor) -> Tensor:
-        """Changed images; `levels` may be other ones than the own."""
+        """Changed images; `levels` need not be those of this module."""
         if images.shape[-2:] != (self.image_size, self.image_size):
             raise ValueError(
                 f"the {self.word} was made for images of {self.image_size} pixels and cannot be laid on those of "
@@ -108,11 +107,11 @@ class Universal(nn.Module):
     word = "change"
 
     def picture(self) -> np.ndarray:
-        """Bytes [height, width, 3] to look at."""
+        """Bytes [height, width, 3] of a picture."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What, with the levels, makes it again."""
+        """Everything, but for the levels, that it is built from."""
         raise NotImplementedError
 
 
@@ -133,9 +132,7 @@ class UniversalPatch(Universal):
         seed: int = 0,
         preprocess: PreprocessConfig | None = None,
     ) -> None:
-        preprocess = preprocess or PreprocessConfig(size=image_size)
-        if preprocess.size != image_size:
-            raise ValueError(f"the patch is for images of {image_size} pixels, the model takes {preprocess.size}")
+        preprocess = _preprocess(preprocess, image_size, self.word)
         if not 1 <= size <= image_size:
             raise ValueError(f"a patch of {size} pixels does not fit images of {image_size}; use a smaller size")
         super().__init__((size, size), 0, 255, False, preprocess)
@@ -166,11 +163,7 @@ class UniversalPerturbation(Universal):
     def __init__(
         self, eps: int, image_size: int = 224, seed: int = 0, preprocess: PreprocessConfig | None = None
     ) -> None:
-        preprocess = preprocess or PreprocessConfig(size=image_size)
-        if preprocess.size != image_size:
-            raise ValueError(
-                f"the perturbation is for images of {image_size} pixels, the model takes {preprocess.size}"
-            )
+        preprocess = _preprocess(preprocess, image_size, self.word)
         if not 1 <= eps <= 255:
             raise ValueError(f"eps: {eps} levels; it must be from 1 to 255")
         super().__init__((image_size, image_size), -eps, eps, True, preprocess)
@@ -183,11 +176,16 @@ class UniversalPerturbation(Universal):
         return ((changed / 255 - self.mean) / self.std).to(images.dtype)
 
     def picture(self) -> np.ndarray:
-        shown = (self.levels + GREY).clamp(0, 255)
-        return shown.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+        return (self.levels + GREY).clamp(0, 255).permute(1, 2, 0).to("cpu", torch.uint8).numpy()
 
     def describe(self) -> dict[str, Any]:
         return {"change": "perturbation", "eps": self.eps, "image_size": self.image_size}
+
+
+def _preprocess(given: PreprocessConfig | None, image_size: int, word: str) -> PreprocessConfig:
+    if given is not None and given.size != image_size:
+        raise ValueError(f"the {word} is for images of {image_size} pixels, the model takes {given.size}")
+    return given or PreprocessConfig(size=image_size)
 
 
 def make_change(config: AttackConfig, preprocess: PreprocessConfig) -> Universal:
@@ -219,7 +217,7 @@ def corner(place: str, size: int, image_size: int, seed: int) -> tuple[int, int]
 
 
 def save_patch(folder: Path, change: Universal, provenance: Mapping[str, Any]) -> None:
-    """`patch.png` to look at (a perturbation around grey), `patch.safetensors` exactly, and what is known of it."""
+    """A picture in `patch.png` (a perturbation around grey), exact levels in `patch.safetensors`, and provenance."""
     write_tensors(folder / LEVELS, {"levels": change.levels})
     with replacing(folder / PICTURE) as temporary:
         Image.fromarray(change.picture()).save(temporary, format="png")
@@ -228,7 +226,7 @@ def save_patch(folder: Path, change: Universal, provenance: Mapping[str, Any]) -
 
 
 def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, dict[str, Any]]:
-    """What `save_patch` wrote, for a model with this preprocessing; and what is known of it.
+    """A stored patch for a model with this preprocessing, and its provenance.
 
     Raises `FileNotFoundError` or `ValueError`, one sentence, where there is none, it is damaged or does not fit.
     """
@@ -248,12 +246,9 @@ def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, d
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
     levels = read_tensors(folder / LEVELS).get("levels")
     if levels is None or levels.shape != change.shape or levels.min() < change.low or levels.max() > change.high:
-        raise ValueError(f"{folder / LEVELS} does not belong to the {PROVENANCE} beside it")
+        raise ValueError(f"{folder / LEVELS} does not belong to the {PROVENANCE} next to it")
     change.set_levels(levels)
     return change.requires_grad_(False), facts
-
-
-__all__ = ["Attack", "UniversalPatch", "UniversalPerturbation", "attack_losses", "compute_loss", "refuse_unfit"]
 
 
 class Attack(Objective):
@@ -323,9 +318,9 @@ def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tenso
         terms = [w * trace.losses[f"uniform.{i}"].mean() for w, i in zip(weights, policy.at, strict=True)]
         return torch.stack(terms).sum()
     if isinstance(policy, AvitPolicy):
-        found = policy.losses(trace)
+        losses = policy.losses(trace)
         sign = 1.0 if config.prior == "thesis" else -1.0
-        return -(found["ponder"] + sign * found["prior"]) / policy.config.ponder
+        return -(losses["ponder"] + sign * losses["prior"]) / policy.config.ponder
     assert isinstance(policy, AdavitPolicy)
     shares = torch.stack([trace.losses[name] for name in ("patches", "heads", "branches")])  # [3, batch]
     shares = shares.mean(1) if policy.config.usage_of == "batch" else shares
@@ -379,14 +374,10 @@ def _prepare(model: Classifier) -> dict[str, Any]:
     """Let gradients reach pixels through the policy's decisions; returns what to put back."""
     policy = model.policy
     if isinstance(policy, AdavitPolicy):
-        before = policy.differentiable
-        policy.differentiable = True
+        before, policy.differentiable = policy.differentiable, True
         return {"differentiable": before}
-    if (
-        isinstance(policy, AtsPolicy) and policy.config.form == "packed"
-    ):  # packed batches never compute the class token's row
-        config = policy.config
-        policy.config = replace(config, form="auto")
+    if isinstance(policy, AtsPolicy) and policy.config.form == "packed":  # it never computes the class token's row
+        config, policy.config = policy.config, replace(policy.config, form="auto")
         return {"config": config}
     return {}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,8 @@ def load_source(name: str, student: Classifier) -> Source:
 
 def _like(student: Classifier) -> Classifier:
     """A new model of the student's architecture."""
-    return from_spec(
-        student.spec,
-        classes=student.classes,
-        multilabel=student.multilabel,
-        preprocess=student.preprocess,
-        device=None,
-    )
+    options: dict[str, Any] = {name: getattr(student, name) for name in ("classes", "multilabel", "preprocess")}
+    return from_spec(student.spec, **options, device=None)
 
 
 def _published(name: str) -> Classifier:
@@ -110,33 +105,34 @@ def chosen(text: str, count: int, what: str) -> list[int]:
     if kind in ("first", "last") and number.isdigit():
         k = int(number)
         if k > count:
-            raise ValueError(
-                f"objective.{what}: {text}, but the student has {count} {what}; use {kind}:{count} or fewer"
-            )
+            available = f"the student has {count} {what}"
+            raise ValueError(f"objective.{what}: {text}, but {available}; use {kind}:{count} or fewer")
         return list(range(k)) if kind == "first" else list(range(count - k, count))
     words = text.split(",")
     if not all(word.strip().isdigit() for word in words):
         raise ValueError(f"objective.{what}: {text!r} is not all, first:K, last:K or a list such as 0,1,5")
-    found = [int(word) for word in words]
-    if max(found) >= count or len(set(found)) < len(found):
+    numbers = [int(word) for word in words]
+    if max(numbers) >= count or len(set(numbers)) < len(numbers):
         raise ValueError(f"objective.{what}: {text}, but the student has {what} 0 to {count - 1}, each once")
-    return found
+    return numbers
 
 
-def paired(own: list[int], given: tuple[int, ...], mine: int, theirs: int, what: str) -> tuple[tuple[int, int], ...]:
+def paired(
+    selected: list[int], given: tuple[int, ...], count: int, teacher_count: int, what: str
+) -> tuple[tuple[int, int], ...]:
     """Every chosen layer or head with the teacher's: the same, or as the map says."""
     setting = f"objective.{what[:-1]}_map"
-    if not given and mine != theirs and own:
-        spread = ",".join(str(round(i * (theirs - 1) / max(1, mine - 1))) for i in own)
+    if not given and count != teacher_count and selected:
+        spread = ",".join(str(round(i * (teacher_count - 1) / max(1, count - 1))) for i in selected)
         raise ValueError(
-            f"objective.teacher: it has {theirs} {what}, the student {mine}; say which goes where, such as "
-            f"--{setting} {spread}, or use a student with {theirs} {what}"
+            f"objective.teacher: it has {teacher_count} {what}, the student {count}; say which goes where, such as "
+            f"--{setting} {spread}, or use a student with {teacher_count} {what}"
         )
-    if given and len(given) != len(own):
-        raise ValueError(f"{setting}: {len(given)} {what} for the {len(own)} that take; name one for each")
-    if given and max(given) >= theirs:
-        raise ValueError(f"{setting}: {max(given)}, but the teacher has {what} 0 to {theirs - 1}")
-    return tuple(zip(own, given or own, strict=True))
+    if given and len(given) != len(selected):
+        raise ValueError(f"{setting}: {len(given)} {what} for the {len(selected)} that take; name one for each")
+    if given and max(given) >= teacher_count:
+        raise ValueError(f"{setting}: {max(given)}, but the teacher has {what} 0 to {teacher_count - 1}")
+    return tuple(zip(selected, given or selected, strict=True))
 
 
 def make_guide(student: Classifier, source: Source, config: AttentionTransferConfig) -> tuple[Guide, list[str]]:
@@ -147,10 +143,8 @@ def make_guide(student: Classifier, source: Source, config: AttentionTransferCon
     """
     _refuse_combinations(config)
     trunk = readable(student, "the student")
-    layers, heads = (
-        chosen(config.layers, trunk.config.depth, "layers"),
-        chosen(config.heads, trunk.config.heads, "heads"),
-    )
+    layers = chosen(config.layers, trunk.config.depth, "layers")
+    heads = chosen(config.heads, trunk.config.heads, "heads")
     tokens = trunk.prefix + trunk.grid[0] * trunk.grid[1]
     if not isinstance(source, Classifier):
         return _stored(source, config, trunk, layers, heads, tokens), []
@@ -165,8 +159,8 @@ def make_guide(student: Classifier, source: Source, config: AttentionTransferCon
     depth = max((t for _, t in pairs), default=0) + 1
     scale, shift = _normalisation(student.preprocess, source.preprocess)
     widths_differ = theirs.width // theirs.heads != trunk.config.width // trunk.config.heads
-    some = len(heads) < trunk.config.heads
-    made = GuideConfig(
+    copied = config.mode == "copy" and config.target == "map" and len(heads) < trunk.config.heads and widths_differ
+    guide = GuideConfig(
         teacher=replace(theirs, depth=depth),
         prefix=teacher.prefix,
         target=config.target,
@@ -174,18 +168,15 @@ def make_guide(student: Classifier, source: Source, config: AttentionTransferCon
         heads=head_pairs,
         tokens=tokens,
         aggregate=config.aggregate,
-        maps=config.aggregate != "none"
-        or (config.mode == "copy" and config.target == "map" and some and widths_differ),
+        maps=config.aggregate != "none" or copied,
         share_drop_path=config.drop_path == "shared",
         size=size,
         scale=scale,
         shift=shift,
     )
     notes = _lacking(trunk.config, theirs)
-    teacher.blocks = teacher.blocks[:depth]
-    teacher.norm = nn.Identity()
-    teacher.config = replace(theirs, depth=depth)
-    return Guide(made, teacher), notes
+    teacher.blocks, teacher.norm, teacher.config = teacher.blocks[:depth], nn.Identity(), replace(theirs, depth=depth)
+    return Guide(guide, teacher), notes
 
 
 def readable(model: Classifier, who: str) -> Trunk:
@@ -193,17 +184,13 @@ def readable(model: Classifier, who: str) -> Trunk:
     trunk = model.trunk
     if isinstance(trunk, GuidedTrunk):
         raise ValueError(f"{who} takes its own attention from a teacher; name that one")
-    plain = (
-        isinstance(trunk, Trunk)
-        and trunk.config.parallel == 1
-        and all(type(block.attn) is SoftmaxMixer for block in trunk.blocks)
-    )
-    if not plain:
+    sequential = isinstance(trunk, Trunk) and trunk.config.parallel == 1
+    trunk = cast("Trunk", trunk)
+    if not sequential or not all(type(block.attn) is SoftmaxMixer for block in trunk.blocks):
         raise ValueError(
             f"attention transfer: {who} has no softmax attention in every block, one after the other; use a plain ViT "
             "(vit_*, deit_*, deit3_*)"
         )
-    trunk = cast("Trunk", trunk)
     if trunk.policy is not None:
         raise ValueError(
             f"attention transfer: {who} is adaptive and leaves out tokens, heads or blocks, which then have none; "
@@ -212,9 +199,8 @@ def readable(model: Classifier, who: str) -> Trunk:
     if trunk.prompts is not None:
         raise ValueError(f"attention transfer: {who} has prompts, and its attention places for them; use one without")
     if trunk.prefix and trunk.config.class_token_at:
-        raise ValueError(
-            f"attention transfer: the class token of {who} enters late; use --model.trunk.class_token_at 0"
-        )
+        remedy = "use --model.trunk.class_token_at 0"
+        raise ValueError(f"attention transfer: the class token of {who} enters late; {remedy}")
     return trunk
 
 
@@ -245,18 +231,18 @@ def _size(student: Classifier, trunk: Trunk, teacher: Trunk, wanted: int | None)
     return None if side == student.preprocess.size else side
 
 
-def _refuse_widths(config: AttentionTransferConfig, own: TrunkConfig, theirs: TrunkConfig) -> None:
+def _refuse_widths(config: AttentionTransferConfig, student: TrunkConfig, teacher: TrunkConfig) -> None:
     target = config.target
-    if target == "features" and own.width != theirs.width:
+    if target == "features" and student.width != teacher.width:
         raise ValueError(
-            f"objective.target: features of width {theirs.width} cannot be compared with {own.width}; use a student of "
-            "the teacher's width, or target map"
+            f"objective.target: features of width {teacher.width} cannot be compared with {student.width}; use a "
+            "student of the teacher's width, or target map"
         )
     free = target == "map" or (target == "qk" and config.mode == "copy" and config.heads == "all")
-    if not free and own.width // own.heads != theirs.width // theirs.heads and target != "features":
+    if not free and student.width // student.heads != teacher.width // teacher.heads and target != "features":
         raise ValueError(
-            f"objective.target: heads of the teacher have {theirs.width // theirs.heads} channels, of the student "
-            f"{own.width // own.heads}, so {target} does not fit; use target map, which has no width"
+            f"objective.target: heads of the teacher have {teacher.width // teacher.heads} channels, of the student "
+            f"{student.width // student.heads}, so {target} does not fit; use target map, which has no width"
         )
 
 
@@ -269,19 +255,23 @@ def _normalisation(
     return cast("tuple[float, float, float]", scale), cast("tuple[float, float, float]", shift)
 
 
-def _lacking(own: TrunkConfig, theirs: TrunkConfig) -> list[str]:
-    found = [
-        f"{name} {getattr(theirs, name) if name not in ('stem', 'mixer') else getattr(theirs, name).kind} (student: "
-        f"{getattr(own, name) if name not in ('stem', 'mixer') else getattr(own, name).kind})"
+def _lacking(student: TrunkConfig, teacher: TrunkConfig) -> list[str]:
+    differences = [
+        f"{name} {_component(teacher, name)} (student: {_component(student, name)})"
         for name in FEEDING
-        if getattr(own, name) != getattr(theirs, name)
+        if getattr(student, name) != getattr(teacher, name)
     ]
-    if not found:
+    if not differences:
         return []
     return [
-        f"warning: the teacher has parts that the student lacks or has otherwise: {', '.join(found)}; attention from "
-        "such teachers has been found to hurt unless the student gets them, too (--model.trunk....)"
+        f"warning: the teacher has parts that the student lacks or has otherwise: {', '.join(differences)}; attention "
+        "from such teachers has been found to hurt unless the student gets them, too (--model.trunk....)"
     ]
+
+
+def _component(config: TrunkConfig, name: str) -> object:
+    component = getattr(config, name)
+    return component.kind if name in ("stem", "mixer") else component
 
 
 def _stored(
@@ -311,26 +301,15 @@ def _stored(
             "objective.mode: stored attention of single images is not there at inference; use distill, or store one "
             "map for all images"
         )
+    head_pairs = tuple((h, h) for h in heads)
     if rows == 4 and len(shape) in (3, 4):
-        count = int(shape[-3])
-        head_pairs = paired(heads, config.head_map, trunk.config.heads, count, "heads")
-    else:
-        head_pairs = tuple((h, h) for h in heads)
+        head_pairs = paired(heads, config.head_map, trunk.config.heads, int(shape[-3]), "heads")
     last = {"map": tokens, "features": trunk.width}.get(config.target, trunk.width // trunk.config.heads)
     if shape[-2:] != (tokens, last) or len(shape) not in (rows - 1, rows):
         raise ValueError(
             f"objective.teacher: {names[0]} is {'x'.join(map(str, shape))}, but the student's ends in {tokens}x{last}; "
             "store it with a model of the same image size, patches and class tokens"
         )
-    made = GuideConfig(
-        teacher=None,
-        prefix=trunk.prefix,
-        target=config.target,
-        layers=pairs,
-        heads=head_pairs,
-        tokens=tokens,
-        aggregate=config.aggregate,
-        maps=config.target == "map",
-        stored=shape,
-    )
-    return Guide(made, StoredTensors({name: tensors[name].float() for name in names}))
+    options: dict[str, Any] = {"target": config.target, "aggregate": config.aggregate, "maps": config.target == "map"}
+    guide = GuideConfig(None, trunk.prefix, layers=pairs, heads=head_pairs, tokens=tokens, stored=shape, **options)
+    return Guide(guide, StoredTensors({name: tensors[name].float() for name in names}))

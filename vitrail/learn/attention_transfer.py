@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -81,56 +81,47 @@ class AttentionTransfer(Supervised):
         images = self.model._images(batch.images)
         shared = self.training and self.guide.config.share_drop_path
         keep = draw_keep(cast("Trunk", self.model.trunk), images) if shared else {}
-        said = self.guide(images, batch.index, keep, learn=self.training)
-        parts = PARTS[self.options.target]
-        want = {f"{what}.{s}" for what in parts for s, _ in self.guide.config.layers}
+        teacher = self.guide(images, batch.index, keep, learn=self.training)
+        want = {f"{what}.{s}" for what in PARTS[self.options.target] for s, _ in self.guide.config.layers}
         out = self.model.outputs(images, want, keep)
-        each, floor = self._losses(out.captured, said)
-        values = [self.criterion(logits, batch.target) for logits in out.stack.unbind(1)]
-        labels = torch.stack(values).sum() if self.config.classifier_loss == "sum" else torch.stack(values).mean()
+        each, floor = self._losses(out.captured, teacher)
+        labels = self.combined([self.criterion(logits, batch.target) for logits in out.stack.unbind(1)])
         transfer = torch.stack(each).sum() if each else torch.zeros_like(labels)
-        losses = {"loss_labels": labels.detach(), "loss_transfer": transfer.detach()}
-        if floor:  # how far apart the two are: 0 where they are the same
-            losses["divergence"] = transfer.detach() - torch.stack(floor).sum()
-        for (layer, _), value in zip(self.guide.config.layers, each, strict=True):
-            losses[f"transfer_{layer}"] = value.detach()
-        total = labels + self.options.weight * transfer
-        for name, value in out.losses(batch.target).items():
-            losses[name] = value.detach()
-            total = total + value
-        return {"loss": total, **losses}
+        logged = {"loss_labels": labels, "loss_transfer": transfer}
+        if floor:  # the distance of the two: 0 where they are the same
+            logged["divergence"] = transfer.detach() - torch.stack(floor).sum()
+        logged |= {f"transfer_{layer}": v for (layer, _), v in zip(self.guide.config.layers, each, strict=True)}
+        return self.with_head_losses(labels + self.options.weight * transfer, out, batch, logged)
 
-    def _losses(self, own: Mapping[str, Tensor], said: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _losses(
+        self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The loss of every layer and, for maps, the least it can be: the teacher's entropy."""
         assert self.guide is not None
         config = self.guide.config
         heads = [s for s, _ in config.heads]
+        factor = 1 if self.options.head_reduction == "mean" or self.options.target == "features" else len(heads)
         each: list[Tensor] = []
         floor: list[Tensor] = []
         for layer, _ in config.layers:
             if config.target != "map":
-                parts = PARTS[config.target]
-                terms = [
-                    F.mse_loss((own[n] if what == "tokens" else pick(own[n], heads)).float(), said[n].float())
-                    for what, n in ((what, f"{what}.{layer}") for what in parts)
-                ]
-                each.append(self._over_heads(torch.stack(terms).sum()))
+                terms = []
+                for what in PARTS[config.target]:
+                    name = f"{what}.{layer}"
+                    features = student[name] if what == "tokens" else pick(student[name], heads)
+                    terms.append(F.mse_loss(features.float(), teacher[name].float()))
+                each.append(torch.stack(terms).sum() * factor)
                 continue
-            q, k = pick(own[f"q.{layer}"], heads), pick(own[f"k.{layer}"], heads)
-            if f"attention.{layer}" in said:
-                given = said[f"attention.{layer}"]
-                cross, entropy = map_match(q, k, given), map_entropy(given)
+            q, k = pick(student[f"q.{layer}"], heads), pick(student[f"k.{layer}"], heads)
+            if f"attention.{layer}" in teacher:
+                maps = teacher[f"attention.{layer}"]
+                cross, entropy = map_match(q, k, maps), map_entropy(maps)
             else:
-                made_of = self.guide.made_of(layer, said)
-                cross, entropy = attention_match(q, k, said[f"q.{layer}"], said[f"k.{layer}"], made_of)
-            each.append(self._over_heads(cross.mean()))
-            floor.append(self._over_heads(entropy.mean()))
+                parts = teacher[f"q.{layer}"], teacher[f"k.{layer}"]
+                cross, entropy = attention_match(q, k, *parts, self.guide.made_of(layer, teacher))
+            each.append(cross.mean() * factor)
+            floor.append(entropy.mean() * factor)
         return each, floor
-
-    def _over_heads(self, mean: Tensor) -> Tensor:
-        assert self.guide is not None
-        one = self.options.head_reduction == "mean" or self.options.target == "features"
-        return mean if one else mean * len(self.guide.config.heads)
 
     def export_student(self) -> Classifier:
         """The student as a plain classifier, which answers as it does here in evaluation mode.
@@ -147,16 +138,10 @@ class AttentionTransfer(Supervised):
 
 def _with_trunk(model: Classifier, trunk: Trunk, spec: dict[str, object]) -> Classifier:
     """The same classifier, its head included, around another trunk."""
-    made = Classifier(
-        trunk,
-        model.head,
-        spec=spec,
-        classes=model.classes,
-        preprocess=model.preprocess,
-        multilabel=model.multilabel,
-    )
-    made.stated = model.stated
-    return made.train(model.training)
+    options: dict[str, Any] = {n: getattr(model, n) for n in ("classes", "preprocess", "multilabel")}
+    classifier = Classifier(trunk, model.head, spec=spec, **options)
+    classifier.stated = model.stated
+    return classifier.train(model.training)
 
 
 def unused_parameters(model: Classifier) -> int:

@@ -97,8 +97,7 @@ class Bank(nn.Module):
             finite = finite & second.isfinite().all(1)
             _overwrite(self.beside, self.local(slots), finite[:, None], second)
         _overwrite(self.rows, self.local(slots), finite[:, None], values)
-        labels = torch.full_like(slots, UNKNOWN) if labels is None else labels
-        _overwrite(self.labels, slots, finite, labels)
+        _overwrite(self.labels, slots, finite, torch.full_like(slots, UNKNOWN) if labels is None else labels)
         self.oldest.copy_((self.oldest + len(values)) % self.size)
         return slots
 
@@ -124,8 +123,8 @@ class Bank(nn.Module):
         return self.rows[slots].float()
 
 
-def _overwrite(table: Tensor, places: Tensor, finite: Tensor, values: Tensor) -> None:
-    table.index_copy_(0, places, torch.where(finite, values.detach().to(table.dtype), table[places]))
+def _overwrite(table: Tensor, rows: Tensor, finite: Tensor, values: Tensor) -> None:
+    table.index_copy_(0, rows, torch.where(finite, values.detach().to(table.dtype), table[rows]))
 
 
 def random_directions(count: int, width: int) -> Tensor:
@@ -164,8 +163,8 @@ class ShardedBank(Bank):
         return self.labels[self.first : self.first + self.count]
 
     def local(self, slots: Tensor) -> Tensor:
-        place = slots - self.first
-        return torch.where((place >= 0) & (place < self.count), place, self.count)
+        row = slots - self.first
+        return torch.where((row >= 0) & (row < self.count), row, self.count)
 
     @uncompiled
     def push(self, values: Tensor, labels: Tensor | None = None, second: Tensor | None = None) -> Tensor:
@@ -183,20 +182,20 @@ class ShardedBank(Bank):
             raise ValueError(f"k = {k}, but the memory has {self.size} rows")
         memory, most = self.here(second), min(k, self.count)
         asked, known = (None, None) if labels is None else (of_all(labels), self.labels_here())
-        scores, places = top_rows(of_all(queries), memory, most, self.local(of_all(own)), asked, known)
+        scores, rows = top_rows(of_all(queries), memory, most, self.local(of_all(own)), asked, known)
         missing = (len(scores), k - most)  # a shard may have fewer rows than k
         scores = torch.cat([scores, scores.new_full(missing, float("-inf"))], 1)
-        slots = torch.cat([places + self.first, places.new_zeros(missing)], 1)
-        scores, slots = (_of_own_queries(found).transpose(0, 1).flatten(1) for found in (scores, slots))
+        slots = torch.cat([rows + self.first, rows.new_zeros(missing)], 1)
+        scores, slots = (_of_own_queries(shards).transpose(0, 1).flatten(1) for shards in (scores, slots))
         best, order = scores.topk(k, dim=1)
         return best, slots.gather(1, order)
 
     @uncompiled
     @torch.no_grad()
     def rows_at(self, slots: Tensor) -> Tensor:
-        places = self.local(of_all(slots[None]))  # [processes, ...]
-        found = torch.where((places < self.count)[..., None], self.rows[places].float(), 0.0)
-        return sum_of_all(found)[rank()]  # one process holds each of them, the others zeros
+        local = self.local(of_all(slots[None]))  # [processes, ...]
+        rows = torch.where((local < self.count)[..., None], self.rows[local].float(), 0.0)
+        return sum_of_all(rows)[rank()]  # one process holds each of them, the others zeros
 
     def _shard(self, whole: Tensor) -> Tensor:
         held = whole[self.first : self.first + self.count]
@@ -209,9 +208,8 @@ class ShardedBank(Bank):
         for name in self.parts:
             held = self.here(name == "beside")
             padded = torch.cat([held, held.new_zeros(most - len(held), held.shape[1])])
-            shards = of_all(padded).split(most)
-            whole = [shard[: _share(self.size, number)[1]] for number, shard in enumerate(shards)]
-            destination[prefix + name] = torch.cat(whole)
+            shards = enumerate(of_all(padded).split(most))
+            destination[prefix + name] = torch.cat([shard[: _share(self.size, number)[1]] for number, shard in shards])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         parts = {prefix + name for name in self.parts}
@@ -268,9 +266,9 @@ class ImageMemory(nn.Module):
         labels = np.full(len(index), UNKNOWN) if labels is None else labels
         if len(index) != len(labels) or len(np.unique(index)) != len(index):
             raise ValueError("a memory of images takes one label and one index for every image")
-        places = torch.full((int(index.max()) + 1,), UNKNOWN, dtype=torch.int64)
-        places[torch.from_numpy(index)] = torch.arange(len(index))
-        self.register_buffer("row_of_index", places, persistent=False)
+        row_of_index = torch.full((int(index.max()) + 1,), UNKNOWN, dtype=torch.int64)
+        row_of_index[torch.from_numpy(index)] = torch.arange(len(index))
+        self.register_buffer("row_of_index", row_of_index, persistent=False)
         self.register_buffer("labels", torch.from_numpy(labels.copy()), persistent=False)
         rows = torch.zeros(len(index), width) if empty else random_directions(len(index), width)
         self.register_buffer("rows", rows.to(dtype))

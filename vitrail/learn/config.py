@@ -18,7 +18,7 @@ class ObjectiveOptions:
         return True
 
     def problems(self, run: Any) -> list[str]:
-        """What is wrong with these settings in a run's `RunConfig`, a sentence each."""
+        """Problems of these settings in a run's `RunConfig`, a sentence each."""
         labels = getattr(self, "labels", None)
         return labels.label_problems("objective.labels") if isinstance(labels, SupervisedConfig) else []
 
@@ -64,7 +64,7 @@ class SupervisedConfig(ObjectiveOptions):
         return self.label_problems("objective")
 
     def label_problems(self, where: str) -> list[str]:
-        """What is wrong with how labels are learned; whether named classes exist is known with the data."""
+        """Problems of how labels are learned; whether named classes exist is known with the data."""
         problems = []
         try:
             named_weights(self.class_weights)
@@ -86,16 +86,16 @@ def named_weights(text: str) -> dict[str, float]:
     """
     if text in ("none", "balanced"):
         return {}
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.rpartition("=")
         try:
-            found[name.strip()] = float(number)
+            weights[name.strip()] = float(number)
         except ValueError:
-            found[""] = 0.0
-    if "" in found or not all(0 <= weight < float("inf") for weight in found.values()):
+            weights[""] = 0.0
+    if "" in weights or not all(0 <= weight < float("inf") for weight in weights.values()):
         raise ValueError(f"{text!r} is not none, balanced or NAME=WEIGHT,NAME=WEIGHT with weights of 0 and more")
-    return found
+    return weights
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ Views = Literal["weak_strong", "strong_strong", "weak_weak"]
 
 @dataclass(frozen=True)
 class MomentumConfig(ObjectiveOptions):
-    """What objectives with a momentum teacher share. The model's head must be `projected`."""
+    """Settings that objectives with a momentum teacher share. The model's head must be `projected`."""
 
     momentum: Fraction = 0.99
     """Decay of the momentum teacher."""
@@ -191,7 +191,7 @@ class MomentumConfig(ObjectiveOptions):
 
 @dataclass(frozen=True)
 class PairConfig(MomentumConfig):
-    """What objectives share that show one view to the momentum teacher and another to the model."""
+    """Settings of objectives that show one view to the momentum teacher and another to the model."""
 
     views: Views = "strong_strong"
     """The teacher's and the model's: made by data.weak or data.augment (the papers' w/s, s/s, w/w)."""
@@ -199,7 +199,7 @@ class PairConfig(MomentumConfig):
 
 @dataclass(frozen=True)
 class BankConfig(PairConfig):
-    """What objectives with a bank of earlier embeddings share."""
+    """Settings that objectives with a bank of earlier embeddings share."""
 
     bank: Count = 128_000
     """Embeddings that the bank holds; the oldest make room."""
@@ -330,15 +330,21 @@ class ProtonwConfig(BankConfig):
 
 
 @dataclass(frozen=True)
-class CompresConfig(LabelFree):
-    """Match a frozen teacher's similarity distribution over a queue of anchors (CompRess, Abbasi Koohpayegani et al.,
-    2020, arXiv 2010.14713)."""
+class EmbeddingTeacher(LabelFree):
+    """Settings that objectives with a frozen teacher's embeddings share."""
 
-    kind: Literal["compres"] = "compres"
     teacher: str = ""
     """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
     teacher_size: Count | None = None
     """Image size that the teacher sees (none: its own)."""
+
+
+@dataclass(frozen=True)
+class CompresConfig(EmbeddingTeacher):
+    """Match a frozen teacher's similarity distribution over a queue of anchors (CompRess, Abbasi Koohpayegani et al.,
+    2020, arXiv 2010.14713)."""
+
+    kind: Literal["compres"] = "compres"
     queues: Annotated[int, Range(1, 2)] = 1
     """1: compare with the teacher's anchors, through a linear map where widths differ. 2: with those of the
     student's momentum encoder."""
@@ -354,14 +360,10 @@ class CompresConfig(LabelFree):
 
 
 @dataclass(frozen=True)
-class SimregConfig(LabelFree):
+class SimregConfig(EmbeddingTeacher):
     """Regress a frozen teacher's embedding (SimReg, Navaneet et al., 2022, arXiv 2201.05131)."""
 
     kind: Literal["simreg"] = "simreg"
-    teacher: str = ""
-    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
-    teacher_size: Count | None = None
-    """Image size that the teacher sees (none: its own)."""
     layers: Count = 4
     """Of the predictor, which is discarded after training; 1 is plain regression."""
     hidden: Count | None = None
@@ -371,27 +373,19 @@ class SimregConfig(LabelFree):
 
 
 @dataclass(frozen=True)
-class ClustersConfig(LabelFree):
+class ClustersConfig(EmbeddingTeacher):
     """Classify the cluster of a frozen teacher's features (the baseline CC of CompRess, arXiv 2010.14713)."""
 
     kind: Literal["clusters"] = "clusters"
-    teacher: str = ""
-    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
-    teacher_size: Count | None = None
-    """Image size that the teacher sees (none: its own)."""
     clusters: Annotated[int, Range(2)] = 16_000
 
 
 @dataclass(frozen=True)
-class CrdConfig(LabelFree):
+class CrdConfig(EmbeddingTeacher):
     """Contrast a frozen teacher's embedding of an image with those of others (CRD, Tian et al., 2019, arXiv
     1910.10699)."""
 
     kind: Literal["crd"] = "crd"
-    teacher: str = ""
-    """A run folder, a model folder, or timm:NAME with its published weights; its classes do not matter."""
-    teacher_size: Count | None = None
-    """Image size that the teacher sees (none: its own)."""
     width: Count = 128
     """To which both embeddings are mapped."""
     negatives: Count = 16_384

@@ -68,18 +68,18 @@ class PatchTraining(Supervised):
         return super().forward(replace(batch, views=(images, *batch.views[1:]), step=0))
 
     def after_step(self, step: int) -> None:
-        made, rest = divmod(step + 1, self.options.every)
-        if rest == 0 and 1 <= made <= self.room:
+        number, rest = divmod(step + 1, self.options.every)
+        if rest == 0 and 1 <= number <= self.room:
             assert self.last is not None
-            self.patches[made - 1] = self.attack(self.last, self.options.attack.seed + made)
-        self._draw(step + 1, min(made, self.room))
+            self.patches[number - 1] = self.attack(self.last, self.options.attack.seed + number)
+        self._draw(step + 1, min(number, self.room))
 
     def _draw(self, step: int, existing: int) -> None:
         """Choose what `step` pastes."""
-        drawn = np.random.default_rng((self.options.attack.seed, step))
-        clean = drawn.random() < self.options.clean
+        rng = np.random.default_rng((self.options.attack.seed, step))
+        clean = rng.random() < self.options.clean
         self.pasted.fill_(existing > 0 and not clean)
-        self.chosen.fill_(int(drawn.integers(max(1, existing))))
+        self.chosen.fill_(int(rng.integers(max(1, existing))))
 
     def attack(self, batch: Batch, seed: int) -> Tensor:
         """Levels [3, height, width] of a patch that makes the model as it is now spend the most on these images."""

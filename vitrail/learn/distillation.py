@@ -1,4 +1,5 @@
-"""Knowledge distillation: labels and a teacher, soft or hard (DeiT, Touvron et al., 2020, arXiv 2012.12877)."""
+"""Knowledge distillation: labels and a teacher, soft or hard (DeiT, Touvron et al., 2020, arXiv 2012.12877), or labels
+and the model's own ensemble of branches (ONE)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.learn.config import DistillationConfig
+from vitrail.learn.config import DistillationConfig, OneConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
 from vitrail.learn.teacher import Teacher, TeacherCache, load_teacher, refuse_moving_views, refuse_other_classes
 from vitrail.model.classifier import Classifier
+from vitrail.model.heads.branches import BranchesHead
 from vitrail.model.heads.pooled import DistilledHead
 
 LOOK_EVERY = 16  # steps between checks whether the teacher's logits of every image are cached
@@ -32,11 +34,10 @@ def softened_divergence(
     `first` says whose distribution stands first: KL(teacher || student), where the teacher is the target as usual, or
     KL(student || teacher), as eq. 2 of DeiT is printed.
     """
-    own = (student.float() / temperature).log_softmax(-1)
-    other = (teacher.float() / temperature).log_softmax(-1)
+    p, q = ((logits.float() / temperature).log_softmax(-1) for logits in (teacher, student))
     if first == "student":
-        own, other = other, own
-    return temperature**2 * (other.exp() * (other - own)).sum(-1).mean()
+        p, q = q, p
+    return temperature**2 * (p.exp() * (p - q)).sum(-1).mean()
 
 
 class Distillation(Supervised):
@@ -104,41 +105,61 @@ class Distillation(Supervised):
             return self.teacher(batch.images)
         if self.answers.complete:
             return self.answers.read(batch.index)
-        said: Tensor = self.teacher(batch.images)
-        self.answers.write(batch.index, said)
-        return said
+        logits: Tensor = self.teacher(batch.images)
+        self.answers.write(batch.index, logits)
+        return logits
 
-    def from_teacher(self, logits: Tensor, said: Tensor) -> Tensor:
+    def from_teacher(self, logits: Tensor, teacher: Tensor) -> Tensor:
         """The loss of one classifier's logits [batch, classes] against the teacher's."""
         if self.options.mode == "soft":
-            return softened_divergence(logits, said, self.options.temperature, self.options.first)
+            return softened_divergence(logits, teacher, self.options.temperature, self.options.first)
         if self.model.multilabel:
-            return F.binary_cross_entropy_with_logits(logits.float(), (said > 0).float())
-        return F.cross_entropy(logits.float(), said.argmax(-1))
+            return F.binary_cross_entropy_with_logits(logits.float(), (teacher > 0).float())
+        return F.cross_entropy(logits.float(), teacher.argmax(-1))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        said = self.teach(batch)
+        targets = self.teach(batch)
         out = self.model.outputs(batch.images)
-        stack = out.stack
-        by_label = stack[:, :1] if self.token else stack
-        by_teacher = stack[:, 1:] if self.token else stack
-        labels = self._all([self.criterion(logits, batch.target) for logits in by_label.unbind(1)])
-        teacher = self._all([self.from_teacher(logits, said) for logits in by_teacher.unbind(1)])
-        total = (1 - self.weight) * labels + self.weight * teacher
-        agrees = by_teacher.float().mean(1).argmax(-1) == said.argmax(-1)
-        losses = {
-            "loss_labels": labels.detach(),
-            "loss_teacher": teacher.detach(),
-            "teacher_agreement": agrees.float().mean(),
-        }
-        for name, value in out.losses(batch.target).items():
-            losses[name] = value.detach()
-            total = total + value
-        return {"loss": total, **losses}
-
-    def _all(self, each: list[Tensor]) -> Tensor:
-        return torch.stack(each).sum() if self.config.classifier_loss == "sum" else torch.stack(each).mean()
+        by_label, by_teacher = (out.stack[:, :1], out.stack[:, 1:]) if self.token else (out.stack, out.stack)
+        labels = self.combined([self.criterion(logits, batch.target) for logits in by_label.unbind(1)])
+        teacher = self.combined([self.from_teacher(logits, targets) for logits in by_teacher.unbind(1)])
+        agreement = (by_teacher.float().mean(1).argmax(-1) == targets.argmax(-1)).float().mean()
+        logged = {"loss_labels": labels, "loss_teacher": teacher, "teacher_agreement": agreement}
+        return self.with_head_losses((1 - self.weight) * labels + self.weight * teacher, out, batch, logged)
 
     def after_step(self, step: int) -> None:
         if self.answers is not None and not self.answers.complete and (step + 1) % LOOK_EVERY == 0:
             self.answers.look()
+
+
+class One(Supervised):
+    """ONE: branches learn from labels and from their own on-the-fly ensemble (Lan et al., 2018, arXiv 1806.04606).
+
+    sum_k CE(z_k) + CE(z_e) + T^2 sum_k KL(softmax(z_e / T) || softmax(z_k / T)), with z_e = sum_k gate_k z_k.
+
+    The ensemble is a target without gradient in the divergence, as in the authors' code: it learns from labels alone,
+    and branches do not make it easier to follow. Raises `ValueError` for a head without branches.
+    """
+
+    def __init__(self, model: Classifier, config: OneConfig, labels: NDArray[np.int64] | None = None) -> None:
+        super().__init__(model, config.labels, labels)
+        if not isinstance(model.head, BranchesHead):
+            raise ValueError(
+                "objective one: the model has no branches that could teach each other; use --model.head branches"
+            )
+        if model.multilabel:
+            raise ValueError("objective one compares probabilities that sum to 1; with several labels use supervised")
+        self.options = config
+
+    @classmethod
+    def build(cls, model: Classifier, config: OneConfig, facts: TrainingFacts) -> Objective:
+        return cls(model, config, facts.counted(config.labels))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        stack = self.model.stack(batch.images)  # the branches, then their ensemble
+        ensemble, branches = stack[:, -1].detach(), stack[:, :-1].unbind(1)
+        parts = [self.criterion(logits, batch.target) for logits in stack.unbind(1)]
+        divergences = [softened_divergence(logits, ensemble, self.options.temperature) for logits in branches]
+        divergence = torch.stack(divergences).sum()
+        logged = {"loss_ensemble": parts[-1], "loss_branches": torch.stack(parts[:-1]).mean(), "divergence": divergence}
+        return {"loss": self.combined(parts) + divergence, **{name: value.detach() for name, value in logged.items()}}

@@ -26,7 +26,7 @@ from vitrail.kernels.similarity import neighbour_loss
 from vitrail.learn.bank import ImageMemory
 from vitrail.learn.config import GrafitConfig
 from vitrail.learn.objective import Objective, TrainingFacts
-from vitrail.learn.selfsupervised import MomentumCopy
+from vitrail.learn.selfsupervised import MomentumCopy, predictor
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.projected import ProjectedHead
@@ -53,11 +53,10 @@ def triplet_loss(embedding: Tensor, labels: Tensor, margin: float) -> Tensor:
     unit = F.normalize(embedding.float(), dim=-1)
     distance = 1 - unit @ unit.T
     same = labels[:, None] == labels[None]
-    other = ~same
-    same = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    farthest = distance.masked_fill(~same, float("-inf")).amax(1)
-    nearest = distance.masked_fill(~other, float("inf")).amin(1)
-    counts = same.any(1) & other.any(1)
+    positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    farthest = distance.masked_fill(~positive, float("-inf")).amax(1)
+    nearest = distance.masked_fill(same, float("inf")).amin(1)
+    counts = positive.any(1) & ~same.all(1)
     loss = torch.where(counts, F.relu(torch.where(counts, farthest - nearest, 0.0) + margin), 0.0)
     return loss.sum() / counts.sum().clamp(min=1)
 
@@ -71,11 +70,7 @@ class Grafit(Supervised):
     options: GrafitConfig
 
     def __init__(
-        self,
-        model: Classifier,
-        config: GrafitConfig,
-        labels: NDArray[np.int64],
-        index: NDArray[np.int64],
+        self, model: Classifier, config: GrafitConfig, labels: NDArray[np.int64], index: NDArray[np.int64]
     ) -> None:
         embeds = bool(config.neighbours or config.instance or config.triplet)
         super().__init__(model, config.labels, labels, embeds=embeds)
@@ -97,14 +92,9 @@ class Grafit(Supervised):
         self.predictor: nn.Module | None = None
         self.target: MomentumCopy | None = None
         if config.instance:
-            self.predictor = nn.Sequential(
-                nn.Linear(width, config.predictor_hidden, bias=False),
-                nn.BatchNorm1d(config.predictor_hidden),
-                nn.ReLU(inplace=True),
-                nn.Linear(config.predictor_hidden, width),
-            )
+            self.predictor = predictor(width, config.predictor_hidden)
             self.target = MomentumCopy(model, config.momentum)
-        self._seen: list[tuple[Tensor, Tensor]] = []  # indices and embeddings of the step that is being made
+        self._seen: list[tuple[Tensor, Tensor]] = []  # indices and embeddings of the current step
         self._last: list[tuple[Tensor, Tensor]] = []  # of the last one that Python saw: a graph writes to these
 
     @classmethod
@@ -128,18 +118,15 @@ class Grafit(Supervised):
         first = out.embedding[:count]
         losses: dict[str, Tensor] = {}
         if self.bank is not None:
-            losses["neighbours"] = neighbour_loss(
-                first, self.bank.rows, batch.label, self.bank.labels, self.bank.where(batch.index), config.temperature
-            )
+            rows = (first, self.bank.rows, batch.label, self.bank.labels, self.bank.where(batch.index))
+            losses["neighbours"] = neighbour_loss(*rows, config.temperature)
             self._seen.append((batch.index, F.normalize(first.detach().float(), dim=-1)))
         if self.predictor is not None and self.target is not None:
-            views = len(batch.views)
             with torch.no_grad():
-                there = self.target.classifier.outputs(images).embedding
-            online, target = (
-                t.unflatten(0, (views, count)).transpose(0, 1) for t in (self.predictor(out.embedding), there)
-            )
-            losses["instance"] = instance_loss(online, target)
+                target = self.target.classifier.outputs(images).embedding
+            shape = (len(batch.views), count)
+            pair = (t.unflatten(0, shape).transpose(0, 1) for t in (self.predictor(out.embedding), target))
+            losses["instance"] = instance_loss(*pair)
         if config.classification:
             losses["classification"] = self.criterion(out.stack[:count, 0], batch.target)
         if config.triplet:

@@ -60,11 +60,10 @@ def grid_sinusoid(grid: tuple[int, int], width: int) -> Tensor:
             f"objective.decoder_width: positions have four parts, into which {width} cannot be cut; use "
             f"{width // 4 * 4 or 4}"
         )
-    rows, columns = torch.meshgrid(
-        torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64), indexing="ij"
-    )
+    sides = (torch.arange(side, dtype=torch.float64) for side in grid)
+    rows, columns = torch.meshgrid(*sides, indexing="ij")
     omega = 10000 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
-    angles = [place.reshape(-1, 1) * omega for place in (columns, rows)]
+    angles = [position.reshape(-1, 1) * omega for position in (columns, rows)]
     return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], 1).float()
 
 
@@ -116,16 +115,13 @@ class Mae(Objective):
     def __init__(self, model: Classifier, config: MaeConfig, augment: AugmentConfig | None = None) -> None:
         super().__init__()
         self.model, self.config = model, config
-        trunk = model.trunk
-        able = isinstance(trunk, Trunk) and all(
-            isinstance(mixer, SoftmaxMixer) for block in trunk._blocks() for mixer in block.mixers
-        )
-        if not able or not isinstance(cast("Trunk", trunk).config.stem, Patchify) or cast("Trunk", trunk).config.local:
+        trunk = cast("Trunk", model.trunk)
+        plain = isinstance(trunk, Trunk) and isinstance(trunk.config.stem, Patchify) and not trunk.config.local
+        if not plain or not all(isinstance(m, SoftmaxMixer) for block in trunk._blocks() for m in block.mixers):
             raise ValueError(
                 "objective mae hides patches from the trunk, so it needs attention and a plain patch stem, without "
                 "convolutions; use a ViT (vit_*, deit_*, deit3_*)"
             )
-        trunk = cast("Trunk", trunk)
         count = trunk.grid[0] * trunk.grid[1]
         self.visible = round(count * (1 - config.mask))
         if not 0 < self.visible < count:
@@ -150,9 +146,8 @@ class Mae(Objective):
         trunk = cast("Trunk", self.model.trunk)
         tokens = trunk.embed(images)
         visible, hidden = random_order(len(images), tokens.patches.shape[1], self.visible, images.device)
-        prefix = tokens.sequence[:, : tokens.prefix]
-        some = torch.cat([prefix, gather(tokens.patches, visible)], 1)
-        encoded, _ = trunk.encode(replace(tokens, sequence=some, index=visible))
+        sequence = torch.cat([tokens.sequence[:, : tokens.prefix], gather(tokens.patches, visible)], 1)
+        encoded, _ = trunk.encode(replace(tokens, sequence=sequence, index=visible))
         return self.decoder(encoded), hidden
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:

@@ -106,8 +106,8 @@ class MomentumCopy(nn.Module):
 
     @torch.no_grad()
     def follow(self, module: nn.Module, step: int) -> None:
-        mine: list[Tensor] = list(self.module.parameters())
-        torch._foreach_lerp_(mine, [p.detach() for p in module.parameters()], 1 - self.decay_at(step))
+        averages: list[Tensor] = list(self.module.parameters())
+        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 1 - self.decay_at(step))
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -125,12 +125,8 @@ def distance(online: Tensor, target: Tensor) -> Tensor:
 
 def predictor(width: int, hidden: int) -> nn.Sequential:
     """The predictor of the online network: linear, BatchNorm, ReLU, linear; [batch, width] -> the same."""
-    return nn.Sequential(
-        nn.Linear(width, hidden, bias=False),
-        nn.BatchNorm1d(hidden),
-        nn.ReLU(inplace=True),
-        nn.Linear(hidden, width),
-    )
+    layers = (nn.Linear(width, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True))
+    return nn.Sequential(*layers, nn.Linear(hidden, width))
 
 
 def one_label(batch: Batch) -> Tensor:
@@ -138,9 +134,9 @@ def one_label(batch: Batch) -> Tensor:
     return batch.label if batch.label.ndim == 1 else torch.full_like(batch.index, UNKNOWN)
 
 
-def purity(found: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
+def purity(neighbours: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
     """Share of the neighbours [batch, k] after the first, which is the image itself, that have its label [batch]."""
-    return (bank_labels[found[:, 1:]] == labels[:, None]).float().mean()
+    return (bank_labels[neighbours[:, 1:]] == labels[:, None]).float().mean()
 
 
 def refuse_several(model: Classifier, name: str) -> None:
@@ -164,8 +160,8 @@ class SelfSupervised(Objective):
 
     The head's classifier learns the labels from detached pooled features: the representation is what it would be
     without it, the logged loss is the representation's alone, and the metrics of a run are those of the probe. `spread`
-    and `rank` of the embeddings are logged, and a collapse is reported. Raises
-    `ValueError` where the model's head is not `projected`.
+    and `rank` of the embeddings are logged, and a collapse is reported. Raises `ValueError` where the model's head is
+    not `projected`.
     """
 
     reading = (
@@ -213,11 +209,11 @@ class SelfSupervised(Objective):
         values["spread"], values["rank"] = spread_and_rank(seen.embedding.detach())
         return {"loss": loss + probe - probe.detach(), "probe": probe.detach(), **values}
 
-    def purity(self, found: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
+    def purity(self, neighbours: Tensor, batch: Batch, bank: Bank) -> dict[str, Tensor]:
         """`purity` of neighbours [batch, k]; nothing where there is one neighbour, or no single label."""
-        if found.shape[1] == 1 or batch.label.ndim > 1 or self.model.unlabelled:
+        if neighbours.shape[1] == 1 or batch.label.ndim > 1 or self.model.unlabelled:
             return {}
-        return {"purity": purity(found, batch.label, bank.labels)}
+        return {"purity": purity(neighbours, batch.label, bank.labels)}
 
     def alarm(self, means: Mapping[str, float], done: float) -> str:
         return collapse_note(means, done, len(self.model.classes))

@@ -43,14 +43,12 @@ class Simreg(SelfSupervised):
         super().__init__(model)
         self.match = config.match
         self.embedder = Embedder(teacher, model, config.teacher, config.teacher_size)
-        self.regressor = regressor(
-            self.head.features, self.embedder.width, config.layers, config.hidden or 2 * self.head.features
-        )
+        width = self.head.features
+        self.regressor = regressor(width, self.embedder.width, config.layers, config.hidden or 2 * width)
 
     @classmethod
     def build(cls, model: Classifier, config: SimregConfig, facts: TrainingFacts) -> Objective:
-        teacher = load_embedder(config.teacher, model, config.teacher_size)
-        return cls(model, config, teacher)
+        return cls(model, config, load_embedder(config.teacher, model, config.teacher_size))
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
         """The loss of the student's embeddings against the teacher's, [batch, width] each."""

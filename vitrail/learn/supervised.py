@@ -16,7 +16,7 @@ from vitrail.data.augment.mixing import soft
 from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.objective import Objective, TrainingFacts
-from vitrail.model.classifier import Classifier
+from vitrail.model.classifier import Classifier, Outputs
 from vitrail.model.heads.projected import ProjectedHead
 from vitrail.schema import near
 
@@ -67,7 +67,7 @@ def prior_shift(counts: NDArray[np.int64], binary: bool = False) -> Tensor:
     (LiVT, Xu et al., 2022, arXiv 2212.02015).
 
     Logits learned with it are those of equally frequent classes. A class without images counts as if it had one, for
-    log 0 would be no number.
+    log 0 is not finite.
 
     >>> prior_shift(np.array([1, 1, 2]), binary=True).exp()
     tensor([0.3333, 0.3333, 1.0000])
@@ -112,7 +112,7 @@ def chosen_weights(named: Mapping[str, float], classes: Sequence[str]) -> Tensor
 
 
 class Supervised(Objective):
-    """Labels (and what mixing made of them) for every classifier of the head.
+    """Labels, mixed ones included, for every classifier of the head.
 
     With binary cross entropy, classifiers that were not trained before start at the frequency of each class.
     """
@@ -121,17 +121,11 @@ class Supervised(Objective):
     shift: Tensor | None
 
     def __init__(
-        self,
-        model: Classifier,
-        config: SupervisedConfig,
-        labels: NDArray[np.int64] | None = None,
-        *,
-        embeds: bool = False,
+        self, model: Classifier, config: SupervisedConfig, labels: NDArray[np.int64] | None = None, embeds: bool = False
     ) -> None:
         """`embeds`: it learns from embeddings, too, so that what projects them is trained."""
         super().__init__()
-        self.model = model
-        self.config = config
+        self.model, self.config = model, config
         self.binary = config.loss == "bce" or model.multilabel
         if isinstance(model.head, ProjectedHead) and not embeds:
             model.head.projector.requires_grad_(False)  # no label reaches it, and decay alone would shrink it
@@ -187,11 +181,19 @@ class Supervised(Objective):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         out = self.model.outputs(batch.images)
-        stack = out.stack
-        each = [self.criterion(stack[:, k], batch.target) for k in range(stack.shape[1])]
-        losses = {f"loss_{k}": value.detach() for k, value in enumerate(each)} if len(each) > 1 else {}
-        total = torch.stack(each).sum() if self.config.classifier_loss == "sum" else torch.stack(each).mean()
-        for name, value in out.losses(batch.target).items():
-            losses[name] = value.detach()
-            total = total + value
-        return {"loss": total, **losses}
+        each = [self.criterion(logits, batch.target) for logits in out.stack.unbind(1)]
+        logged = {f"loss_{k}": value for k, value in enumerate(each)} if len(each) > 1 else {}
+        return self.with_head_losses(self.combined(each), out, batch, logged)
+
+    def combined(self, each: Sequence[Tensor]) -> Tensor:
+        """The losses of several classifiers as one."""
+        losses = torch.stack(tuple(each))
+        return losses.sum() if self.config.classifier_loss == "sum" else losses.mean()
+
+    def with_head_losses(
+        self, total: Tensor, out: Outputs, batch: Batch, logged: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """`loss`, with what the head adds to it, and what is logged."""
+        added = out.losses(batch.target)
+        values = {name: value.detach() for name, value in {**logged, **added}.items()}
+        return {"loss": sum(added.values(), total), **values}

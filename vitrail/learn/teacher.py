@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,16 +38,15 @@ class Teacher(nn.Module):
 
     def __init__(self, model: Classifier, student: PreprocessConfig, name: str = "", size: int | None = None) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False)
-        self.name = name
-        self.size = size or model.preprocess.size
-        own = model.preprocess
-        mine = [torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (own.mean, own.std)]
-        theirs = [torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (student.mean, student.std)]
-        self.same = own.mean == student.mean and own.std == student.std
+        self.model, self.name = model.requires_grad_(False), name
+        teacher = model.preprocess
+        self.size = size or teacher.size
+        self.same = teacher.mean == student.mean and teacher.std == student.std
+        moments = (student.mean, student.std, teacher.mean, teacher.std)
+        mean_s, std_s, mean_t, std_t = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in moments)
         # (x std_s + mean_s - mean_t) / std_t, as one gain and one shift.
-        self.register_buffer("scale", (theirs[1] / mine[1]).float(), persistent=False)
-        self.register_buffer("shift", ((theirs[0] - mine[0]) / mine[1]).float(), persistent=False)
+        self.register_buffer("scale", (std_s / std_t).float(), persistent=False)
+        self.register_buffer("shift", ((mean_s - mean_t) / std_t).float(), persistent=False)
         self.train(False)
 
     def train(self, mode: bool = True) -> Teacher:
@@ -55,16 +54,16 @@ class Teacher(nn.Module):
         return super().train(False)
 
     def seen(self, images: Tensor) -> Tensor:
-        """What the teacher gets to see of a student's batch [batch, 3, height, width]."""
+        """A student's batch [batch, 3, height, width] in the teacher's normalisation and size."""
         if images.dtype == torch.uint8:
             if images.shape[-2:] == (self.size, self.size):
                 return images  # the classifier normalises it
             images = self.model._images(images)
         elif not self.same:
             images = images * self.scale + self.shift
-        if images.shape[-2:] != (self.size, self.size):
-            images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
-        return images
+        if images.shape[-2:] == (self.size, self.size):
+            return images
+        return F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, classes] in float32."""
@@ -91,7 +90,7 @@ class TeacherCache(nn.Module):
         self.complete = False
 
     def write(self, index: Tensor, logits: Tensor) -> None:
-        """Remember logits [batch, classes] of images [batch]."""
+        """Store logits [batch, classes] of images [batch]."""
         self.logits[index] = logits
         self.known[index] = True
 
@@ -100,7 +99,7 @@ class TeacherCache(nn.Module):
         return self.logits[index]
 
     def look(self) -> None:
-        """See whether every image has come by (waits for the device)."""
+        """Check whether every image has come by (waits for the device)."""
         self.complete = int(self.known.sum()) == self.wanted
 
 
@@ -128,8 +127,12 @@ def _published(name: str, student: Classifier, size: int | None) -> Classifier:
     if not classes:
         raise ValueError(f"objective.teacher: the published {name} has no classifier; fine-tune it on this data first")
     refuse_other_classes(class_names(classes), student.classes, name)
+    return _timm(name, size, classes=classes)
+
+
+def _timm(name: str, size: int | None, **options: Any) -> Classifier:
     try:
-        return create_model(name, classes=classes, weights="timm", image_size=size)
+        return create_model(name, weights="timm", image_size=size, **options)
     except ValueError as error:
         raise ValueError(f"objective.teacher: {error}") from None
 
@@ -158,14 +161,13 @@ def refuse_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], nam
     """Nothing where classes are the same; a note where only their number can be compared; else `ValueError`."""
     if teacher == student:
         return None
-    nameless = class_names(len(student)) in (teacher, student)
-    if len(teacher) == len(student) and nameless:
-        return f"note: only the number of classes of the teacher {name} could be compared, {len(teacher)}, not names"
     if len(teacher) != len(student):
         what = f"has {len(teacher)} classes, the data have {len(student)}"
+    elif class_names(len(student)) in (teacher, student):
+        return f"note: only the number of classes of the teacher {name} could be compared, {len(teacher)}, not names"
     else:
-        place = next(i for i, pair in enumerate(zip(teacher, student, strict=True)) if pair[0] != pair[1])
-        what = f"calls class {place} {teacher[place]!r}, the data call it {student[place]!r}"
+        i, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(teacher, student, strict=True)) if a != b)
+        what = f"calls class {i} {one!r}, the data call it {other!r}"
     weights = "timm" if name.startswith("timm:") else name or "TEACHER"
     model = f" --model.name {name}" if name.startswith("timm:") else ""
     raise ValueError(
@@ -175,20 +177,16 @@ def refuse_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], nam
 
 
 def refuse_moving_views(augment: AugmentConfig | None) -> None:
-    """Raises `ValueError` unless an image looks the same every time it is drawn."""
+    """Raises `ValueError` unless an image is the same every time it is drawn."""
     if augment is None:
         raise ValueError("objective.cache: how images are augmented is not known here, so answers cannot be kept")
-    still = replace(AugmentConfig(), crop="evaluation", flip=0.0)
-    moving = {
-        f.name: (getattr(augment, f.name), getattr(still, f.name))
-        for f in fields(AugmentConfig)
-        if f.name not in SETTINGS and getattr(augment, f.name) != getattr(still, f.name)
-    }
+    fixed = vars(replace(AugmentConfig(), crop="evaluation", flip=0.0))
+    moving = {n: value for n, value in vars(augment).items() if n not in SETTINGS and value != fixed[n]}
     if moving:
-        found = ", ".join(f"{name} {value}" for name, (value, _) in moving.items())
-        remedy = " ".join(f"--data.augment.{name} {value}" for name, (_, value) in moving.items())
+        changes = ", ".join(f"{name} {value}" for name, value in moving.items())
+        remedy = " ".join(f"--data.augment.{name} {fixed[name]}" for name in moving)
         raise ValueError(
-            f"objective.cache: answers can be kept only where an image always looks the same, but {found} change it; "
+            f"objective.cache: answers can be kept only where an image always looks the same, but {changes} change it; "
             f"use {remedy}, or leave cache out"
         )
 
@@ -198,12 +196,7 @@ LOOK_EVERY = 16  # steps between checks whether every embedding is cached
 
 def load_embedder(name: str, student: Classifier, size: int | None = None) -> Classifier:
     """A teacher by name, as for distillation, but a published one may have any classes, or none."""
-    if not name.startswith("timm:"):
-        return load_teacher(name, student, size)
-    try:
-        return create_model(name, weights="timm", image_size=size)
-    except ValueError as error:
-        raise ValueError(f"objective.teacher: {error}") from None
+    return _timm(name, size) if name.startswith("timm:") else load_teacher(name, student, size)
 
 
 def features(model: Classifier, images: Tensor) -> Tensor:
@@ -231,7 +224,7 @@ class Embedder(nn.Module):
         super().__init__()
         self.teacher = Teacher(teacher, student.preprocess, name, size)
         side = self.teacher.size
-        with torch.no_grad():  # one small look tells the width, and refuses sizes that the teacher cannot take
+        with torch.no_grad():  # one small pass gives the width, and rejects sizes that the teacher cannot take
             probe = self.teacher.seen(torch.zeros(1, 3, side, side, dtype=torch.uint8))
             self.width = features(self.teacher.model, probe).shape[1]
         self.cache = None if index is None else ImageMemory(index, self.width, empty=True)
@@ -247,11 +240,11 @@ class Embedder(nn.Module):
         kept = self.cache.rows[self.cache.where(batch.index)]
         if self.complete:
             return kept
-        said = torch.where(self.cache.known(batch.index)[:, None], kept, self.ask(batch.images))
-        self.cache.update(batch.index, said, share=1.0)
-        return said
+        embedding = torch.where(self.cache.known(batch.index)[:, None], kept, self.ask(batch.images))
+        self.cache.update(batch.index, embedding, share=1.0)
+        return embedding
 
     def after_step(self, step: int) -> None:
-        """Now and then see whether every image is known (waits for the device)."""
+        """Check now and then whether every image is known (waits for the device)."""
         if self.cache is not None and not self.complete and (step + 1) % LOOK_EVERY == 0:
             self.complete = bool(self.cache.rows.any(1).all())

@@ -73,7 +73,7 @@ def row_distances(maps: LayerMaps) -> tuple[Tensor, Tensor]:
 
 
 def class_rows(maps: LayerMaps) -> Tensor:
-    """What the class token attends to, [batch, heads, tokens]; without one, the mean over all rows there are."""
+    """Attention of the class token, [batch, heads, tokens]; without one, the mean over all rows there are."""
     if maps.prefix:
         return maps.weights[:, :, 0]
     return maps.weights.sum(2) / maps.rows.sum(1).clamp_min(1)[:, None, None]
@@ -115,10 +115,8 @@ class LayerStatistics:
         values = {name: getattr(self, name) for name in STATISTICS}
         values["distance_pixels"] = [d * pitch for d in self.distance]
         by_head = {name: [v if math.isfinite(v) else None for v in heads] for name, heads in values.items()}
-        means: dict[str, float | None] = {}
-        for name, heads in by_head.items():
-            known = [v for v in heads if v is not None]
-            means[name] = sum(known) / len(known) if known else None
+        known = {name: [v for v in heads if v is not None] for name, heads in by_head.items()}
+        means = {name: sum(heads) / len(heads) if heads else None for name, heads in known.items()}
         return {"layer": self.layer, **means, "row": self.row, "heads": by_head}
 
 
@@ -297,13 +295,12 @@ class AttentionCollector:
         self.model, self.pictures, self.parts = model, pictures, tuple(parts)
         self.layers = {i: LayerCollector(i) for i in (map_layers(model) if "maps" in parts else ())}
         self.signed: set[int] = set()
-        self.images = 0
+        self.images, self.grid, self.size = 0, (0, 0), 0
         self.shown: dict[str, list[Tensor]] = {}
         self.features: list[list[Tensor]] = []
         self.counts: list[Tensor] = []
         self.traces: list[Trace] = []
         self.macs: list[Tensor] = []
-        self.grid, self.size = (0, 0), 0
         self._fixed_macs: int | None = None
         self._uncounted = ""
 
@@ -346,7 +343,7 @@ class AttentionCollector:
 
     def result(self) -> AttentionMaps:
         if not self.images:
-            raise ValueError("there is nothing to look at: no image was given")
+            raise ValueError("there are no attention maps to collect: no image was given")
         shown = {name: torch.cat(values) for name, values in self.shown.items()}
         maps = [shown[f"class.{i}"] for i in self.layers]
         policy = self.model.policy
@@ -391,7 +388,7 @@ class AttentionCollector:
             yield f"weights of layers {layers} may be negative: entropy, distance and pictures are of their magnitudes"
         if any(collector.row == "mean" for collector in self.layers.values()):
             reason = "no class token" if not cast("Trunk", self.model.trunk).prefix else "its class token comes later"
-            yield f"{reason}: in its place stands the mean row, what patches attend to on average"
+            yield f"{reason}: the mean row, what patches attend to on average, takes its place"
         if self.layers and isinstance(self.model.trunk, Trunk) and self.model.trunk.config.parallel > 1:
             yield "maps are those of the first of the parallel branches"
         if self._uncounted:
@@ -417,7 +414,7 @@ def layers_without_maps(model: Classifier) -> str:
             )
         return f"the trunk ({kind}) gives no attention maps and no tokens of inner layers"
     if model.trunk.prompts is not None:
-        return "with prompts, maps have places that are no patches, and are not shown"
+        return "with prompts, maps have tokens that are not patches, and are not shown"
     return f"the mixer {model.trunk.config.mixer.kind} has no attention maps over patches"
 
 

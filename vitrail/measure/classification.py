@@ -34,7 +34,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Figures(ABC):
-    """What was measured on one set of images. Fractions, not percent."""
+    """Metrics on one set of images. Fractions, not percent."""
 
     classes: tuple[str, ...]
     count: int
@@ -47,37 +47,20 @@ class Figures(ABC):
 
     @abstractmethod
     def scalars(self) -> dict[str, float]:
-        """The figures that are one number each."""
+        """The metrics that are one number each."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain numbers, strings, lists and dicts; a figure that is undefined is null."""
-        stored = {
-            "kind": type(self).__name__,
-            **self.scalars(),
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-        }
+        """Everything as plain numbers, strings, lists and dicts; an undefined metric is null."""
+        stored = {"kind": type(self).__name__, **self.scalars(), **vars(self)}
         return {name: _plain(value) for name, value in stored.items()}
 
 
+_MACRO = ("macro_precision", "macro_recall", "macro_f1", "balanced_accuracy", "matthews")
 STANDARD = {
-    "top1": frozenset(
-        [
-            "top1",
-            "top1_low",
-            "top1_high",
-            "top5",
-            "loss",
-            "ece",
-            "macro_precision",
-            "macro_recall",
-            "macro_f1",
-            "balanced_accuracy",
-            "matthews",
-        ]
-    ),
+    "top1": frozenset(["top1", "top1_low", "top1_high", "top5", "loss", "ece", *_MACRO]),
     "map": frozenset(["map", "micro_f1", "macro_f1", "subset_accuracy", "loss"]),
 }
-"""Names of all figures that `scalars` gives, by the first of them; others of a run were found by another evaluator."""
+"""Names of all metrics that `scalars` gives, by the first of them; others of a run come from another evaluator."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +80,8 @@ class SingleLabelFigures(Figures):
     bin_accuracy: Floats  # [bins] their accuracy, NaN where empty
 
     def scalars(self) -> dict[str, float]:
-        has_images = self.support > 0
+        means = [float(np.nanmean(each)) for each in (self.precision, self.recall, self.f1)]
+        macro = (*means, float(self.recall[self.support > 0].mean()), matthews(self.confusion))
         return {
             "top1": self.top1,
             "top1_low": self.top1_interval[0],
@@ -105,11 +89,7 @@ class SingleLabelFigures(Figures):
             "top5": self.top5,
             "loss": self.loss,
             "ece": self.ece,
-            "macro_precision": float(np.nanmean(self.precision)),
-            "macro_recall": float(np.nanmean(self.recall)),
-            "macro_f1": float(np.nanmean(self.f1)),
-            "balanced_accuracy": float(self.recall[has_images].mean()),
-            "matthews": matthews(self.confusion),
+            **dict(zip(_MACRO, macro, strict=True)),
         }
 
     def confused_pairs(self, most: int = 10) -> list[tuple[int, int, int]]:
@@ -117,8 +97,8 @@ class SingleLabelFigures(Figures):
         errors = self.confusion.copy()
         np.fill_diagonal(errors, 0)
         order = np.argsort(-errors, axis=None, kind="stable")[:most]
-        places = [divmod(int(place), len(self.classes)) for place in order]
-        return [(true, guess, int(errors[true, guess])) for true, guess in places if errors[true, guess] > 0]
+        pairs = [divmod(int(cell), len(self.classes)) for cell in order]
+        return [(true, guess, int(errors[true, guess])) for true, guess in pairs if errors[true, guess] > 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,13 +132,13 @@ def classification(
     *,
     probabilities: bool = False,
 ) -> Figures:
-    """Figures of `scores` [n, classes] against `target` [n] of class numbers, or [n, classes] of 0/1 (multi-label).
+    """Metrics of `scores` [n, classes] against `target` [n] of class numbers, or [n, classes] of 0/1 (multi-label).
 
     Scores are logits, or probabilities where `probabilities` is set. Raises `ValueError` for empty input, scores that
     are not numbers, and labels outside the classes.
 
-    >>> figures = classification(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]), ["cat", "dog"])
-    >>> figures.scalars()["top1"]
+    >>> metrics = classification(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]), ["cat", "dog"])
+    >>> metrics.scalars()["top1"]
     0.5
     """
     scores, target = torch.as_tensor(scores).detach().cpu(), torch.as_tensor(target).detach().cpu()
@@ -172,10 +152,8 @@ def classification(
         raise ValueError(f"scores have {scores.shape[1]} columns, but there are {len(names)} classes")
     if len(target) != len(scores):
         raise ValueError(f"there are {len(scores)} rows of scores, but {len(target)} labels")
-    _refuse_what_is_no_score(scores, probabilities)
-    if target.ndim == 2:
-        return _multi_label(scores, target, names, probabilities)
-    return _single_label(scores, target, names, probabilities)
+    _check_scores(scores, probabilities)
+    return (_multi_label if target.ndim == 2 else _single_label)(scores, target, names, probabilities)
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
@@ -213,38 +191,38 @@ def average_precision(score: Floats, positive: NDArray[np.bool_]) -> float:
         return math.nan
     order = np.argsort(-score, kind="stable")
     last_of_ties = np.append(np.diff(score[order]) != 0, True)
-    found = np.cumsum(positive[order])[last_of_ties]
+    hits = np.cumsum(positive[order])[last_of_ties]
     taken = np.flatnonzero(last_of_ties) + 1
-    return float(np.sum(np.diff(found, prepend=0) / found[-1] * found / taken))
+    return float(np.sum(np.diff(hits, prepend=0) / hits[-1] * hits / taken))
 
 
 def read_figures(stored: Mapping[str, Any]) -> Figures:
-    """The figures that `to_json` wrote."""
+    """The metrics that `to_json` wrote."""
     kinds: dict[str, type[Figures]] = {c.__name__: c for c in (SingleLabelFigures, MultiLabelFigures)}
     kind = kinds.get(str(stored.get("kind")))
     if kind is None:
         raise ValueError(f"these are no figures of vitrail: 'kind' is {stored.get('kind')!r}, not {' or '.join(kinds)}")
     whole = {"support", "confusion", "bin_count"}
-    values: dict[str, Any] = {}
-    for f in fields(kind):
-        value = stored[f.name]
-        if f.name in ("classes", "top1_interval"):
-            values[f.name] = tuple(value)
-        elif isinstance(value, list):  # null becomes NaN
-            values[f.name] = np.array(value, dtype=np.int64 if f.name in whole else np.float64)
-        else:
-            values[f.name] = math.nan if value is None else value
-    return kind(**values)
+
+    def read(name: str) -> Any:  # null becomes NaN
+        value = stored[name]
+        if name in ("classes", "top1_interval"):
+            return tuple(value)
+        if isinstance(value, list):
+            return np.array(value, dtype=np.int64 if name in whole else np.float64)
+        return math.nan if value is None else value
+
+    return kind(**{f.name: read(f.name) for f in fields(kind)})
 
 
-def _refuse_what_is_no_score(scores: Tensor, probabilities: bool) -> None:
+def _check_scores(scores: Tensor, probabilities: bool) -> None:
     # Minus infinity is the logit of an impossible class; plus infinity and NaN come from a broken model.
     bad = scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1)
     if bad.any():
         raise ValueError(
             f"{int(bad.sum())} of {len(scores)} rows have scores that are NaN or infinite (first: row "
-            f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or look "
-            "at its inputs"
+            f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or "
+            "check its inputs"
         )
     if probabilities and ((scores < 0) | (scores > 1 + 1e-6)).any():
         raise ValueError("probabilities must lie between 0 and 1; leave `probabilities` off to pass logits")
@@ -261,33 +239,25 @@ def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probab
     outside = target[(target < 0) | (target >= classes)]
     if len(outside):
         raise ValueError(f"label {int(outside[0])} is outside the {classes} classes (0 to {classes - 1})")
-    loss, rank, guess, confidence = [], [], [], []
+    parts = []
     for rows, label in zip(scores.split(ROWS_AT_ONCE), target.split(ROWS_AT_ONCE), strict=True):
         rows, label = rows.double(), label[:, None]  # noqa: PLW2901
         logs = rows.log() if probabilities else rows.log_softmax(1)
-        own = rows.gather(1, label)
-        before = (rows > own) | ((rows == own) & (torch.arange(classes) < label))
-        best = rows.argmax(1)  # the first of equals
-        rank.append(before.sum(1))
-        guess.append(best)
-        loss.append(-logs.gather(1, label)[:, 0])
-        confidence.append(logs.gather(1, best[:, None])[:, 0].exp())
-    ranks, guesses, sure = torch.cat(rank), torch.cat(guess).numpy(), torch.cat(confidence).numpy()
+        score = rows.gather(1, label)
+        before = (rows > score) | ((rows == score) & (torch.arange(classes) < label))
+        best = rows.argmax(1, keepdim=True)  # the first of equals
+        parts.append((before.sum(1), best[:, 0], logs.gather(1, best)[:, 0].exp(), -logs.gather(1, label)[:, 0]))
+    ranks, guesses, confidence, loss = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
     labels = target.numpy()
     confusion = np.bincount(labels * classes + guesses, minlength=classes**2).reshape(classes, classes)
-    hits, support, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    precision, recall, f1 = _precision_recall_f1(hits, support, guessed)
     right = int((ranks == 0).sum())
-    bin_count, bin_confidence, bin_accuracy = _calibration(sure, guesses == labels)
+    bin_count, bin_confidence, bin_accuracy = _calibration(confidence, guesses == labels)
     gaps = np.abs(bin_confidence - bin_accuracy)
     return SingleLabelFigures(
         classes=names,
         count=count,
-        loss=float(torch.cat(loss).mean()),
-        precision=precision,
-        recall=recall,
-        f1=f1,
-        support=support,
+        loss=float(torch.from_numpy(loss).mean()),
+        **_per_class(confusion.diagonal(), confusion.sum(1), confusion.sum(0)),
         top1=right / count,
         top5=int((ranks < min(5, classes)).sum()) / count,
         top1_interval=wilson_interval(right, count),
@@ -307,42 +277,33 @@ def _multi_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabi
         )
     rows, wanted = scores.double(), target.double()
     loss = F.binary_cross_entropy(rows, wanted) if probabilities else F.binary_cross_entropy_with_logits(rows, wanted)
-    said = (rows > (0.5 if probabilities else 0.0)).numpy()
-    positive = wanted.bool().numpy()
-    hits, support, guessed = (said & positive).sum(0), positive.sum(0), said.sum(0)
-    precision, recall, f1 = _precision_recall_f1(hits, support, guessed)
+    predicted, positive = (rows > (0.5 if probabilities else 0.0)).numpy(), wanted.bool().numpy()
+    hits, support, guessed = (predicted & positive).sum(0), positive.sum(0), predicted.sum(0)
     both = int(support.sum() + guessed.sum())
     return MultiLabelFigures(
         classes=names,
         count=len(rows),
         loss=float(loss),
-        precision=precision,
-        recall=recall,
-        f1=f1,
-        support=support.astype(np.int64),
+        **_per_class(hits, support.astype(np.int64), guessed),
         average_precision=np.array([average_precision(rows[:, c].numpy(), positive[:, c]) for c in range(len(names))]),
         micro_f1=2 * int(hits.sum()) / both if both else 0.0,
-        subset_accuracy=float((said == positive).all(1).mean()),
+        subset_accuracy=float((predicted == positive).all(1).mean()),
     )
 
 
-def _precision_recall_f1(hits: Counts, support: Counts, guessed: Counts) -> tuple[Floats, Floats, Floats]:
-    occurs = support + guessed > 0
-
-    def share(part: Counts, whole: Counts) -> Floats:
-        return np.where(occurs, part / np.maximum(whole, 1), np.nan)
-
-    return share(hits, guessed), share(hits, support), share(2 * hits, support + guessed)
+def _per_class(hits: Counts, support: Counts, guessed: Counts) -> dict[str, Any]:
+    both = support + guessed
+    fractions = {"precision": (hits, guessed), "recall": (hits, support), "f1": (2 * hits, both)}
+    shares = {n: np.where(both > 0, part / np.maximum(whole, 1), np.nan) for n, (part, whole) in fractions.items()}
+    return {**shares, "support": support}
 
 
 def _calibration(confidence: Floats, right: NDArray[np.bool_]) -> tuple[Counts, Floats, Floats]:
     edges = np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1]
-    place = np.searchsorted(edges, confidence, side="left")
-    count = np.bincount(place, minlength=CALIBRATION_BINS)
+    bins = np.searchsorted(edges, confidence, side="left")
+    count, *sums = (np.bincount(bins, weights, CALIBRATION_BINS) for weights in (None, confidence, right))
     inside = np.where(count > 0, count, np.nan)
-    sure = np.bincount(place, weights=confidence, minlength=CALIBRATION_BINS)
-    hits = np.bincount(place, weights=right, minlength=CALIBRATION_BINS)
-    return count, sure / inside, hits / inside
+    return count, sums[0] / inside, sums[1] / inside
 
 
 def _mean_of_defined(values: Floats) -> float:

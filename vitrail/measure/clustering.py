@@ -15,14 +15,14 @@ from torch import Tensor
 
 from vitrail.kernels.kmeans import kmeans
 from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator
-from vitrail.measure.retrieval import embedded_split
+from vitrail.measure.retrieval import Rows, embedded_split
 
 
 def best_matching(gain: NDArray[np.float64]) -> NDArray[np.int64]:
     """Column [rows] given to each row so that the sum of `gain` [rows, columns] is the largest; -1: none is left.
 
-    Exact (Kuhn and Munkres): one shortest augmenting path a row, of which every step is one operation on a whole row,
-    so 1000 x 1000 take seconds. Raises `ValueError` for values that are no numbers.
+    Exact (Kuhn and Munkres): one shortest augmenting path per row, of which every step is one operation on a whole row,
+    so 1000 x 1000 take seconds. Raises `ValueError` for values that are not finite.
 
     >>> best_matching(np.array([[1.0, 2.0], [1.0, 9.0]])).tolist()
     [0, 1]
@@ -99,12 +99,7 @@ class Alignment:
 
 
 def cluster_alignment(
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    classes: int,
-    *,
-    clusters: int | None = None,
-    seed: int = 0,
+    train: Rows, test: Rows, classes: int, *, clusters: int | None = None, seed: int = 0
 ) -> Alignment:
     """k-means on training embeddings, clusters matched one to one with classes, accuracy on others.
 
@@ -113,10 +108,10 @@ def cluster_alignment(
     """
     rows, label = F.normalize(train[0].float(), dim=1), train[1]
     wanted = min(clusters or classes, len(rows))
-    found = kmeans(rows, wanted, seed=seed)
-    shared = shared_images(found.label, label, wanted, classes)
-    stands_for = torch.from_numpy(class_of_cluster(shared)).to(label.device)
-    guess = stands_for[nearest_centre(F.normalize(test[0].float(), dim=1), found.centres)]
+    clustered = kmeans(rows, wanted, seed=seed)
+    shared = shared_images(clustered.label, label, wanted, classes)
+    classes_of = torch.from_numpy(class_of_cluster(shared)).to(label.device)
+    guess = classes_of[nearest_centre(F.normalize(test[0].float(), dim=1), clustered.centres)]
     right = (guess == test[1]).double()
     size = torch.bincount(test[1], minlength=classes)
     hits = torch.zeros(classes, dtype=torch.float64, device=right.device).index_add_(0, test[1], right)
@@ -128,13 +123,13 @@ def nearest_centre(rows: Tensor, centres: Tensor) -> Tensor:
     """The centre [rows] at the least Euclidean distance; the centres of unit rows are shorter than 1."""
     # |row - centre|^2 / 2 up to what the row alone decides: one product, of a row with a 1 behind it.
     with_length = torch.cat([centres, -centres.square().sum(1, keepdim=True) / 2], 1)
-    return torch.cat([(F.pad(some, (0, 1), value=1.0) @ with_length.T).argmax(1) for some in rows.split(4096)])
+    return torch.cat([(F.pad(chunk, (0, 1), value=1.0) @ with_length.T).argmax(1) for chunk in rows.split(4096)])
 
 
 @evaluator("train", "embedding")
 def evaluate_clusters(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """Cluster alignment with as many clusters as classes, and the clusters' purity."""
-    train, test = (embedded_split(model, data, split, **where) for split in ("train", data.split))
-    found = cluster_alignment((train.embedding, train.label), (test.embedding, test.label), len(data.classes))
-    numbers = {"cluster_alignment": found.accuracy, "cluster_purity": found.purity}
-    return {"numbers": numbers, "tables": {"clusters": found.to_json(tuple(data.classes))}, "pictures": {}}
+    train, test = (embedded_split(model, data, split, **where).rows for split in ("train", data.split))
+    result = cluster_alignment(train, test, len(data.classes))
+    numbers = {"cluster_alignment": result.accuracy, "cluster_purity": result.purity}
+    return {"numbers": numbers, "tables": {"clusters": result.to_json(tuple(data.classes))}, "pictures": {}}

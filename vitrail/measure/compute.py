@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.measure.evaluator import batches
+from vitrail.measure.evaluator import Where, batches
 from vitrail.model.adaptive.budget import macs_of_mean, trace_macs
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.tokens import BlockUse, Trace
@@ -22,7 +22,7 @@ NAMES = tuple(f.name for f in fields(BlockUse))
 
 @dataclass(frozen=True)
 class Spent:
-    """What an adaptive model spent on some images, and how often it was right."""
+    """Compute and accuracy of an adaptive model."""
 
     images: int
     top1: float  # share of images whose class (or every label) was right
@@ -33,36 +33,29 @@ class Spent:
     leaving: float  # the last block
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"tokens": list(self.tokens)}
+        return {**vars(self), "tokens": list(self.tokens)}
 
 
-def spent(
-    model: Classifier,
-    loader: Iterable[Batch],
-    *,
-    change: Change | None = None,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Spent:
+def spent(model: Classifier, loader: Iterable[Batch], *, change: Change | None = None, **where: Unpack[Where]) -> Spent:
     """Compute and accuracy of an adaptive model, in evaluation mode, over every image of `loader`.
 
     `change` is laid on the model's input. Counts stay on the device until the last batch. Raises `ValueError` for a
-    model that spends the same on every image, for an empty loader, and where logits are no numbers.
+    model that spends the same on every image, for an empty loader, and where logits are NaN or infinite.
     """
     refuse_static(model)
     used: list[Tensor] = []  # [5, blocks, batch] each
     right: list[Tensor] = []  # [2, batch] each: right, finite
     size = 0
-    for batch, images in batches(model, loader, device=device, autocast=autocast, progress=progress):
-        ready = model._images(images)
-        out = model.outputs(ready if change is None else change(ready))
+    for batch, images in batches(model, loader, **where):
+        inputs = model._images(images)
+        out = model.outputs(inputs if change is None else change(inputs))
         logits = model.fused(out.stack).float()
         size = images.shape[-1]
         label = batch.label.to(logits.device)
         same = ((logits > 0) == label.bool()).all(1) if label.ndim == 2 else logits.argmax(1) == label
         right.append(torch.stack([same, logits.isfinite().all(1)]))
-        used.append(_table(cast("Trace", out.trace)))
+        blocks = cast("Trace", out.trace).blocks
+        used.append(torch.stack([torch.stack([getattr(use, name) for use in blocks]) for name in NAMES]))
     if not used:
         raise ValueError("there is nothing to measure: the loader gave no images; check that the split is not empty")
     counts, ok = torch.cat(used, 2).cpu(), torch.cat(right, 1).cpu()  # the one wait for the device
@@ -73,15 +66,10 @@ def spent(
         )
     trace = _trace(counts)
     macs = trace_macs(model, trace, image_size=size)
-    return Spent(
-        images=ok.shape[1],
-        top1=float(ok[0].double().mean()),
-        macs=float(macs.mean()),
-        macs_of_mean=macs_of_mean(model, trace, image_size=size),
-        costliest=float(macs.max()),
-        tokens=tuple(float(t) for t in counts[0].double().mean(1)),
-        leaving=float(counts[1, -1].double().mean()),
-    )
+    mean_macs = macs_of_mean(model, trace, image_size=size)
+    tokens, leaving = counts[0].double().mean(1).tolist(), float(counts[1, -1].double().mean())
+    top1 = float(ok[0].double().mean())
+    return Spent(ok.shape[1], top1, float(macs.mean()), mean_macs, float(macs.max()), tuple(tokens), leaving)
 
 
 def worst_case(model: Classifier, image_size: int | None = None) -> float:
@@ -118,10 +106,6 @@ def refuse_static(model: Classifier) -> None:
             "the model spends the same on every image, so its compute cannot be attacked; take one with an adaptive "
             "policy (ats, avit or adavit)"
         )
-
-
-def _table(trace: Trace) -> Tensor:
-    return torch.stack([torch.stack([getattr(use, name) for use in trace.blocks]) for name in NAMES])
 
 
 def _trace(counts: Tensor) -> Trace:

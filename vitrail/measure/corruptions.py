@@ -1,7 +1,7 @@
-"""Images made worse in ten ways and five degrees, and how much of a model's accuracy is left.
+"""Image corruptions of ten kinds and five severities, and a model's accuracy on them.
 
-A small set of our own after ImageNet-C (Hendrycks and Dietterich, 2019): the same families, but figures are comparable
-with each other only. Images are [batch, 3, height, width] with values 0 to 255, on any device; what is random is a
+A small set after ImageNet-C (Hendrycks and Dietterich, 2019): the same families, but metrics are comparable with each
+other only. Images are [batch, 3, height, width] with values 0 to 255, on any device; what is random is a
 function of (seed, image index, kind), not of severity, batch or device. Extents (of blur, blocks) follow the image's
 side, so that a severity means the same at 32 and 224 pixels.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import luminance, normal_noise
 from vitrail.data.counter import seed_of
-from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, batches, evaluator
+from vitrail.measure.evaluator import NOTHING, Findings, Loaders, Model, ResultTable, Where, batches, evaluator
 from vitrail.model.classifier import Classifier
 from vitrail.quantities import percent
 
@@ -79,8 +79,8 @@ def gaussian_blur(images: Tensor, seeds: Tensor, sigma: float) -> Tensor:
 
 
 def motion_blur(images: Tensor, seeds: Tensor, length: float) -> Tensor:
-    """The mean along a line of `length` times the shorter side, in a direction of each image's own."""
-    angle = _uniform(seeds)[:, 0] * math.pi
+    """The mean along a line of `length` times the shorter side, in another direction for each image."""
+    angle = torch.special.ndtr(normal_noise(seeds, 1, 1, 1).flatten()) * math.pi
     return mean_along(images, angle, length * min(images.shape[-2:]))
 
 
@@ -94,8 +94,8 @@ def mean_along(images: Tensor, angle: Tensor, length: float) -> Tensor:
     dx, dy = angle.cos() * (2 / width), angle.sin() * (2 / height)  # one pixel, where the image is 2 wide and high
     one, zero = torch.ones_like(dx), torch.zeros_like(dx)
     total = torch.zeros_like(images)
-    for place in torch.linspace(-length / 2, length / 2, taps).tolist():
-        moved = torch.stack([one, zero, place * dx, zero, one, place * dy], 1).view(-1, 2, 3)
+    for offset in torch.linspace(-length / 2, length / 2, taps).tolist():
+        moved = torch.stack([one, zero, offset * dx, zero, one, offset * dy], 1).view(-1, 2, 3)
         grid = F.affine_grid(moved, list(images.shape), align_corners=False)
         total += F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return total / taps
@@ -136,7 +136,7 @@ def pixelate(images: Tensor, seeds: Tensor, kept: float) -> Tensor:
 
 
 def jpeg(images: Tensor, seeds: Tensor, quality: float) -> Tensor:
-    """What JPEG leaves of an image: frequencies of 8 x 8 blocks, rounded; colour at full resolution."""
+    """JPEG compression: frequencies of 8 x 8 blocks, rounded; colour at full resolution."""
     height, width = images.shape[-2:]
     matrix = torch.tensor(_TO_YCBCR, dtype=torch.float64)
     to, back = (m.to(images.device, torch.float32) for m in (matrix, matrix.inverse()))
@@ -147,8 +147,8 @@ def jpeg(images: Tensor, seeds: Tensor, quality: float) -> Tensor:
     scale = 5000 / quality if quality < 50 else 200 - 2 * quality
     tables = torch.tensor([_LUMA, _CHROMA, _CHROMA], device=images.device, dtype=torch.float32)
     steps = ((tables * scale + 50) / 100).floor().clamp(1, 255)[:, None, None]
-    place = torch.arange(8, device=images.device, dtype=torch.float32)
-    waves = torch.cos((2 * place + 1) * place[:, None] * (math.pi / 16)) / 2  # [frequency, place]
+    pixel = torch.arange(8, device=images.device, dtype=torch.float32)
+    waves = torch.cos((2 * pixel + 1) * pixel[:, None] * (math.pi / 16)) / 2  # [frequency, pixel]
     waves[0] /= math.sqrt(2)
     rounded = (waves @ blocks @ waves.T / steps).round() * steps
     coded = (waves.T @ rounded @ waves).transpose(3, 4).flatten(4, 5).flatten(2, 3)
@@ -157,7 +157,7 @@ def jpeg(images: Tensor, seeds: Tensor, quality: float) -> Tensor:
 
 
 class Corruption(NamedTuple):
-    """A way to make images worse, and how strong each severity is."""
+    """A kind of corruption, and its strength at each severity."""
 
     apply: Callable[[Tensor, Tensor, float], Tensor]
     strengths: tuple[float, float, float, float, float]
@@ -199,12 +199,11 @@ def corruption_accuracy(
     kinds: Sequence[str] = tuple(CORRUPTIONS),
     severities: Sequence[int] = SEVERITIES,
     seed: int = 0,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
+    **where: Unpack[Where],
 ) -> tuple[float, dict[str, list[float]]]:
     """Top-1 on the clean images, and for each kind at every severity; every image is read once only.
 
-    Results stay on the device until the end; in a process group all ranks get the figures of all. Raises `ValueError`
+    Results stay on the device until the end; in a process group all ranks get the metrics of all. Raises `ValueError`
     where there is nothing to evaluate, or images have several labels.
     """
     if model.multilabel:
@@ -212,7 +211,7 @@ def corruption_accuracy(
     variants = [None, *((kind, severity) for kind in kinds for severity in severities)]
     preprocess = model.preprocess
     right, count = None, 0
-    for batch, images in batches(model, data.loaders[data.split], device=device, autocast=autocast):
+    for batch, images in batches(model, data.loaders[data.split], **where):
         if right is None:
             moments = [torch.tensor(v, device=images.device).view(3, 1, 1) for v in (preprocess.mean, preprocess.std)]
             right = torch.zeros(len(variants), dtype=torch.int64, device=images.device)
@@ -228,12 +227,12 @@ def corruption_accuracy(
         right += torch.stack(hits)
         count += len(batch)
     if right is None:  # a rank may have no images where others have some
-        right = torch.zeros(len(variants), dtype=torch.int64, device=device)
+        right = torch.zeros(len(variants), dtype=torch.int64, device=where.get("device"))
     totals = torch.cat([right, right.new_tensor([count])])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals)
     if not int(totals[-1]):
-        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+        raise ValueError(NOTHING)
     clean, *rest = (totals[:-1].double() / totals[-1]).tolist()
     size = len(severities)
     return clean, {kind: rest[i * size : (i + 1) * size] for i, kind in enumerate(kinds)}
@@ -254,8 +253,8 @@ def as_input(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def corruption_table(kinds: Mapping[str, Any]) -> ResultTable:
     """Top-1 of every corruption, by severity."""
     rows = [
-        (kind, *map(percent, found["severities"]), percent(found["mean"]), percent(found["relative"]))
-        for kind, found in kinds.items()
+        (kind, *map(percent, row["severities"]), percent(row["mean"]), percent(row["relative"]))
+        for kind, row in kinds.items()
     ]
     return ResultTable("top-1 by severity", ("corruption", "1", "2", "3", "4", "5", "mean", "of clean"), rows)
 
@@ -265,19 +264,14 @@ def evaluate_corruptions(model: Model, data: Loaders, **where: Unpack[Where]) ->
     """Mean top-1 over all kinds and severities, and its ratio to that on clean images."""
     if not isinstance(model, Classifier):
         raise ValueError(f"corruptions need a classifier of ours, not {type(model).__name__}")
-    clean, found = corruption_accuracy(model, data, **where)
-    by_kind = {kind: sum(values) / len(values) for kind, values in found.items()}
+    clean, accuracies = corruption_accuracy(model, data, **where)
+    by_kind = {kind: sum(values) / len(values) for kind, values in accuracies.items()}
     mean = sum(by_kind.values()) / len(by_kind)
     numbers = {"clean_top1": clean, "corrupted_top1": mean}
     if clean > 0:
         numbers["corrupted_relative"] = mean / clean
     table: dict[str, Any] = {
         kind: {"mean": by_kind[kind], "relative": by_kind[kind] / clean if clean > 0 else None, "severities": values}
-        for kind, values in found.items()
+        for kind, values in accuracies.items()
     }
     return {"numbers": numbers, "tables": {"corruptions": table}, "pictures": {}}
-
-
-def _uniform(seeds: Tensor) -> Tensor:
-    """A number in (0, 1) for each image, [batch, 1]."""
-    return torch.special.ndtr(normal_noise(seeds, 1, 1, 1).flatten(1))

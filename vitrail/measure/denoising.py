@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.data.augment.pixel_ops import normal_noise
-from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, evaluator
+from vitrail.measure.evaluator import NOTHING, Findings, Loaders, Model, Where, batches, evaluator
 from vitrail.model.classifier import Classifier
 from vitrail.model.trunks.denoiser import Denoiser
 
@@ -32,7 +32,7 @@ def evaluate_denoising(model: Model, data: Loaders, **where: Unpack[Where]) -> F
     `ValueError` for a model that is no diffusion model.
     """
     if not isinstance(model, Classifier) or not isinstance(model.trunk, Denoiser):
-        raise ValueError("the evaluator denoising judges diffusion models (denoiser_32, ...), and this is none")
+        raise ValueError("the evaluator denoising evaluates diffusion models (denoiser_32, ...), and this is none")
     device = where.get("device") or next(model.parameters()).device
     sums = torch.zeros(len(BANDS), 2, dtype=torch.float64, device=device)  # of losses, and how many
     for batch, images in batches(model, data.loaders[data.split], device=device, autocast=where.get("autocast")):
@@ -48,7 +48,7 @@ def evaluate_denoising(model: Model, data: Loaders, **where: Unpack[Where]) -> F
         sums = sums.clone()
         dist.all_reduce(sums)
     if not sums[:, 1].sum():
-        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+        raise ValueError(NOTHING)
     numbers = {"denoising_loss": float(sums[:, 0].sum() / sums[:, 1].sum())}
     for name, (total, count) in zip(BANDS, sums.tolist(), strict=True):
         if count:

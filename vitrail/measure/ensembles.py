@@ -51,14 +51,14 @@ class Diversity:
 def diversity(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "hard") -> Diversity:
     """Strength and correlation of the classifiers of `stack`, from their votes or their probabilities (`soft`)."""
     each = margins(stack, target, votes)
-    deviation = each.std(0, correction=0)
-    spread = float(deviation.mean()) ** 2
+    spread = float(each.std(0, correction=0).mean()) ** 2
     variance = float(each.mean(1).var(correction=0))
-    return Diversity(
-        strength=float(each.mean()),
-        correlation=variance / spread if spread > 0 else math.nan,
-        between=_mean_off_diagonal(_correlations(each)),
-    )
+    centred = each - each.mean(0)
+    covariance = centred.T @ centred
+    deviations = covariance.diagonal().sqrt()
+    others = ~torch.eye(len(covariance), dtype=torch.bool)
+    between = float((covariance / deviations.outer(deviations))[others].mean())  # NaN for a single classifier
+    return Diversity(float(each.mean()), variance / spread if spread > 0 else math.nan, between)
 
 
 def margins(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "hard") -> Tensor:
@@ -67,11 +67,10 @@ def margins(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "har
     if votes not in ("hard", "soft"):
         raise ValueError(f"votes must be hard or soft, not {votes!r}")
     classes = stack.shape[-1]
-    given = F.one_hot(stack.argmax(-1), classes).double() if votes == "hard" else stack.softmax(-1)
-    together = given.mean(1).scatter(1, target[:, None], -math.inf)
-    true = target[:, None, None].expand(-1, stack.shape[1], 1)
-    rival = together.argmax(1)[:, None, None].expand(-1, stack.shape[1], 1)
-    return (given.gather(2, true) - given.gather(2, rival)).squeeze(2)
+    shares = F.one_hot(stack.argmax(-1), classes).double() if votes == "hard" else stack.softmax(-1)
+    rival = shares.mean(1).scatter(1, target[:, None], -math.inf).argmax(1)
+    true, other = (shares.take_along_dim(chosen[:, None, None], 2)[..., 0] for chosen in (target, rival))
+    return true - other
 
 
 def head_accuracy(stack: Tensor, target: Tensor) -> Tensor:
@@ -114,36 +113,21 @@ def best_subsets(stack: Tensor, target: Tensor) -> dict[int, tuple[int, ...]]:
 
 def agreement(stack: Tensor) -> Tensor:
     """Share of images on which two classifiers name the same class, `[classifiers, classifiers]`."""
-    said = _checked(stack)[0].argmax(-1)
-    return (said[:, :, None] == said[:, None, :]).double().mean(0)
-
-
-def _correlations(values: Tensor) -> Tensor:
-    """Pearson correlations of columns, NaN where a column is constant."""
-    centred = values - values.mean(0)
-    covariance = centred.T @ centred
-    deviation = covariance.diagonal().sqrt()
-    return covariance / deviation.outer(deviation)
-
-
-def _mean_off_diagonal(matrix: Tensor) -> float:
-    other = ~torch.eye(len(matrix), dtype=torch.bool)
-    return float(matrix[other].mean())  # NaN for a single classifier
+    guess = _checked(stack)[0].argmax(-1)
+    return (guess[:, :, None] == guess[:, None, :]).double().mean(0)
 
 
 def _checked(stack: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
     stack = stack.detach().double().cpu()
     if stack.ndim != 3 or 0 in stack.shape or stack.shape[-1] < 2:
-        raise ValueError(
-            f"the stack has shape {list(stack.shape)}: [images, classifiers, two classes or more] is needed"
-        )
+        shape = list(stack.shape)
+        raise ValueError(f"the stack has shape {shape}: [images, classifiers, two classes or more] is needed")
     if target is None:
         return stack, stack.new_zeros(len(stack), dtype=torch.long)
     target = target.detach().cpu()
     if target.ndim != 1 or len(target) != len(stack) or target.is_floating_point():
-        raise ValueError(
-            f"labels of shape {list(target.shape)} do not fit {len(stack)} images: class numbers are needed"
-        )
+        shape = list(target.shape)
+        raise ValueError(f"labels of shape {shape} do not fit {len(stack)} images: class numbers are needed")
     if int(target.min()) < 0 or int(target.max()) >= stack.shape[-1]:
         raise ValueError(f"labels must lie between 0 and {stack.shape[-1] - 1}")
     return stack, target.long()
@@ -158,70 +142,62 @@ def evaluate_members(model: Model, data: Loaders, **where: Unpack[Where]) -> Fin
     """
     if not isinstance(model, Classifier) or model.multilabel:
         raise ValueError("members: strength and correlation are of classifiers that name one class per image")
-    stacks, targets = [], []
-    for batch, images in batches(model, data.loaders[data.split], **where):
-        stacks.append(model.stack(images).float().cpu())
-        targets.append(batch.label.cpu())
-    stack, target = torch.cat(stacks), torch.cat(targets)
+    loader = batches(model, data.loaders[data.split], **where)
+    parts = [(model.stack(images).float().cpu(), batch.label.cpu()) for batch, images in loader]
+    stack, target = (torch.cat(column) for column in zip(*parts, strict=True))
     removed = {}
     if getattr(model.head, "auxiliary", None) is not None:  # it stands last and has no part in the sum
         removed["without_heads_top1"] = float(head_accuracy(stack, target)[-1])
         stack = stack[:, :-1]
-    each, found = head_accuracy(stack, target), diversity(stack, target, votes="soft")
-    numbers = {
-        "members_top1": float(each.mean()),
-        "members_together": fused_accuracy(stack, target),
-        **removed,
-        "strength": found.strength,
-        "correlation": found.correlation if stack.shape[1] > 1 else float("nan"),
-        "correlation_over_strength2": found.ratio if stack.shape[1] > 1 else float("nan"),
-    }
+    each, spread = head_accuracy(stack, target), diversity(stack, target, votes="soft")
+    numbers = {"members_top1": float(each.mean()), "members_together": fused_accuracy(stack, target), **removed}
+    numbers["strength"] = spread.strength
+    if stack.shape[1] > 1:
+        numbers |= {"correlation": spread.correlation, "correlation_over_strength2": spread.ratio}
     table = {"members": {str(i): float(v) for i, v in enumerate(each)}}
-    known = {name: value for name, value in numbers.items() if value == value}  # noqa: PLR0124, NaN is no figure
+    known = {name: value for name, value in numbers.items() if not math.isnan(value)}
     return {"numbers": known, "tables": {"members": table}, "pictures": {}}
 
 
 def averaged(members: Sequence[Predictions]) -> Predictions:
-    """What the mean of the members' probabilities says, as logits (float64); images may come in any order.
+    """Logits (float64) of the mean of the members' probabilities; images may come in any order.
 
     Raises `ValueError` where members are not of the same images, labels and classes.
     """
     if not members:
         raise ValueError("an ensemble needs at least one model")
-    orders = [made.index.argsort(stable=True) for made in members]
-    first, total = members[0], None
-    for made, order in zip(members, orders, strict=True):
-        same = len(made) == len(first) and made.logits.shape == first.logits.shape
-        if not same or not made.index[order].equal(first.index[orders[0]]):
+    first, order = members[0], members[0].index.argsort(stable=True)
+    index, target, multilabel = first.index[order], first.target[order], first.multilabel
+    total = torch.zeros_like(first.logits, dtype=torch.float64)
+    for member in members:
+        order = member.index.argsort(stable=True)
+        if member.logits.shape != first.logits.shape or not member.index[order].equal(index):
             raise ValueError("the models of an ensemble must be evaluated on the same images with the same classes")
-        if not made.target[order].equal(first.target[orders[0]]):
+        if not member.target[order].equal(target):
             raise ValueError("the models of an ensemble count their classes differently: labels of an image differ")
-        logits = made.logits[order].double()
-        shares = logits.sigmoid() if made.multilabel else logits.softmax(1)
-        total = shares if total is None else total + shares
-    assert total is not None
+        logits = member.logits[order].double()
+        total += logits.sigmoid() if multilabel else logits.softmax(1)
     mean = total / len(members)
-    said = mean.logit() if first.multilabel else mean.log()
-    lowest = math.log(torch.finfo(torch.float64).tiny)  # a probability of zero is no logit
-    return Predictions(first.index[orders[0]], first.target[orders[0]], said.clamp(lowest, -lowest))
+    lowest = math.log(torch.finfo(torch.float64).tiny)  # a probability of zero has no finite logit
+    return Predictions(index, target, (mean.logit() if multilabel else mean.log()).clamp(lowest, -lowest))
 
 
 @dataclass(frozen=True)
 class Together:
-    """An ensemble beside its members."""
+    """An ensemble and its members."""
 
     members: dict[str, Figures]
     ensemble: Figures
 
     @property
     def key(self) -> str:
-        """The figure that counts."""
+        """The main metric."""
         return "top1" if isinstance(self.ensemble, SingleLabelFigures) else "map"
 
     @property
     def best(self) -> float:
         """The best member alone."""
-        return max(made.scalars()[self.key] for made in self.members.values())
+        return max(self._each())
 
     @property
     def gain(self) -> float:
@@ -231,20 +207,19 @@ class Together:
     @property
     def gain_over_mean(self) -> float:
         """Of the ensemble over its members' mean."""
-        each = [made.scalars()[self.key] for made in self.members.values()]
-        return self.ensemble.scalars()[self.key] - sum(each) / len(each)
+        return self.ensemble.scalars()[self.key] - sum(self._each()) / len(self.members)
+
+    def _each(self) -> list[float]:
+        return [metrics.scalars()[self.key] for metrics in self.members.values()]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "members": {name: made.scalars() for name, made in self.members.items()},
-            "ensemble": self.ensemble.scalars(),
-            "gain": self.gain,
-            "gain_over_mean": self.gain_over_mean,
-        }
+        members = {name: metrics.scalars() for name, metrics in self.members.items()}
+        gains = {"gain": self.gain, "gain_over_mean": self.gain_over_mean}
+        return {"members": members, "ensemble": self.ensemble.scalars(), **gains}
 
 
 def together(members: Mapping[str, Predictions], classes: Sequence[str] | None = None) -> Together:
-    """Figures of every named member and of their mean probabilities."""
-    each = {name: classification(made.logits, made.target, classes) for name, made in members.items()}
+    """Metrics of every named member and of their mean probabilities."""
+    each = {name: classification(member.logits, member.target, classes) for name, member in members.items()}
     mean = averaged(list(members.values()))
     return Together(each, classification(mean.logits, mean.target, classes))

@@ -42,8 +42,7 @@ def mean_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float,
     """
     if not len(values):
         raise ValueError("an interval needs at least one episode")
-    found = np.asarray(values, dtype=np.float64)
-    return float(found.mean()), 1.96 * float(found.std()) / math.sqrt(len(found))
+    return float(np.mean(values)), 1.96 * float(np.std(values)) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +58,9 @@ class Episodes:
         return len(self.classes)
 
     def part(self, first: int, stop: int) -> Episodes:
-        """Some of them, in order."""
-        some = slice(first, stop)
-        return Episodes(self.classes[some], self.support[some], self.queries[some], self.left_out)
+        """Episodes `first` to `stop`."""
+        part = slice(first, stop)
+        return Episodes(self.classes[part], self.support[part], self.queries[part], self.left_out)
 
 
 Extra = Callable[[Episodes], Tensor]
@@ -73,7 +72,7 @@ class FewShot:
     """Accuracy over episodes."""
 
     accuracy: NDArray[np.float64]  # [episodes]
-    extra: int = 0  # images of each class beside the labelled ones
+    extra: int = 0  # images added to the labelled ones of each class
 
     @property
     def mean(self) -> float:
@@ -89,8 +88,8 @@ class FewShot:
         return FewShot(self.accuracy - other.accuracy, self.extra)
 
     def to_json(self) -> dict[str, Any]:
-        std = float(self.accuracy.std())
-        return {"mean": self.mean, "interval": self.interval, "std": std, "extra": self.extra}
+        mean, interval = mean_interval(self.accuracy)
+        return {"mean": mean, "interval": interval, "std": float(self.accuracy.std()), "extra": self.extra}
 
 
 def draw_episodes(
@@ -113,32 +112,35 @@ def draw_episodes(
         raise ConfigError(problems)
     here = _rows_of(labels.cpu().numpy())
     there = here if support is None else _rows_of(support.cpu().numpy())
-    wanted = sorted(set(here) | set(there)) if among is None else sorted(set(among))
     able: list[int] = []
     left_out: list[int] = []
-    for c in wanted:
-        available, labelled = len(here.get(c, ())), len(there.get(c, ()))
-        if support is None:
-            enough = available >= config.shot + config.queries
-        else:
-            enough = available >= config.queries and labelled >= config.shot
+    for c in sorted(set(here) | set(there) if among is None else set(among)):
+        needed = config.queries + (config.shot if support is None else 0)
+        enough = len(here.get(c, ())) >= needed and len(there.get(c, ())) >= config.shot
         (able if enough else left_out).append(c)
     if len(able) < config.way:
-        _refuse(config, able, left_out, here, names, apart=support is not None)
+        images = f"{config.shot} labelled and {config.queries} query images"
+        images += " in the same split" if support is None else ""
+        problem = f"{config.way}-way episodes need {config.way} classes with {images}, and {len(able)} have so many"
+        if left_out:
+            poorest = min(left_out, key=lambda c: len(here.get(c, ())))
+            name = names[poorest] if names else str(poorest)
+            problem += f" ({name!r} has {len(here.get(poorest, ()))} to evaluate)"
+        raise ValueError(f"{problem}; ask for fewer --way, --shot or --queries")
     classes = np.zeros((config.episodes, config.way), np.int64)
     shots = np.zeros((config.episodes, config.way, config.shot), np.int64)
     queries = np.zeros((config.episodes, config.way, config.queries), np.int64)
     choice = np.array(able)
     for episode in range(config.episodes):
         classes[episode] = _shuffled(choice, config.episode_seed, episode, CLASS)[: config.way]
-        for place, c in enumerate(classes[episode].tolist()):
+        for i, c in enumerate(classes[episode].tolist()):
             rows = _shuffled(here[c], config.episode_seed, episode, ROW)
-            queries[episode, place], rest = rows[: config.queries], rows[config.queries :]
+            queries[episode, i], rest = rows[: config.queries], rows[config.queries :]
             if support is not None:
                 rest = _shuffled(there[c], config.episode_seed, episode, SUPPORT)
-            shots[episode, place] = rest[: config.shot]
-    chosen, labelled_rows, judged_rows = (torch.from_numpy(a).to(labels.device) for a in (classes, shots, queries))
-    return Episodes(chosen, labelled_rows, judged_rows, tuple(left_out))
+            shots[episode, i] = rest[: config.shot]
+    chosen, labelled, evaluated = (torch.from_numpy(array).to(labels.device) for array in (classes, shots, queries))
+    return Episodes(chosen, labelled, evaluated, tuple(left_out))
 
 
 def few_shot(
@@ -155,9 +157,8 @@ def few_shot(
     `support` are the features of the set that labelled images come from (none: the same). With `normalise` all
     features have unit length.
     """
-    methods = {"": extra}
-    found = compare_few_shot(features, episodes, methods, classifiers, support=support, normalise=normalise)
-    return found[""]
+    options: dict[str, Any] = {"support": support, "normalise": normalise}
+    return compare_few_shot(features, episodes, {"": extra}, classifiers, **options)[""]
 
 
 def compare_few_shot(
@@ -187,25 +188,28 @@ def compare_few_shot(
     rows = way * (episodes.support.shape[2] + episodes.queries.shape[2])
     size = max(1, FLOATS_AT_ONCE // max(1, 2 * rows * features.shape[1]))
     for first in range(0, len(episodes), size):
-        some = episodes.part(first, first + size)
-        made = {name: None if hook is None else hook(some) for name, hook in methods.items()}
-        for name, more in made.items():
-            _refuse_shape(name, more, some, features.shape[1])
-        count = {name: 0 if more is None else more.shape[2] for name, more in made.items()}
+        part = episodes.part(first, first + size)
+        added = {name: None if hook is None else hook(part) for name, hook in methods.items()}
+        for name, more in added.items():
+            wanted = [*part.classes.shape, "extra", features.shape[1]]
+            if more is not None and (more.ndim != 4 or [*more.shape[:2], "extra", more.shape[3]] != wanted):
+                raise ValueError(f"method {name!r} gave features of shape {list(more.shape)}; {wanted} are needed")
+        count = {name: 0 if more is None else more.shape[2] for name, more in added.items()}
         if budgets and count != budgets:
             raise ValueError("a method adds more images in some episodes than in others; give each the same number")
         budgets = count
-        _refuse_unequal(budgets, free)
-        queries = _ready(features[some.queries], normalise)
-        target = torch.arange(way, device=features.device).repeat_interleave(some.queries.shape[2])
-        for name, more in made.items():
-            known = pool[some.support]
+        _check_equal(budgets, free)
+        queries = _flat(features[part.queries], normalise)
+        numbers = torch.arange(way, device=features.device)
+        target = numbers.repeat_interleave(part.queries.shape[2])
+        for name, more in added.items():
+            known = pool[part.support]
             if more is not None:
                 known = torch.cat([known, more.to(known)], 2)
-            label = torch.arange(way, device=features.device).repeat_interleave(known.shape[2])
-            known = _ready(known, normalise)
+            label = numbers.repeat_interleave(known.shape[2]).expand(len(part), -1)
+            known = _flat(known, normalise)
             for classifier in classifiers:
-                fitted = CLASSIFIERS[classifier](known, label.expand(len(some), -1), way)
+                fitted = CLASSIFIERS[classifier](known, label, way)
                 hits = fitted.scores(queries).argmax(-1) == target
                 right[name][classifier].append(hits.double().mean(1))
     return {
@@ -217,31 +221,30 @@ def compare_few_shot(
 def aimed_at(features: Tensor, source: Tensor, target: Tensor) -> Extra:
     """The hook of GeNIe: for each class, images generated for it from labelled images of the episode's other classes.
 
-    `features` [made, width] of images generated from row `source` [made] for class `target` [made]; (way - 1) * shot
-    are added to each class. Raises `ValueError` for two images of one pair, and later for a missing pair.
+    `features` [images, width] of images generated from row `source` [images] for class `target` [images]; (way - 1) *
+    shot are added to each class. Raises `ValueError` for two images of one pair, and later for a missing pair.
     """
     most = int(target.max()) + 1
     key = source.long() * most + target.long()
     order = key.argsort()
     key, rows = key[order], features[order]
     if bool((key[1:] == key[:-1]).any()):
-        raise ValueError("two images were made from one image for the same class; give one of them")
+        raise ValueError("two images were generated from one image for the same class; give one of them")
 
     def extra(episodes: Episodes) -> Tensor:
         way = episodes.classes.shape[1]
-        others = torch.stack([torch.tensor([o for o in range(way) if o != c]) for c in range(way)])
-        others = others.to(episodes.support.device)
+        device = episodes.support.device
+        others = torch.tensor([[other for other in range(way) if other != c] for c in range(way)], device=device)
         sources = episodes.support[:, others].flatten(2)  # [episodes, way, (way - 1) * shot]
         aims = episodes.classes[..., None].expand_as(sources)
         wanted = (sources * most + aims).to(key.device)
-        place = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
-        missing = (key[place] != wanted) | (aims >= most).to(key.device)
+        row = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
+        missing = (key[row] != wanted) | (aims >= most).to(key.device)
         if bool(missing.any()):
             where = tuple(missing.nonzero()[0].tolist())
-            raise ValueError(
-                f"no image was made from row {int(sources[where])} for class {int(aims[where])}, which an episode needs"
-            )
-        return rows[place]
+            pair = f"row {int(sources[where])} for class {int(aims[where])}"
+            raise ValueError(f"no image was generated from {pair}, which an episode needs")
+        return rows[row]
 
     return extra
 
@@ -279,25 +282,13 @@ def evaluate_episodes(
     unknown = [name for name in classes if name not in names]
     if unknown:
         raise ValueError(f"the data have no class {unknown[0]!r}{near(unknown[0], names)}")
-    episodes = draw_episodes(
-        queries.label,
-        config,
-        support=labelled.label if apart else None,
-        among=[names.index(name) for name in classes] or None,
-        names=names,
-    )
-    found = few_shot(queries.embedding, episodes, support=labelled.embedding)
-    table = {
-        "way": config.way,
-        "shot": config.shot,
-        "queries": config.queries,
-        "episodes": config.episodes,
-        "support": config.support,
-        "seed": config.episode_seed,
-        "left_out": [names[c] for c in episodes.left_out],
-        "classifiers": {name: made.to_json() for name, made in found.items()},
-    }
-    numbers = {f"episodes_{name}": made.mean for name, made in found.items()}
+    support, among = labelled.label if apart else None, [names.index(name) for name in classes] or None
+    episodes = draw_episodes(queries.label, config, support=support, among=among, names=names)
+    results = few_shot(queries.embedding, episodes, support=labelled.embedding)
+    table = {name: getattr(config, name) for name in ("way", "shot", "queries", "episodes", "support")}
+    table |= {"seed": config.episode_seed, "left_out": [names[c] for c in episodes.left_out]}
+    table["classifiers"] = {name: result.to_json() for name, result in results.items()}
+    numbers = {f"episodes_{name}": result.mean for name, result in results.items()}
     return {"numbers": numbers, "tables": {"episodes": table}, "pictures": {}}
 
 
@@ -305,8 +296,8 @@ def _rows_of(labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
     if labels.ndim != 1:
         raise ValueError("episodes need one label per image; these data have several")
     order = np.argsort(labels, kind="stable")
-    found, first = np.unique(labels[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, first[1:]), strict=True))
+    classes, first = np.unique(labels[order], return_index=True)
+    return dict(zip(classes.tolist(), np.split(order, first[1:]), strict=True))
 
 
 def _shuffled(values: NDArray[np.int64], seed: int, episode: int, what: int) -> NDArray[np.int64]:
@@ -314,40 +305,17 @@ def _shuffled(values: NDArray[np.int64], seed: int, episode: int, what: int) -> 
     return order
 
 
-def _refuse(
-    config: EpisodeConfig,
-    able: Sequence[int],
-    left_out: Sequence[int],
-    rows: Mapping[int, NDArray[np.int64]],
-    names: Sequence[str],
-    apart: bool,
-) -> None:
-    need = f"{config.shot} labelled and {config.queries} query images" + ("" if apart else " in the same split")
-    said = f"{config.way}-way episodes need {config.way} classes with {need}, and {len(able)} have so many"
-    if left_out:
-        poorest = min(left_out, key=lambda c: len(rows.get(c, ())))
-        name = names[poorest] if names else str(poorest)
-        said += f" ({name!r} has {len(rows.get(poorest, ()))} to evaluate)"
-    raise ValueError(f"{said}; ask for fewer --way, --shot or --queries")
-
-
-def _refuse_shape(name: str, more: Tensor | None, episodes: Episodes, width: int) -> None:
-    wanted = [*episodes.classes.shape, "extra", width]
-    if more is not None and (more.ndim != 4 or [*more.shape[:2], more.shape[3]] != [*wanted[:2], width]):
-        raise ValueError(f"method {name!r} gave features of shape {list(more.shape)}; {wanted} are needed")
-
-
-def _refuse_unequal(budgets: Mapping[str, int], free: Collection[str]) -> None:
+def _check_equal(budgets: Mapping[str, int], free: Collection[str]) -> None:
     bound = {name: count for name, count in budgets.items() if name not in free}
     if len(set(bound.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in bound.items())
+        counts = ", ".join(f"{name} {count}" for name, count in bound.items())
         raise ValueError(
-            f"methods add different numbers of images to a class ({told}); give all the same budget, or name those "
+            f"methods add different numbers of images to a class ({counts}); give all the same budget, or name those "
             "that may differ as free"
         )
 
 
-def _ready(features: Tensor, normalise: bool) -> Tensor:
+def _flat(features: Tensor, normalise: bool) -> Tensor:
     """[episodes, way, images, width] -> [episodes, way * images, width]."""
     flat = features.flatten(1, 2).double()
     return F.normalize(flat, dim=-1) if normalise else flat

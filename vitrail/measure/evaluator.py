@@ -33,35 +33,35 @@ def rows_of_all(columns: Sequence[Tensor] | None) -> list[Tensor] | None:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None if columns is None else list(columns)
-    own = None if columns is None else [(c.shape, c.dtype) for c in columns]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    shapes = next((one for one in told if one is not None), None)
-    if shapes is None:
+    layouts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(layouts, None if columns is None else [(c.shape, c.dtype) for c in columns])
+    known = next((layout for layout in layouts if layout is not None), None)
+    if known is None:
         return None
-    counts = [0 if one is None else one[0][0][0] for one in told]
+    counts = [0 if layout is None else layout[0][0][0] for layout in layouts]
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
-    made = []
-    for number, (shape, dtype) in enumerate(shapes):
+    gathered = []
+    for number, (shape, dtype) in enumerate(known):
         padded = torch.zeros(max(counts), *shape[1:], dtype=dtype, device=device)  # ranks must send equal sizes
         if columns is not None:
             padded[: len(columns[number])] = columns[number]
         received = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(received, padded)
-        made.append(torch.cat([rows[:n] for rows, n in zip(received, counts, strict=True)]))
-    order = made[0].argsort(stable=True)
-    return [column[order] for column in made]
+        gathered.append(torch.cat([rows[:n] for rows, n in zip(received, counts, strict=True)]))
+    order = gathered[0].argsort(stable=True)
+    return [column[order] for column in gathered]
 
 
 Model = Callable[[Tensor], Tensor]  # images [batch, 3, height, width] -> logits [batch, classes]
 Advance = Callable[[int], None]  # called with the number of images just handed to the model
 
+NOTHING = "there is nothing to evaluate: the loader gave no images; check that the split is not empty"
 FETCH_BYTES = 64 * 2**20  # results kept on the device before they are fetched
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model said about each image, on the CPU."""
+    """Logits of a model and labels of each image, on the CPU."""
 
     index: Tensor  # [images] stable index of each image in its source
     target: Tensor  # [images] class, or [images, classes] of 0/1
@@ -102,7 +102,7 @@ class Loaders:
 
 
 class Findings(TypedDict):
-    """What an evaluator found."""
+    """The result of an evaluator."""
 
     numbers: dict[str, float]  # fractions, one line of metrics.jsonl
     tables: dict[str, Any]  # plain lists and dicts
@@ -110,10 +110,11 @@ class Findings(TypedDict):
 
 
 class Where(TypedDict, total=False):
-    """Where an evaluator runs the model."""
+    """Where and how a model runs in an evaluation."""
 
     device: torch.device | str | None  # none: where the batches are
     autocast: torch.dtype | None
+    progress: Advance | None
 
 
 class ResultTable(NamedTuple):
@@ -146,93 +147,69 @@ def evaluator(
 
 
 def needs_of(names: Iterable[str]) -> set[str]:
-    """What any of these evaluators needs."""
+    """The needs of all these evaluators."""
     return {need for name in names for need in getattr(part("evaluator", name), "needs", ())}
 
 
-def predict_all(
-    model: Model,
-    loader: Iterable[Batch],
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Advance | None = None,
-) -> Predictions:
+def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> Predictions:
     """Logits of `model`, in evaluation mode, for every image of `loader`, in float32 on the CPU.
 
     Runs on `device` (none: where the batches are), under autocast where a dtype is given. In one process rows keep the
     loader's order; in a process group all ranks get the rows of all ranks, ordered by index. Every module's own
     training flag is put back afterwards. Raises `ValueError` for an empty loader.
     """
-    pieces: list[Predictions] = []
-    waiting: list[Predictions] = []
+    pieces: list[tuple[Tensor, ...]] = []
+    waiting: list[tuple[Tensor, ...]] = []
     waiting_bytes = 0
-    for batch, images in batches(model, loader, device=device, autocast=autocast, progress=progress):
+    for batch, images in batches(model, loader, **where):
         logits = model(images).float()
         if logits.ndim != 2 or len(logits) != len(batch):
             raise ValueError(
                 f"the model gave shape {list(logits.shape)} for {len(batch)} images; "
                 "logits [images, classes] are needed"
             )
-        waiting.append(Predictions(batch.index, batch.label, logits))
+        waiting.append((batch.index, batch.label, logits))
         waiting_bytes += logits.numel() * 4
         if waiting_bytes >= FETCH_BYTES:
             pieces.append(_fetch(waiting))
             waiting, waiting_bytes = [], 0
     if waiting:
         pieces.append(_fetch(waiting))
-    own = _fetch(pieces) if pieces else None
-    found = rows_of_all(None if own is None else (own.index, own.target, own.logits))
-    if found is None:
-        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
-    return Predictions(*(column.cpu() for column in found))
+    columns = rows_of_all(_fetch(pieces) if pieces else None)
+    if columns is None:
+        raise ValueError(NOTHING)
+    return Predictions(*(column.cpu() for column in columns))
 
 
 def evaluate(
-    model: Model,
-    loader: Iterable[Batch],
-    classes: Sequence[str] | None = None,
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Advance | None = None,
+    model: Model, loader: Iterable[Batch], classes: Sequence[str] | None = None, **where: Unpack[Where]
 ) -> Figures:
-    """Figures of `model` on every image of `loader`; the same on every rank of a process group."""
-    made = predict_all(model, loader, device=device, autocast=autocast, progress=progress)
-    return classification(made.logits, made.target, classes)
+    """Metrics of `model` on every image of `loader`; the same on every rank of a process group."""
+    predictions = predict_all(model, loader, **where)
+    return classification(predictions.logits, predictions.target, classes)
 
 
 def worst_mistakes(predictions: Predictions, most: int = 12) -> list[Mistake]:
-    """The errors about which the model was most sure, at most one an image, surest first."""
-    probability = predictions.probabilities
-    rows = torch.arange(len(predictions))
+    """The errors with the highest confidence, at most one per image, most confident first."""
+    probability, target = predictions.probabilities, predictions.target
     if predictions.multilabel:
-        wrongness = (probability - predictions.target.to(probability.dtype)).abs()
-        sure, guess = wrongness.max(1)
-        wrong = sure > 0.5
-        truth = [tuple(int(c) for c in row.nonzero()[:, 0]) for row in predictions.target]
-        truth_probability = 1 - sure
+        confidence, guess = (probability - target.to(probability.dtype)).abs().max(1)
+        wrong, truth_probability = confidence > 0.5, 1 - confidence
     else:
-        sure, guess = probability.max(1)
-        wrong = guess != predictions.target
-        truth = [(int(c),) for c in predictions.target]
-        truth_probability = probability[rows, predictions.target]
-    order = torch.where(wrong, sure, -1.0).argsort(descending=True, stable=True)[: min(most, int(wrong.sum()))]
-    return [
-        Mistake(
-            int(predictions.index[row]),
-            truth[row],
-            int(guess[row]),
-            float(probability[row, guess[row]]),
-            float(truth_probability[row]),
-        )
-        for row in order.tolist()
-    ]
+        confidence, guess = probability.max(1)
+        wrong, truth_probability = guess != target, probability.gather(1, target[:, None])[:, 0]
+    order = torch.where(wrong, confidence, -1.0).argsort(descending=True, stable=True)[: min(most, int(wrong.sum()))]
+    mistakes = []
+    for row in order.tolist():
+        truth = target[row].nonzero()[:, 0].tolist() if predictions.multilabel else [int(target[row])]
+        shares = float(probability[row, guess[row]]), float(truth_probability[row])
+        mistakes.append(Mistake(int(predictions.index[row]), tuple(truth), int(guess[row]), *shares))
+    return mistakes
 
 
 @evaluator()
 def classify(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """Accuracy, calibration and per-class figures of one split."""
+    """Accuracy, calibration and per-class metrics of one split."""
     figures = evaluate(model, data.loaders[data.split], data.classes, **where)
     tables: dict[str, Any] = {"figures": figures.to_json()}
     if isinstance(figures, SingleLabelFigures):
@@ -243,15 +220,9 @@ def classify(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     return {"numbers": figures.scalars(), "tables": tables, "pictures": {}}
 
 
-def batches(
-    model: Model,
-    loader: Iterable[Batch],
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Advance | None = None,
-) -> Iterator[tuple[Batch, Tensor]]:
+def batches(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> Iterator[tuple[Batch, Tensor]]:
     """Every batch and its images on the device, with the model in evaluation mode, no gradients, and autocast."""
+    device, autocast, progress = where.get("device"), where.get("autocast"), where.get("progress")
     with evaluation_mode(model):
         for batch in loader:
             images = batch.images if device is None else batch.images.to(device, non_blocking=True)
@@ -267,7 +238,7 @@ def evaluation_mode(model: Model) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         yield
         return
-    # Flags differ inside a model (a frozen trunk below a trained head), so one flag for the whole would lose them.
+    # Flags differ inside a model (a frozen trunk below a trained head), so one flag would not do.
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -277,17 +248,13 @@ def evaluation_mode(model: Model) -> Iterator[None]:
             module.training = training
 
 
-def _fetch(pieces: Sequence[Predictions]) -> Predictions:
-    return Predictions(
-        torch.cat([p.index for p in pieces]).cpu(),
-        torch.cat([p.target for p in pieces]).cpu(),
-        torch.cat([p.logits for p in pieces]).cpu(),
-    )
+def _fetch(pieces: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(column).cpu() for column in zip(*pieces, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class UnlabelledFigures(Figures):
-    """No classes, so nothing of each class, and no loss (NaN)."""
+    """No classes, so no per-class metrics, and no loss (NaN)."""
 
     spread: float
     """Of the embeddings: 0 where all images get one, 1 where they point everywhere alike."""
@@ -304,8 +271,8 @@ DRAW = 0x64726177  # keeps these numbers apart from those by which training imag
 def draw_by_class(labels: Tensor, wanted: Callable[[int], int], seed: int) -> Tensor:
     """Rows [drawn], ascending: of a class of n rows `wanted(n)` are drawn, never more than it has.
 
-    `labels` [rows]. Each row has a random number of its own, a function of seed and place, and the smallest of a class
-    are drawn: so a smaller draw with the same seed is part of a larger one.
+    `labels` [rows]. Each row has a random number, a function of seed and position, and the smallest of a class are
+    drawn: so a smaller draw with the same seed is part of a larger one.
 
     >>> draw_by_class(torch.tensor([0, 0, 1, 1, 1]), lambda n: n, seed=0).tolist()
     [0, 1, 2, 3, 4]
@@ -317,9 +284,8 @@ def draw_by_class(labels: Tensor, wanted: Callable[[int], int], seed: int) -> Te
     sizes = np.bincount(known)
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
     counts = np.array([min(int(n), max(0, wanted(int(n)))) if n else 0 for n in sizes], np.int64)
-    place = np.arange(len(known)) - np.repeat(first, sizes)
-    chosen = np.sort(order[place < np.repeat(counts, sizes)])
-    return torch.from_numpy(chosen).to(labels.device)
+    rank = np.arange(len(known)) - np.repeat(first, sizes)
+    return torch.from_numpy(np.sort(order[rank < np.repeat(counts, sizes)])).to(labels.device)
 
 
 def only_classes(predictions: Predictions, classes: Sequence[str], kept: Sequence[str]) -> Predictions:
@@ -338,9 +304,9 @@ def only_classes(predictions: Predictions, classes: Sequence[str], kept: Sequenc
     logits, target = predictions.logits[:, columns], predictions.target
     if predictions.multilabel:
         return Predictions(predictions.index, target[:, columns], logits)
-    place = target.new_full((len(names),), -1)
-    place[columns] = place.new_tensor(range(len(kept)))
-    target = place[target]
+    renumbered = target.new_full((len(names),), -1)
+    renumbered[columns] = renumbered.new_tensor(range(len(kept)))
+    target = renumbered[target]
     has = target >= 0
     if not has.any():
         raise ValueError(f"no image is of {', '.join(kept[:5])}{', ...' if len(kept) > 5 else ''}")
@@ -374,29 +340,25 @@ class StoredPredictions:
         return len(self.index)
 
 
-def write_predictions(folder: Path, made: Predictions) -> Path:
-    """Write what was predicted into a run folder, atomically: two bytes a logit, and the decisions exactly."""
-    order = made.index.argsort(stable=True)
-    target, logits = made.target[order], made.logits[order]
-    guess = (logits > 0).to(torch.uint8) if made.multilabel else logits.argmax(1).to(torch.int32)
-    tensors = {
-        "index": made.index[order],
-        "target": target.to(guess.dtype),
-        "guess": guess,
-        # Rounding makes ties, so decisions are stored apart; an infinite logit stays the extreme one.
-        "logits": logits.clamp(-LARGEST, LARGEST).to(torch.float16),
-    }
-    write_tensors(folder / PREDICTIONS, tensors)
+def write_predictions(folder: Path, predictions: Predictions) -> Path:
+    """Write predictions into a run folder, atomically: two bytes per logit, and the decisions exactly."""
+    order = predictions.index.argsort(stable=True)
+    index, target, logits = predictions.index[order], predictions.target[order], predictions.logits[order]
+    # Rounding makes ties, so decisions are stored apart; an infinite logit stays the extreme one.
+    guess = (logits > 0).to(torch.uint8) if predictions.multilabel else logits.argmax(1).to(torch.int32)
+    rounded = logits.clamp(-LARGEST, LARGEST).to(torch.float16)
+    columns = {"index": index, "target": target.to(guess.dtype), "guess": guess, "logits": rounded}
+    write_tensors(folder / PREDICTIONS, columns)
     return folder / PREDICTIONS
 
 
 def read_predictions(folder: Path) -> StoredPredictions | None:
-    """What `write_predictions` wrote; none where the run kept nothing. Raises `ValueError` if it is damaged."""
+    """Predictions that a run stored; none where it kept none. Raises `ValueError` if they are damaged."""
     path = folder / PREDICTIONS
     if not path.is_file():
         return None
-    found = read_tensors(path)
-    missing = {"index", "target", "guess", "logits"} - found.keys()
+    columns = read_tensors(path)
+    missing = {"index", "target", "guess", "logits"} - columns.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; renew it with: vitrail train --resume {folder}")
-    return StoredPredictions(found["index"], found["target"].long(), found["guess"].long(), found["logits"])
+    return StoredPredictions(columns["index"], columns["target"].long(), columns["guess"].long(), columns["logits"])

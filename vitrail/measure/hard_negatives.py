@@ -35,7 +35,7 @@ def label_consistency(logits: Tensor, target: Tensor, among: Tensor | None = Non
     """Whether an oracle's `logits` [images, classes] are highest for the `target` [images]; of equals the first.
 
     `among` [images, some] are the classes that can be chosen for each image, the target among them, as the classes of
-    an episode (none: all). Only made images belong here: real ones are right of themselves and hide the others.
+    an episode (none: all). Only generated images belong here: real ones are right anyway and hide the others.
     """
     if not len(logits):
         raise ValueError("there are no images whose labels could be checked")
@@ -52,7 +52,7 @@ def label_consistency(logits: Tensor, target: Tensor, among: Tensor | None = Non
 
 @dataclass(frozen=True, eq=False)
 class Hardness:
-    """Mean probability of the source and of the target class, over the made images of each episode."""
+    """Mean probability of the source and of the target class, over the generated images of each episode."""
 
     source: Floats  # [episodes]
     target: Floats  # [episodes]
@@ -63,30 +63,25 @@ class Hardness:
         return histogram_overlap(self.source, self.target)
 
     def to_json(self) -> dict[str, Any]:
-        edges = np.linspace(0, 1, BINS + 1)
-        return {
-            "overlap": self.overlap,
-            "source": float(self.source.mean()),
-            "target": float(self.target.mean()),
-            "edges": edges.tolist(),
-            "source_histogram": _histogram(self.source, BINS).tolist(),
-            "target_histogram": _histogram(self.target, BINS).tolist(),
-        }
+        sides = {"source": self.source, "target": self.target}
+        means = {name: float(side.mean()) for name, side in sides.items()}
+        histograms = {f"{name}_histogram": _histogram(side, BINS).tolist() for name, side in sides.items()}
+        return {"overlap": self.overlap, **means, "edges": np.linspace(0, 1, BINS + 1).tolist(), **histograms}
 
 
-def hardness(support: Tensor, made: Tensor, source: Tensor, target: Tensor, *, normalise: bool = True) -> Hardness:
+def hardness(support: Tensor, generated: Tensor, source: Tensor, target: Tensor, *, normalise: bool = True) -> Hardness:
     """Probabilities of generated images under an SVM fitted to real labelled images alone (softmax of its decisions).
 
-    `support` [episodes, way, shot, width]; `made` [episodes, images, width] from class `source` for class `target`
+    `support` [episodes, way, shot, width]; `generated` [episodes, images, width] from class `source` for class `target`
     [episodes, images], counted within the episode.
     """
     way, shot = support.shape[1:3]
-    known, seen = support.flatten(1, 2).double(), made.double()
+    known, images = support.flatten(1, 2).double(), generated.double()
     if normalise:
-        known, seen = F.normalize(known, dim=-1), F.normalize(seen, dim=-1)
+        known, images = F.normalize(known, dim=-1), F.normalize(images, dim=-1)
     label = torch.arange(way, device=support.device).repeat_interleave(shot).expand(len(support), -1)
-    chance = linear_svm(known, label, way).scores(seen).softmax(-1)
-    parts = (chance.gather(2, which[..., None])[..., 0].mean(1).cpu().numpy() for which in (source, target))
+    probability = linear_svm(known, label, way).scores(images).softmax(-1)
+    parts = (probability.gather(2, which[..., None])[..., 0].mean(1).cpu().numpy() for which in (source, target))
     return Hardness(*parts)
 
 
@@ -123,5 +118,5 @@ def largest_jump(positions: Tensor) -> Tensor:
 def _histogram(values: Floats, bins: int) -> Floats:
     """Share of values in each of equally wide bins from 0 to 1."""
     if not len(values):
-        raise ValueError("a histogram of no values says nothing")
+        raise ValueError("a histogram of no values is empty")
     return np.histogram(np.clip(values, 0, 1), bins, (0.0, 1.0))[0] / len(values)

@@ -25,7 +25,7 @@ from vitrail.data.dataset import Split
 from vitrail.data.sources.text import texts_of
 from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluator import Advance, Findings, Loaders, Model, Where, batches, evaluator
+from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, evaluator
 from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
 from vitrail.model.decoding import complete, completion_logits
@@ -73,9 +73,9 @@ def corpus_bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> 
             most: Counter[tuple[str, ...]] = Counter()
             for answer in known:
                 most |= _grams(answer, n)
-            found = _grams(words, n)
-            right[n - 1] += (found & most).total()
-            all_[n - 1] += found.total()
+            grams = _grams(words, n)
+            right[n - 1] += (grams & most).total()
+            all_[n - 1] += grams.total()
     if not right[0] or not all(all_):
         return 0.0
     half, logs = 1.0, 0.0
@@ -95,7 +95,7 @@ AT_ONCE = 16  # prompts that are completed together
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt, what the model wrote after it, and the right answers."""
+    """A prompt, the model's completion, and the references."""
 
     prompt: str
     completion: str
@@ -103,13 +103,13 @@ class Written:
 
     @property
     def exact(self) -> bool:
-        """Whether it is a right answer, word for word."""
+        """Whether it is a reference, word for word."""
         return self.completion.split() in [answer.split() for answer in self.references]
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageFigures(Figures):
-    """Of texts without classes, so nothing of each class; `loss` is the mean over tokens of completions, in nats."""
+    """Texts have no classes, so no per-class metrics; `loss` is the mean over tokens of completions, in nats."""
 
     tokens: int
     """That the mean is over, end marks included."""
@@ -124,55 +124,39 @@ class LanguageFigures(Figures):
     @property
     def sequence_accuracy(self) -> float | None:
         """Share of prompts after which a right answer was written, word for word (none: not one was completed)."""
-        return sum(one.exact for one in self.written) / len(self.written) if self.written else None
+        return sum(text.exact for text in self.written) / len(self.written) if self.written else None
 
     def scalars(self) -> dict[str, float]:
-        found = {"perplexity": self.perplexity, "loss": self.loss}
-        more = {"bleu": self.bleu, "sequence_accuracy": self.sequence_accuracy}
-        return found | {name: value for name, value in more.items() if value is not None}
+        metrics = {"perplexity": self.perplexity, "loss": self.loss, "bleu": self.bleu}
+        metrics["sequence_accuracy"] = self.sequence_accuracy
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        counted = {"kind": type(self).__name__, "count": self.count, "tokens": self.tokens}
-        return {**counted, **self.scalars(), "written": [asdict(one) for one in self.written]}
+        counts = {"kind": type(self).__name__, "count": self.count, "tokens": self.tokens}
+        return {**counts, **self.scalars(), "written": [asdict(text) for text in self.written]}
 
     def keep(self, folder: Path) -> None:
-        """Leave every completion in a run folder, a line each: for measures that are not here."""
-        write_text(folder / COMPLETIONS, "".join(json_text(asdict(w)) + "\n" for w in self.written))
+        """Write every completion into a run folder, a line each: for metrics that are not computed here."""
+        write_text(folder / COMPLETIONS, "".join(json_text(asdict(text)) + "\n" for text in self.written))
 
 
-def language_figures(
-    model: Classifier,
-    loader: Iterable[Batch],
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Advance | None = None,
-) -> LanguageFigures:
+def language_figures(model: Classifier, loader: Iterable[Batch], **where: Unpack[Where]) -> LanguageFigures:
     """Perplexity and BLEU of every text that `loader` gives; the same on every rank of a process group."""
-    texts, tokens, nll = token_loss(model, loader, device=device, autocast=autocast, progress=progress)
-    written = write_completions(model, cast("Any", loader).split, autocast=autocast)
+    texts, tokens, nll = token_loss(model, loader, **where)
+    written = write_completions(model, cast("Any", loader).split, autocast=where.get("autocast"))
     bleu = corpus_bleu([w.completion for w in written], [w.references for w in written]) if written else None
-    none = np.zeros(0)
-    return LanguageFigures(
-        (), texts, nll / tokens, none, none, none, np.zeros(0, np.int64), tokens=tokens, bleu=bleu, written=written
-    )
+    none, counts = np.zeros(0), np.zeros(0, np.int64)
+    return LanguageFigures((), texts, nll / tokens, none, none, none, counts, tokens, bleu, written)
 
 
-def token_loss(
-    model: Classifier,
-    loader: Iterable[Batch],
-    *,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    progress: Advance | None = None,
-) -> tuple[int, int, float]:
+def token_loss(model: Classifier, loader: Iterable[Batch], **where: Unpack[Where]) -> tuple[int, int, float]:
     """Texts, tokens of their completions, and the sum of -log probability of these tokens, of all ranks."""
     _head(model)
-    place = next(model.parameters()).device if device is None else torch.device(device)
-    sums = torch.zeros(3, dtype=torch.float64, device=place)
-    for batch, texts_in in batches(model, loader, device=place, autocast=autocast, progress=progress):
-        logits, target = completion_logits(model, texts_in)
-        with torch.autocast(place.type, enabled=False):
+    where["device"] = device = torch.device(where.get("device") or next(model.parameters()).device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch, inputs in batches(model, loader, **where):
+        logits, target = completion_logits(model, inputs)
+        with torch.autocast(device.type, enabled=False):
             each = F.cross_entropy(logits, target, reduction="none").to(torch.float64)
         sums += torch.stack([sums.new_tensor(len(batch)), sums.new_tensor(len(target)), each.sum()])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -184,7 +168,7 @@ def token_loss(
 
 
 def write_completions(model: Classifier, split: Split, *, autocast: torch.dtype | None = None) -> tuple[Written, ...]:
-    """What the model writes after the prompts of a split, each once; ranks share the work and all get all of it."""
+    """The model's completions of the prompts of a split, each once; ranks share the work and all get all of it."""
     answers: dict[str, list[str]] = {}
     for text in texts_of(split):
         answers.setdefault(text.text, []).append(text.pair)
@@ -194,15 +178,14 @@ def write_completions(model: Classifier, split: Split, *, autocast: torch.dtype 
     model = without_adapters(model)  # an adapter would make its changes again for every word
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-    own = prompts[rank::world]
-    place = next(model.parameters()).device
-    with torch.autocast(place.type, autocast, enabled=autocast is not None):
-        made = dict(zip(own, complete(model, own, batch=AT_ONCE), strict=True))
+    share = prompts[rank::world]
+    with torch.autocast(next(model.parameters()).device.type, autocast, enabled=autocast is not None):
+        completions = dict(zip(share, complete(model, share, batch=AT_ONCE), strict=True))
     if several:
         gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, made)
-        made = {prompt: said for part in gathered for prompt, said in part.items()}
-    return tuple(Written(prompt, made[prompt], tuple(answers[prompt])) for prompt in prompts)
+        dist.all_gather_object(gathered, completions)
+        completions = {prompt: text for part in gathered for prompt, text in part.items()}
+    return tuple(Written(prompt, completions[prompt], tuple(answers[prompt])) for prompt in prompts)
 
 
 @evaluator()
@@ -215,11 +198,9 @@ def evaluate_perplexity(model: Model, data: Loaders, **where: Unpack[Where]) -> 
 
 @evaluator()
 def evaluate_bleu(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """Corpus BLEU, in 0..1, of what the model writes after the prompts of a split, and the share
-    that is right word for word."""
-    written = write_completions(
-        _writer(model), cast("Any", data.loaders[data.split]).split, autocast=where.get("autocast")
-    )
+    """Corpus BLEU, in 0..1, of the completions of a split's prompts, and the share that is right word for word."""
+    split = cast("Any", data.loaders[data.split]).split
+    written = write_completions(_writer(model), split, autocast=where.get("autocast"))
     if not written:
         raise ValueError("evaluators: bleu needs completions, but model.head.judged is 0; raise it or leave bleu out")
     numbers = {
@@ -237,7 +218,5 @@ def _writer(model: Model) -> Classifier:
 
 def _head(model: Classifier) -> NextTokenHead:
     if not isinstance(model.head, NextTokenHead):
-        raise ValueError(
-            "perplexity and bleu evaluate language models (--model.head next_token), and this model is none"
-        )
+        raise ValueError("perplexity and bleu evaluate language models (--model.head next_token), and this is none")
     return model.head

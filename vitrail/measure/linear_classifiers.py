@@ -30,7 +30,7 @@ Loss = Callable[[Tensor], tuple[Tensor, Tensor, Bend]]  # scores -> loss [proble
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """One linear classifier a problem."""
+    """One linear classifier per problem."""
 
     weight: Tensor  # [problems, width, classes]
     bias: Tensor  # [problems, classes]
@@ -50,13 +50,13 @@ def logistic_regression(features: Tensor, labels: Tensor, classes: int, strength
 
     def loss(scores: Tensor) -> tuple[Tensor, Tensor, Bend]:
         logs = scores.log_softmax(-1)
-        chance = logs.exp()
+        probability = logs.exp()
 
         def bend(change: Tensor) -> Tensor:
-            moved = chance * change
-            return strength * (moved - chance * moved.sum(-1, keepdim=True))
+            moved = probability * change
+            return strength * (moved - probability * moved.sum(-1, keepdim=True))
 
-        return -strength * (wanted * logs).sum((1, 2)), strength * (chance - wanted), bend
+        return -strength * (wanted * logs).sum((1, 2)), strength * (probability - wanted), bend
 
     return _fit(features, classes, loss, bias_penalty=0.0)
 
@@ -91,10 +91,10 @@ CLASSIFIERS: dict[str, Callable[[Tensor, Tensor, int], Linear]] = {
 
 
 def _one_hot(labels: Tensor, classes: int) -> Tensor:
-    made = F.one_hot(labels, classes).double()
-    if not (made.sum(1) > 0).all():
+    targets = F.one_hot(labels, classes).double()
+    if not (targets.sum(1) > 0).all():
         raise ValueError(f"every one of the {classes} classes needs an image to learn from, and one has none")
-    return made
+    return targets
 
 
 def _fit(features: Tensor, classes: int, loss: Loss, bias_penalty: float) -> Linear:
@@ -106,8 +106,8 @@ def _fit(features: Tensor, classes: int, loss: Loss, bias_penalty: float) -> Lin
     design = torch.cat([rows, torch.ones_like(rows[..., :1])], 2)
     penalty = design.new_ones(design.shape[2], 1)
     penalty[-1] = bias_penalty
-    found = _minimise(design, penalty, classes, loss)
-    weight, bias = found[:, :-1], found[:, -1]
+    solution = _minimise(design, penalty, classes, loss)
+    weight, bias = solution[:, :-1], solution[:, -1]
     return Linear(weight if basis is None else basis @ weight, bias)
 
 
@@ -145,17 +145,17 @@ def _minimise(design: Tensor, penalty: Tensor, classes: int, loss: Loss) -> Tens
             rate = torch.where(short, rate / 2, rate)
         weights, (value, slope, bend) = tried, new
     raise ValueError(
-        f"a linear classifier was not found in {NEWTON_STEPS} steps; bring the features to unit length before"
+        f"a linear classifier did not converge in {NEWTON_STEPS} steps; normalise the features to length 1"
     )
 
 
 def _solve(matrix: Callable[[Tensor], Tensor], right: Tensor, tolerance: Tensor) -> Tensor:
     """Conjugate gradients: x with ||matrix(x) - right|| <= tolerance [problems]; those that are done wait.
 
-    A direction without curvature is rounding: the same added to the bias of all classes changes no chance. A problem of
-    which nothing else is left is done.
+    A direction without curvature is rounding: the same added to the bias of all classes changes no probability. A
+    problem of which nothing else is left is done.
     """
-    found, left = torch.zeros_like(right), right
+    solution, left = torch.zeros_like(right), right
     along, size = left, left.square().sum((1, 2))
     for _ in range(INNER_STEPS):
         open_ = size.sqrt() > tolerance
@@ -166,11 +166,11 @@ def _solve(matrix: Callable[[Tensor], Tensor], right: Tensor, tolerance: Tensor)
         bent = curved > FLAT * along.square().sum((1, 2))
         tolerance = torch.where(open_ & ~bent, torch.inf, tolerance)
         length = torch.where(open_ & bent, size / curved.clamp(min=1e-300), 0.0)[:, None, None]
-        found, left = found + length * along, left - length * moved
+        solution, left = solution + length * along, left - length * moved
         new = left.square().sum((1, 2))
         along = left + (new / size.clamp(min=1e-300))[:, None, None] * along
         size = new
-    return found
+    return solution
 
 
 def _norm(values: Tensor) -> Tensor:

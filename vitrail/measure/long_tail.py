@@ -31,13 +31,8 @@ class FrequencyGroup:
     balanced: float | None  # mean over its classes of their own shares
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "classes": self.classes,
-            "training": [self.fewest, self.most],
-            "images": self.images,
-            "accuracy": self.accuracy,
-            "balanced": self.balanced,
-        }
+        sizes = {"classes": self.classes, "training": [self.fewest, self.most], "images": self.images}
+        return {**sizes, "accuracy": self.accuracy, "balanced": self.balanced}
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class LongTail:
 
 
 def class_groups(counts: ArrayLike, config: LongTailConfig | None = None) -> NDArray[np.int64]:
-    """[classes] place in `GROUPS` of each class with `counts` [classes] training images.
+    """[classes] index in `GROUPS` of each class with `counts` [classes] training images.
 
     `counts`: Many have more than `config.many`, Few fewer than `config.few`, Med the rest, both bounds among them.
     `thirds`: by rank, the larger parts first; of equally frequent classes the earlier counts as the more frequent.
@@ -76,10 +71,10 @@ def class_groups(counts: ArrayLike, config: LongTailConfig | None = None) -> NDA
     known = np.asarray(counts, np.int64)
     if config.groups == "counts":
         return np.where(known > config.many, 0, np.where(known < config.few, 2, 1))
-    found = np.zeros(len(known), np.int64)
-    for place, some in enumerate(np.array_split(np.argsort(-known, kind="stable"), len(GROUPS))):
-        found[some] = place
-    return found
+    groups = np.zeros(len(known), np.int64)
+    for number, members in enumerate(np.array_split(np.argsort(-known, kind="stable"), len(GROUPS))):
+        groups[members] = number
+    return groups
 
 
 def group_of(images: int, config: LongTailConfig | None = None) -> str:
@@ -92,21 +87,21 @@ def group_of(images: int, config: LongTailConfig | None = None) -> str:
 
 
 def long_tail(figures: Figures, counts: ArrayLike, config: LongTailConfig | None = None) -> LongTail:
-    """Accuracy of each group, from figures on any images of the same classes. Raises `ValueError` where that fails."""
+    """Accuracy of each group, from metrics on any images of the same classes. Raises `ValueError` where that fails."""
     known = np.asarray(counts, np.int64)
     if not isinstance(figures, SingleLabelFigures):
         raise ValueError("Many, Med and Few are of data with one label per image; these have several")
     if len(known) != len(figures.classes):
         raise ValueError(f"there are {len(figures.classes)} classes, but training counts of {len(known)}")
-    place = class_groups(known, config)
-    groups = {name: place == i for i, name in enumerate(GROUPS)} | {"all": np.ones(len(known), bool)}
+    number = class_groups(known, config)
+    groups = {name: number == i for i, name in enumerate(GROUPS)} | {"all": np.ones(len(known), bool)}
     return LongTail({name: _group(figures, known, inside) for name, inside in groups.items() if inside.any()})
 
 
 def training_counts(model: Any) -> list[int] | None:
     """Real training images of each class of a trained model, where it knows them."""
-    found: list[int] | None = getattr(model, "stated", {}).get(COUNTS)
-    return found
+    counts: list[int] | None = getattr(model, "stated", {}).get(COUNTS)
+    return counts
 
 
 def long_tail_table(groups: Mapping[str, Any]) -> ResultTable:
@@ -133,15 +128,11 @@ def evaluate_long_tail(
             "Many, Med and Few need to know how many images of each class the model was trained on, and this model "
             "does not say; train it with vitrail train on data with one label per image"
         )
-    figures = evaluate(model, data.loaders[data.split], data.classes, **where)
-    found = long_tail(figures, counts, config)
+    result = long_tail(evaluate(model, data.loaders[data.split], data.classes, **where), counts, config)
     third = "_third" if config.groups == "thirds" else ""
-    numbers = {
-        f"{name}{third}": group.accuracy
-        for name, group in found.groups.items()
-        if name != "all" and group.accuracy is not None
-    }
-    return {"numbers": numbers, "tables": {"long_tail": found.to_json()}, "pictures": {}}
+    shares = {f"{name}{third}": group.accuracy for name, group in result.groups.items() if name != "all"}
+    numbers = {name: share for name, share in shares.items() if share is not None}
+    return {"numbers": numbers, "tables": {"long_tail": result.to_json()}, "pictures": {}}
 
 
 @evaluator(table=long_tail_table)
@@ -151,14 +142,9 @@ def evaluate_thirds(model: Model, data: Loaders, **where: Unpack[Where]) -> Find
 
 
 def _group(figures: SingleLabelFigures, counts: NDArray[np.int64], inside: NDArray[np.bool_]) -> FrequencyGroup:
-    support = figures.support[inside]
-    right = figures.confusion.diagonal()[inside]
+    support, right = figures.support[inside], figures.confusion.diagonal()[inside]
     has = support > 0
-    return FrequencyGroup(
-        classes=int(inside.sum()),
-        fewest=int(counts[inside].min()),
-        most=int(counts[inside].max()),
-        images=int(support.sum()),
-        accuracy=float(right.sum() / support.sum()) if has.any() else None,
-        balanced=float((right[has] / support[has]).mean()) if has.any() else None,
-    )
+    accuracy = float(right.sum() / support.sum()) if has.any() else None
+    balanced = float((right[has] / support[has]).mean()) if has.any() else None
+    fewest, most = int(counts[inside].min()), int(counts[inside].max())
+    return FrequencyGroup(int(inside.sum()), fewest, most, int(support.sum()), accuracy, balanced)

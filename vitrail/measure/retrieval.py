@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -21,47 +22,46 @@ NEIGHBOURS = (10, 15, 20, 25, 30)
 RANKS = (1, 2, 4, 8)  # of R@k
 TEMPERATURE = 0.05
 BENCHMARK = (200, 0.1)  # neighbours and temperature of the usual benchmarks of self-supervised learning (lightly)
+Rows = tuple[Tensor, Tensor]  # features [rows, width] and labels [rows]
 CERTAIN = 1e-6  # probabilities of a coarse class are kept this far from 0 and 1
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Images as vectors, on the device where they were made."""
+    """Embeddings of images and their labels, on the device of the model."""
 
     embedding: Tensor  # [images, width]
     label: Tensor  # [images] class
     levels: Tensor | None  # [images, levels] class at every level of a taxonomy, finest first
+
+    @property
+    def rows(self) -> Rows:
+        """Embeddings and labels."""
+        return self.embedding, self.label
 
     def __len__(self) -> int:
         return len(self.label)
 
 
 def embed_all(model: nn.Module, loader: Iterable[Batch], **where: Unpack[Where]) -> Embedded:
-    """How a classifier represents every image of `loader`, in evaluation mode; training flags are put back.
+    """Embeddings of every image of `loader`, in evaluation mode; training flags are put back.
 
     In a process group all ranks get the images of all ranks, ordered by index.
     """
     if not isinstance(model, Classifier):
         raise ValueError(f"embeddings need a classifier of ours, not {type(model).__name__}")
-    index, vectors, labels, levels = [], [], [], []
+    pieces: list[list[Tensor]] = []
     for batch, images in batches(model, loader, **where):
-        vectors.append(model.outputs(images).representation.float())
-        index.append(batch.index.to(images.device))
-        labels.append(batch.label.to(images.device))
-        if batch.levels is not None:
-            levels.append(batch.levels.to(images.device))
-    found = rows_of_all([torch.cat(column) for column in (index, vectors, labels, levels) if column] or None)
-    if found is None:
+        known = [column for column in (batch.label, batch.levels) if column is not None]
+        vectors = model.outputs(images).representation.float()
+        pieces.append([batch.index.to(images.device), vectors, *(column.to(images.device) for column in known)])
+    columns = rows_of_all([torch.cat(column) for column in zip(*pieces, strict=True)] or None)
+    if columns is None:
         raise ValueError("there is nothing to embed: the loader gave no images; check that the split is not empty")
-    return Embedded(found[1], found[2], found[3] if len(found) > 3 else None)
+    return Embedded(columns[1], columns[2], columns[3] if len(columns) > 3 else None)
 
 
-def embedded_split(
-    model: Model,
-    data: Loaders,
-    split: str,
-    **where: Unpack[Where],
-) -> Embedded:
+def embedded_split(model: Model, data: Loaders, split: str, **where: Unpack[Where]) -> Embedded:
     """Embeddings of a split, with one label per image; computed once where evaluators share them (`data.embedded`)."""
     kept: dict[str, Embedded] | None = data.embedded
     if kept is not None and split in kept:
@@ -72,12 +72,12 @@ def embedded_split(
             "here; name data with such a split"
         )
     assert isinstance(model, nn.Module)
-    found = embed_all(model, data.loaders[split], **where)
-    if found.label.ndim == 2:
+    embedded = embed_all(model, data.loaders[split], **where)
+    if embedded.label.ndim == 2:
         raise ValueError("neighbours, probes and clusters need one label per image; these data have several")
     if kept is not None:
-        kept[split] = found
-    return found
+        kept[split] = embedded
+    return embedded
 
 
 def knn_probabilities(
@@ -116,11 +116,11 @@ def knn_accuracy(
     if most < 1:
         raise ValueError("there are no neighbours: the memory has no other image")
     cosines, rows = nearest(queries, memory, most, own)
-    found = {}
+    accuracies = {}
     for k in neighbours:
         shares = neighbour_probabilities(cosines[:, :k], rows[:, :k], memory_labels, classes, temperature)
-        found[k] = float((shares.argmax(1) == labels).float().mean())
-    return found
+        accuracies[k] = float((shares.argmax(1) == labels).float().mean())
+    return accuracies
 
 
 def recall_at(
@@ -171,7 +171,7 @@ def mean_average_precision(
 
     With `coarse` [queries, coarse classes] the ranking is conditioned on those probabilities of the query and the
     known coarse class of each item; one-hot rows are the oracle: everything of the true coarse class comes first.
-    `own` [queries] is each query's own item, which is no find.
+    `own` [queries] is each query's own item, which does not count.
     """
     if (coarse is None) != (memory_coarse is None):
         raise ValueError("a conditioned ranking needs coarse probabilities of queries and coarse classes of items")
@@ -212,23 +212,23 @@ def _granularities(data: Loaders, queries: Embedded, memory: Embedded) -> dict[s
 def evaluate_neighbours(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
     """On-the-fly classification among training images, at every level of a taxonomy.
 
-    The figure `knn` is that of the finest level with 20 neighbours, `knn200` that with 200 neighbours at temperature
+    The metric `knn` is that of the finest level with 20 neighbours, `knn200` that with 200 neighbours at temperature
     0.1, where there are so many training images; the table has all.
     """
     queries, memory = _both(model, data, **where)
     own = own_rows(data, queries)
-    found = {
-        name: knn_accuracy(queries.embedding, mine, memory.embedding, theirs, neighbours=(1, *NEIGHBOURS), own=own)
-        for name, (mine, theirs) in _granularities(data, queries, memory).items()
+    pairs = {
+        name: (queries.embedding, labels, memory.embedding, memory_labels)
+        for name, (labels, memory_labels) in _granularities(data, queries, memory).items()
     }
-    numbers = {f"knn{name}": values[20] for name, values in found.items()}
+    accuracies = {name: knn_accuracy(*pair, neighbours=(1, *NEIGHBOURS), own=own) for name, pair in pairs.items()}
+    numbers = {f"knn{name}": values[20] for name, values in accuracies.items()}
     first = next(iter(numbers.values()))
-    table = {name.lstrip("_") or "classes": {str(k): v for k, v in values.items()} for name, values in found.items()}
+    table = {n.lstrip("_") or "classes": {str(k): v for k, v in values.items()} for n, values in accuracies.items()}
     many, temperature = BENCHMARK
-    if len(memory.embedding) > many:
-        mine, theirs = next(iter(_granularities(data, queries, memory).values()))
-        pair = (queries.embedding, mine, memory.embedding, theirs)
-        numbers["knn200"] = knn_accuracy(*pair, neighbours=(many,), temperature=temperature, own=own)[many]
+    if len(memory) > many:
+        finest = next(iter(pairs.values()))
+        numbers["knn200"] = knn_accuracy(*finest, neighbours=(many,), temperature=temperature, own=own)[many]
     return {"numbers": {"knn": first, **numbers}, "tables": {"knn": table}, "pictures": {}}
 
 
@@ -248,17 +248,14 @@ def evaluate_retrieval(model: Model, data: Loaders, **where: Unpack[Where]) -> F
         classes = int(max(coarse.max(), memory_coarse.max())) + 1
         most = max(NEIGHBOURS)
         guessed = knn_probabilities(queries.embedding, memory.embedding, memory_coarse, classes, most, own=own)
-        known = F.one_hot(coarse, classes).float()
-        for name, chances in (("conditioned", guessed), ("oracle", known)):
-            numbers[f"map_{name}"] = mean_average_precision(
-                *pairs, coarse=chances, memory_coarse=memory_coarse, own=own
-            )
-    recall = recall_at(*pairs, own=own)
-    numbers |= {f"recall{k}": value for k, value in recall.items()}
+        ranking = partial(mean_average_precision, *pairs, memory_coarse=memory_coarse, own=own)
+        numbers["map_conditioned"] = ranking(coarse=guessed)
+        numbers["map_oracle"] = ranking(coarse=F.one_hot(coarse, classes).float())
+    numbers |= {f"recall{k}": value for k, value in recall_at(*pairs, own=own).items()}
     return {"numbers": numbers, "tables": {}, "pictures": {}}
 
 
-KIN = 5  # CMSF looks at five
+POSITIVES = 5  # as many as CMSF evaluates
 
 
 def neighbour_purity(
@@ -283,14 +280,14 @@ def neighbour_purity(
     total = 0.0
     size = max(1, part // most)
     for first in range(0, len(unit), size):
-        some = slice(first, first + size)
-        _, found = top_rows(unit[some], rows, most, own=None if own is None else own[some], part=part)
-        found = found if own is None else found[:, 1:]
-        total += float((memory_labels[found] == labels[some, None]).double().mean(1).sum())
+        chosen = slice(first, first + size)
+        _, neighbours = top_rows(unit[chosen], rows, most, own=None if own is None else own[chosen], part=part)
+        neighbours = neighbours if own is None else neighbours[:, 1:]
+        total += float((memory_labels[neighbours] == labels[chosen, None]).double().mean(1).sum())
     return total / len(unit)
 
 
-def kin_ranks(
+def positive_ranks(
     queries: Tensor, labels: Tensor, memory: Tensor, memory_labels: Tensor, k: int, *, part: int = PART
 ) -> Tensor:
     """Rank in the whole memory, from 1, of the k-th nearest image of the query's class; [those with k such images].
@@ -302,25 +299,24 @@ def kin_ranks(
         return torch.zeros(0, dtype=torch.int64, device=rows.device)
     positive = top_rows(unit, rows, k, labels=labels, memory_labels=memory_labels, part=part)[0][:, -1]
     nearer = torch.zeros(len(unit), dtype=torch.int64, device=unit.device)
-    for some in parts(len(unit), len(rows), part):
+    for chunk in parts(len(unit), len(rows), part):
         # The same parts and the same product as in the search: an image is not nearer than itself by rounding.
-        nearer += (unit @ rows[some].T > positive[:, None]).sum(1)
+        nearer += (unit @ rows[chunk].T > positive[:, None]).sum(1)
     return nearer[positive.isfinite()] + 1
 
 
 @evaluator("train", "embedding")
 def evaluate_purity(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
-    """Of the 5 nearest training images, and of as many as it takes to meet 5 of one's class.
+    """Of the 5 nearest training images, and of as many as it takes to reach 5 of the query's class.
 
     `median_rank` is the median over queries of the rank of the fifth image of their class; 5 is the best there is.
     """
-    queries, memory = (embedded_split(model, data, split, **where) for split in (data.split, "train"))
-    four = (queries.embedding, queries.label, memory.embedding, memory.label)
-    own = own_rows(data, queries)
-    numbers = {"purity": neighbour_purity(*four, KIN, own=own)}
-    itself = int(own is not None)  # one's own image is its nearest
-    ranks = kin_ranks(*four, KIN + itself) - itself
+    queries, memory = _both(model, data, **where)
+    pairs, own = (*queries.rows, *memory.rows), own_rows(data, queries)
+    numbers = {"purity": neighbour_purity(*pairs, POSITIVES, own=own)}
+    itself = int(own is not None)  # an image is its own nearest
+    ranks = positive_ranks(*pairs, POSITIVES + itself) - itself
     if len(ranks):
         numbers["median_rank"] = float(ranks.double().quantile(0.5))
-        numbers["purity_at_median_rank"] = neighbour_purity(*four, max(1, round(numbers["median_rank"])), own=own)
+        numbers["purity_at_median_rank"] = neighbour_purity(*pairs, max(1, round(numbers["median_rank"])), own=own)
     return {"numbers": numbers, "tables": {}, "pictures": {}}

@@ -62,14 +62,10 @@ def explain(model: Classifier, images: Tensor, kind: str, classes: Tensor | None
         norms = batch.saliency()
         assert norms is not None
         return norms[1].float().unflatten(1, batch.grid)
-    compute: Callable[..., Tensor] = {
-        "attention": _attention,
-        "rollout": _rollout,
-        "head": _head,
-        "gradient_attention": _gradient_attention,
-        "grad_cam": _grad_cam,
-    }[kind]
-    with evaluation_mode(model), torch.enable_grad():
+    with_gradient = {"gradient_attention": _gradient_attention, "grad_cam": _grad_cam}
+    without: dict[str, Callable[..., Tensor]] = {"attention": _attention, "rollout": _rollout, "head": _head}
+    compute = (with_gradient | without)[kind]
+    with evaluation_mode(model), torch.set_grad_enabled(kind in with_gradient):
         maps = compute(model, model._images(images).detach().requires_grad_(), classes)
     return maps.detach().float()
 
@@ -90,16 +86,14 @@ def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _attention(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
     name = f"attention.{map_layers(model)[-1]}"
-    with torch.no_grad():
-        out = model.outputs(images, {name})
-        return _class_row(out, out.captured[name].float().abs().mean(1))
+    out = model.outputs(images, {name})
+    return _class_row(out, out.captured[name].float().abs().mean(1))
 
 
 def _rollout(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
     names = [f"attention.{i}" for i in map_layers(model)]
-    with torch.no_grad():
-        out = model.outputs(images, set(names))
-        return _class_row(out, rollout([out.captured[name] for name in names]))
+    out = model.outputs(images, set(names))
+    return _class_row(out, rollout([out.captured[name] for name in names]))
 
 
 def rollout(maps: Sequence[Tensor]) -> Tensor:
@@ -135,15 +129,14 @@ def _gradient_attention(model: Classifier, images: Tensor, classes: Tensor | Non
 
 
 def _grown(flow: Tensor | None, like: Tensor) -> Tensor:
-    """What has reached each token so far, on the tokens of a layer: nothing yet, or class tokens have come in front."""
-    tokens = like.shape[-1]
-    start = torch.eye(tokens, device=like.device)
+    """The flow so far on the tokens of a layer: the identity at first; class tokens that enter later come in front."""
+    start = torch.eye(like.shape[-1], device=like.device)
     if flow is None:
         return start
-    more = tokens - flow.shape[-1]
-    if not more:
+    if flow.shape[-1] == len(start):
         return flow
-    wide = start.expand(*flow.shape[:-2], tokens, tokens).clone()
+    more = len(start) - flow.shape[-1]
+    wide = start.expand(*flow.shape[:-2], *start.shape).clone()
     wide[..., more:, more:] = flow
     return wide
 
@@ -163,15 +156,14 @@ def _class_row(out: Outputs, flow: Tensor) -> Tensor:
 
 
 def _head(model: Classifier, images: Tensor, classes: Tensor | None) -> Tensor:
-    with torch.no_grad():
-        out = model.outputs(images)
-        if out.maps is None:
-            raise ValueError("no head of this model: its head mixes without a map")
-        maps = out.maps.float()
-        if getattr(model.head, "per_class", False):  # [batch, heads * classes, patches]
-            chosen = model.fused(out.stack).argmax(1) if classes is None else classes.to(maps.device)
-            maps = maps.unflatten(1, (-1, len(model.classes)))[torch.arange(len(maps)), :, chosen]
-        return maps.mean(1).unflatten(1, out.tokens.grid)
+    out = model.outputs(images)
+    if out.maps is None:
+        raise ValueError("no head of this model: its head mixes without a map")
+    maps = out.maps.float()
+    if getattr(model.head, "per_class", False):  # [batch, heads * classes, patches]
+        chosen = model.fused(out.stack).argmax(1) if classes is None else classes.to(maps.device)
+        maps = maps.unflatten(1, (-1, len(model.classes)))[torch.arange(len(maps)), :, chosen]
+    return maps.mean(1).unflatten(1, out.tokens.grid)
 
 
 def _grad_cam(

@@ -6,16 +6,17 @@ import ctypes
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from time import perf_counter
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.kernels.cuda_graph import captured
+from vitrail.measure.evaluator import evaluation_mode
 
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
@@ -63,8 +64,7 @@ class Timing:
     @property
     def quartiles(self) -> tuple[float, float]:
         """Lower and upper quartile of the rounds' images/s."""
-        low, _, high = quartiles(self.speeds)
-        return low, high
+        return quartiles(self.speeds)[::2]
 
     @property
     def spread(self) -> float:
@@ -104,8 +104,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile, interpolated; of one value, that value."""
     if len(values) == 1:
         return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+    return cast("tuple[float, float, float]", tuple(statistics.quantiles(values, n=4, method="inclusive")))
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -135,13 +134,13 @@ def in_turns(
     warm_up: int = WARM_UP_CALLS,
     patience: float = float("inf"),
     lead: bool = False,
-    clock: Clock = time.perf_counter,
+    clock: Clock = perf_counter,
     turn: Callable[[int, int], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time every way once per round, in an order that is turned around from round to round.
+    """Time every way once per round, in an order that alternates from round to round.
 
     A round makes `calls` calls of a way (none: as many as make its rounds take about `seconds` together). After
-    `patience` seconds no further round begins; three are always made, if as many are asked for. `turn` is called with
+    `patience` seconds no further round begins; three are always timed, if as many are asked for. `turn` is called with
     the rounds done and their total. `lead` and `clock` are as in `timed_calls`.
     """
     counts: dict[str, int] = {}
@@ -150,15 +149,14 @@ def in_turns(
             way.work(i)
         counts[name] = calls or _calls(way.work, seconds / rounds, device)
     every: dict[str, list[list[float]]] = {name: [] for name in ways}
-    began = time.perf_counter()
+    began = perf_counter()
     for done in range(rounds):
         for name in reversed(list(ways)) if done % 2 else ways:
-            every[name].append(
-                timed_calls(ways[name].work, counts[name], device, done * counts[name], lead=lead, clock=clock)
-            )
+            first = done * counts[name]
+            every[name].append(timed_calls(ways[name].work, counts[name], device, first, lead=lead, clock=clock))
         if turn is not None:
             turn(done + 1, rounds)
-        if done >= 2 and time.perf_counter() - began > patience:
+        if done >= 2 and perf_counter() - began > patience:
             break
     return {
         name: Timing(ways[name].batch, tuple(map(sum, seconds)), tuple(s for calls in seconds for s in calls))
@@ -178,13 +176,7 @@ def _calls(work: Work, seconds: float, device: torch.device) -> int:
 
 
 def timed_calls(
-    work: Work,
-    calls: int,
-    device: torch.device,
-    first: int = 0,
-    *,
-    lead: bool = False,
-    clock: Clock = time.perf_counter,
+    work: Work, calls: int, device: torch.device, first: int = 0, *, lead: bool = False, clock: Clock = perf_counter
 ) -> list[float]:
     """Seconds of each of `calls` calls made one after the other.
 
@@ -294,7 +286,7 @@ def throughput(
     *,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Images per second of inference on random images [batch, 3, image_size, image_size] already on the device.
+    """Images/s of inference on random images [batch, 3, image_size, image_size] already on the device.
 
     `images_per_second` is the median of rounds that together take about `seconds` after a warm-up, and `spread` is the
     distance of their quartiles over it. `peak_memory` is in bytes: on CUDA what tensors took (weights included),
@@ -302,16 +294,12 @@ def throughput(
     """
     device = torch.device(device)
     images = fresh_images(batch, image_size, device)
-    flags = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
-    for module in flags:
-        module.training = False
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+    precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
+    with evaluation_mode(model), torch.inference_mode(), precision:
         way = Way(lambda i: model(images[i % len(images)]), batch)
         timing = in_turns({"model": way}, device, seconds=seconds)["model"]
-    for module, training in flags.items():
-        module.training = training
     peak = peak_memory(device)
     if peak is not None and device.type == "cuda":
         peak -= sum(sets.nbytes for sets in images[1:])  # one batch of images is what inference needs
@@ -345,6 +333,5 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def as_one_graph(call: Callable[[], object], calls: int = 1, warm_up: int = 3) -> Callable[[], None]:
-    """Replays a CUDA graph of so many calls, captured after some that are made: launches do not count."""
-    graph, _ = captured(call, calls=calls, warm_up=warm_up)
-    return graph.replay
+    """Replays a CUDA graph of so many calls, captured after `warm_up` calls: launches do not count."""
+    return captured(call, calls=calls, warm_up=warm_up)[0].replay

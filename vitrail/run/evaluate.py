@@ -72,6 +72,7 @@ def _apart(
     rows = rows_of_all((torch.cat(index), torch.cat(embeddings)) if embeddings else None)
     if rows is None:
         raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
+
     count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
     none = np.zeros(0)
     figures = UnlabelledFigures(

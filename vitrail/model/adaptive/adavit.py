@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.ragged_attention import pack, ragged_attention
+from vitrail.kernels.packing import pack
+from vitrail.kernels.ragged_attention import ragged_attention
 from vitrail.model.adaptive.config import Adavit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
 from vitrail.model.config import TrunkConfig

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.ragged_attention import pack, ragged_attention
+from vitrail.kernels.packing import compact, kept_first, pack
+from vitrail.kernels.ragged_attention import ragged_attention
 from vitrail.kernels.sampling import (
     check_points,
     class_attention,
     class_scores,
-    compact,
     inverse_sample,
-    kept_first,
     nearest_sample,
     ragged_sample,
     ragged_uniform_sample,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.kernels.sampling import compact, owners
+from vitrail.kernels.packing import compact, owners
 from vitrail.model.adaptive.config import Avit
 from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
 from vitrail.model.mixers.sima import SimaMixer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.kernels.gelu import Gelu
-from vitrail.kernels.ragged_attention import pack
+from vitrail.kernels.packing import pack
 from vitrail.model.config import TrunkConfig
 from vitrail.model.mixers.mixer import Mixer, QkvMixer, build_mixer
 from vitrail.model.parts.residual import DropPath, LayerScale, ScalarGate, make_norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from vitrail.kernels.ragged_attention import unpack
+from vitrail.kernels.packing import unpack
 from vitrail.schema import near
 
 
