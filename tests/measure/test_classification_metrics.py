@@ -23,6 +23,7 @@ from vitrail.measure.classification import (
     read_figures,
     wilson_interval,
 )
+from vitrail.report.html import DataSummary, Report, render
 
 # classes, images, labels drawn from: plain, missing classes, one class only, two classes, one image
 CASES = {
@@ -229,3 +230,35 @@ def test_wrong_input_is_refused_in_words(scores, target, classes, message: str) 
 def test_logits_passed_as_probabilities_are_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         classification(torch.tensor([[3.0, -1.0]]), torch.tensor([0]), probabilities=True)
+
+
+def test_21000_classes_never_make_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, JSON and report hold what grows with images and with classes, nothing that grows with their square."""
+    classes, count = 21_000, 40
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(count, classes, generator=generator)
+    target = torch.randint(classes, (count,), generator=generator)
+    scores[:10, target[:10]] += 100.0
+
+    def matrix(self: SingleLabelFigures) -> None:
+        raise AssertionError("a matrix of 21,000 x 21,000")
+
+    monkeypatch.setattr(SingleLabelFigures, "confusion", property(matrix))
+    names = [f"n{i:08d}" for i in range(classes)]
+    figures = classification(scores, target, names)
+    assert isinstance(figures, SingleLabelFigures)
+    assert len(figures.cells) <= count
+    assert figures.right.sum() == round(figures.top1 * count)
+    guess = scores.argmax(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert figures.scalars()["matthews"] == pytest.approx(sk.matthews_corrcoef(target, guess))
+        assert figures.scalars()["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(target, guess))
+    stored = json.loads(json.dumps(figures.to_json()))
+    assert "confusion" not in stored
+    assert np.array_equal(read_figures(stored).cells, figures.cells)
+    counts = {"train": [2] * classes, "test": np.bincount(target, minlength=classes).tolist()}
+    data = DataSummary("many.npz", names, counts, {"train": 2 * classes, "test": count})
+    page = render(Report("many", figures, data=data))
+    assert len(page) < 3_000_000
+    assert "200 of 21,000 classes" in page

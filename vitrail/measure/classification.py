@@ -26,6 +26,7 @@ from torch import Tensor
 
 CALIBRATION_BINS = 15
 Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+MATRIX_CLASSES = 1000  # up to which a confusion matrix is stored and drawn as one
 ROWS_AT_ONCE = 4096  # float64 copies are made of this many rows only
 
 Floats = NDArray[np.float64]
@@ -74,14 +75,16 @@ class SingleLabelFigures(Figures):
     """Wilson's 95 % confidence interval of top-1."""
     ece: float
     """Expected calibration error of the highest probability."""
-    confusion: Counts  # [true class, predicted class] images
+    cells: Counts  # [pairs, 3] true class, predicted class, images; pairs that occur, by class
     bin_count: Counts  # [bins] images whose confidence falls into each calibration bin
     bin_confidence: Floats  # [bins] their mean confidence, NaN where empty
     bin_accuracy: Floats  # [bins] their accuracy, NaN where empty
 
     def scalars(self) -> dict[str, float]:
         means = [float(np.nanmean(each)) for each in (self.precision, self.recall, self.f1)]
-        macro = (*means, float(self.recall[self.support > 0].mean()), matthews(self.confusion))
+        predicted = np.bincount(self.cells[:, 1], self.cells[:, 2], len(self.classes))
+        correlation = _matthews(self.support, predicted, float(self.right.sum()))
+        macro = (*means, float(self.recall[self.support > 0].mean()), correlation)
         return {
             "top1": self.top1,
             "top1_low": self.top1_interval[0],
@@ -92,13 +95,35 @@ class SingleLabelFigures(Figures):
             **dict(zip(_MACRO, macro, strict=True)),
         }
 
+    @property
+    def right(self) -> Counts:
+        """[classes] images of each class that were predicted as such."""
+        right = np.zeros(len(self.classes), np.int64)
+        true, guess, images = self.cells.T
+        right[true[true == guess]] = images[true == guess]
+        return right
+
+    @property
+    def confusion(self) -> Counts:
+        """[true class, predicted class] images. It grows with the square of the classes: `cells` does not."""
+        matrix = np.zeros((len(self.classes), len(self.classes)), np.int64)
+        matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
+        return matrix
+
     def confused_pairs(self, most: int = 10) -> list[tuple[int, int, int]]:
         """(true class, predicted class, images) of the most frequent errors, most frequent first."""
-        errors = self.confusion.copy()
-        np.fill_diagonal(errors, 0)
-        order = np.argsort(-errors, axis=None, kind="stable")[:most]
-        pairs = [divmod(int(cell), len(self.classes)) for cell in order]
-        return [(true, guess, int(errors[true, guess])) for true, guess in pairs if errors[true, guess] > 0]
+        errors = self.cells[self.cells[:, 0] != self.cells[:, 1]]
+        order = np.argsort(-errors[:, 2], kind="stable")[:most]
+        return [(int(true), int(guess), int(images)) for true, guess, images in errors[order]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As that of all metrics; up to `MATRIX_CLASSES` classes with the confusion matrix in place of its cells."""
+        stored = super().to_json()
+        if len(self.classes) > MATRIX_CLASSES:
+            return stored
+        return {"confusion" if name == "cells" else name: value for name, value in stored.items()} | {
+            "confusion": self.confusion.tolist()
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +201,13 @@ def matthews(confusion: Counts) -> float:
     0.5
     """
     table = confusion.astype(np.float64)
-    truth, guess, total = table.sum(1), table.sum(0), table.sum()
+    return _matthews(table.sum(1), table.sum(0), float(np.trace(table)))
+
+
+def _matthews(true: NDArray[Any], predicted: NDArray[Any], right: float) -> float:
+    truth, guess, total = true.astype(np.float64), predicted.astype(np.float64), float(true.sum())
     spread = (total**2 - truth @ truth) * (total**2 - guess @ guess)
-    return float((np.trace(table) * total - truth @ guess) / math.sqrt(spread)) if spread > 0 else 0.0
+    return float((right * total - truth @ guess) / math.sqrt(spread)) if spread > 0 else 0.0
 
 
 def average_precision(score: Floats, positive: NDArray[np.bool_]) -> float:
@@ -202,14 +231,18 @@ def read_figures(stored: Mapping[str, Any]) -> Figures:
     kind = kinds.get(str(stored.get("kind")))
     if kind is None:
         raise ValueError(f"these are no figures of vitrail: 'kind' is {stored.get('kind')!r}, not {' or '.join(kinds)}")
-    whole = {"support", "confusion", "bin_count"}
+    whole = {"support", "cells", "bin_count"}
+    if "confusion" in stored:
+        matrix = np.array(stored["confusion"], np.int64)
+        stored = {**stored, "cells": [[i, j, matrix[i, j]] for i, j in np.argwhere(matrix).tolist()]}
 
     def read(name: str) -> Any:  # null becomes NaN
         value = stored[name]
         if name in ("classes", "top1_interval"):
             return tuple(value)
         if isinstance(value, list):
-            return np.array(value, dtype=np.int64 if name in whole else np.float64)
+            array = np.array(value, dtype=np.int64 if name in whole else np.float64)
+            return array.reshape(-1, 3) if name == "cells" else array
         return math.nan if value is None else value
 
     return kind(**{f.name: read(f.name) for f in fields(kind)})
@@ -249,7 +282,9 @@ def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probab
         parts.append((before.sum(1), best[:, 0], logs.gather(1, best)[:, 0].exp(), -logs.gather(1, label)[:, 0]))
     ranks, guesses, confidence, loss = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
     labels = target.numpy()
-    confusion = np.bincount(labels * classes + guesses, minlength=classes**2).reshape(classes, classes)
+    pairs, images = np.unique(labels * classes + guesses, return_counts=True)
+    cells = np.stack([pairs // classes, pairs % classes, images], 1)
+    hits = np.bincount(labels[labels == guesses], minlength=classes)
     right = int((ranks == 0).sum())
     bin_count, bin_confidence, bin_accuracy = _calibration(confidence, guesses == labels)
     gaps = np.abs(bin_confidence - bin_accuracy)
@@ -257,12 +292,12 @@ def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probab
         classes=names,
         count=count,
         loss=float(torch.from_numpy(loss).mean()),
-        **_per_class(confusion.diagonal(), confusion.sum(1), confusion.sum(0)),
+        **_per_class(hits, np.bincount(labels, minlength=classes), np.bincount(guesses, minlength=classes)),
         top1=right / count,
         top5=int((ranks < min(5, classes)).sum()) / count,
         top1_interval=wilson_interval(right, count),
         ece=float(np.nansum(gaps * bin_count) / count),
-        confusion=confusion,
+        cells=cells,
         bin_count=bin_count,
         bin_confidence=bin_confidence,
         bin_accuracy=bin_accuracy,
@@ -312,7 +347,7 @@ def _mean_of_defined(values: Floats) -> float:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return value.tolist() if value.dtype.kind != "f" or np.isfinite(value).all() else _plain(value.tolist())
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -142,7 +142,7 @@ def evaluate_thirds(model: Model, data: Loaders, **where: Unpack[Where]) -> Find
 
 
 def _group(figures: SingleLabelFigures, counts: NDArray[np.int64], inside: NDArray[np.bool_]) -> FrequencyGroup:
-    support, right = figures.support[inside], figures.confusion.diagonal()[inside]
+    support, right = figures.support[inside], figures.right[inside]
     has = support > 0
     accuracy = float(right.sum() / support.sum()) if has.any() else None
     balanced = float((right[has] / support[has]).mean()) if has.any() else None

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from vitrail.files import write_text
 from vitrail.measure.attention_maps import AttentionMaps
-from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
+from vitrail.measure.classification import MATRIX_CLASSES, Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability, whole_percent
@@ -29,6 +29,7 @@ BOX = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
 MARGIN = 12  # on a page, names may stand out of their chart
 
 MOST_SKIPPED = 50  # bad images that are listed one by one
+SHOWN_CLASSES = 200  # of very many, in a chart
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,9 @@ def _confusion(figures: Figures | None) -> dict[str, Any] | None:
     if not isinstance(figures, SingleLabelFigures):
         return None
     names = figures.classes
-    chart = heat_map(figures.confusion, names, title=f"Confusion matrix of {len(names)} classes")
+    chart = None
+    if len(names) <= MATRIX_CLASSES:
+        chart = heat_map(figures.confusion, names, title=f"Confusion matrix of {len(names)} classes")
     pairs = [
         (names[true], names[guess], images, images / figures.support[true])
         for true, guess, images in figures.confused_pairs(12)
@@ -301,13 +304,17 @@ def _class_rows(figures: Figures | None) -> list[dict[str, Any]]:
     columns = {"precision": figures.precision, "recall": figures.recall, "F1": figures.f1}
     if isinstance(figures, MultiLabelFigures):
         columns = {"AP": figures.average_precision, **columns}
+    shown: Sequence[tuple[int, str]] = list(enumerate(figures.classes))
+    if len(shown) > MATRIX_CLASSES:  # the weakest
+        order = np.argsort(np.where(figures.support > 0, figures.f1, np.inf), kind="stable")[:MATRIX_CLASSES]
+        shown = [(int(i), figures.classes[i]) for i in order]
     return [
         {
             "name": name,
             "support": int(figures.support[i]),
             "shares": {k: float(v[i]) if np.isfinite(v[i]) else None for k, v in columns.items()},
         }
-        for i, name in enumerate(figures.classes)
+        for i, name in shown
     ]
 
 
@@ -350,7 +357,14 @@ def _cost_rows(cost: ModelCost | None) -> list[tuple[str, str]]:
 def _data(data: DataSummary, things: str) -> dict[str, Any]:
     images = {split: data.images.get(split, sum(counts)) for split, counts in data.counts.items()}
     title = f"{things.capitalize()} of each class"
-    chart = bar_chart(data.classes, data.counts, title=title) if data.classes and data.counts else None
+    names, counts = data.classes, {split: np.asarray(values) for split, values in data.counts.items()}
+    if len(names) > MATRIX_CLASSES:  # some of them, by frequency
+        order = np.argsort(-next(iter(counts.values())), kind="stable")
+        order = order[np.linspace(0, len(order) - 1, SHOWN_CLASSES).astype(int)]
+        names, counts = [names[i] for i in order], {split: values[order] for split, values in counts.items()}
+        title += f": {SHOWN_CLASSES} of {len(data.classes):,} classes, by frequency"
+    parts = {split: values.tolist() for split, values in counts.items()}
+    chart = bar_chart(names, parts, title=title) if names and parts else None
     return {"images": images, "chart": chart, "splits": list(data.counts), "skipped": data.skipped[:MOST_SKIPPED]}
 
 
