@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.model.adapters.apply import without_adapters
+from vitrail.model.parts.modules import without_adapters
 
 NORM_COST = 5  # operations per element of a LayerNorm with gain and shift, as the usual profilers count them
 

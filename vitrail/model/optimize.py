@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,19 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
-from vitrail.model.adapters.apply import merged_copy, without_adapters
+from vitrail.model.adapters.apply import merged_copy
 from vitrail.model.adaptive.ats import AtsPolicy
-from vitrail.model.classifier import Classifier
 from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, XcitClassBlock
 from vitrail.model.heads.head import LinearHead
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.mixers.patches import FixedPatches, LinearPatchesMixer
-from vitrail.model.parts.block import Block, Mlp, ParallelBranch
-from vitrail.model.parts.residual import Affine, LayerScale, ScalarGate
+from vitrail.model.parts.block import Affine, Block, LayerScale, Mlp, ParallelBranch, ScalarGate
+from vitrail.model.parts.modules import without_adapters
 from vitrail.model.parts.stems import ConvEmbed
 from vitrail.model.parts.tokens import Probe, Tokens
+
+if TYPE_CHECKING:
+    from vitrail.model.classifier import Classifier
 
 
 @contextmanager

@@ -12,16 +12,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adapters.apply import without_adapters
+from vitrail.model.assemble import Parts
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem, TrunkConfig
 from vitrail.model.heads.config import ClassAttention
 from vitrail.model.mixers.config import Softmax, Xca
 from vitrail.model.mixers.patches import LinearPatchesMixer
-from vitrail.model.parts.positions import resize_mixing, resize_positions
+from vitrail.model.parts.modules import without_adapters
+from vitrail.model.parts.stems import resize_mixing, resize_positions
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk, port_name
 from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk
 from vitrail.model.trunks.vit import Trunk
+from vitrail.schema import build
 
 PATCHCONVNET = (  # pattern of the authors' name -> ours, the first that matches
     (r"head\.", "head.fc."),
@@ -235,9 +237,6 @@ def to_timm(model: Classifier) -> nn.Module:
 
 def _to_timm_xcit(model: Classifier, config: TrunkConfig) -> nn.Module:
     from timm.models.xcit import Xcit
-
-    from vitrail.model.build import Parts
-    from vitrail.schema import build
 
     head = build(Parts, model.spec).head
     alike = (

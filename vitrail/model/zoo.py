@@ -406,10 +406,7 @@ def small_images() -> Rows:
         "xcit_t12_32": Spec(xcit_trunk(192, 12, 4, **tiny), ClassAttention(style="xcit"), about, classes=100),
         "sot_7_32": Spec(sot_trunk(192, 7, 4, 2.0, **tiny), second_order(14), about, classes=100),
         "ga_vit_tiny_32": Spec(
-            plain_vit("tiny", **tiny),
-            Gramian(gram_width=48, attention_width=48, embed_groups=8),
-            about,
-            classes=100,
+            plain_vit("tiny", **tiny), Gramian(gram_width=48, attention_width=48, embed_groups=8), about, classes=100
         ),
         "vit_micro_28": Spec(
             TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu", start="xavier"),

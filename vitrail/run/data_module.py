@@ -27,7 +27,7 @@ from vitrail.data.sources.text import holds_completions, holds_texts, texts_of
 from vitrail.data.tokenizer import TOKENIZER, EncodedTexts, encode_completions
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.heads.head import writes_texts
 from vitrail.model.trunks.text_trunk import TextTrunk
 from vitrail.run.page import RunSummary, report_language, report_run, report_texts
 

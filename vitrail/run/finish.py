@@ -13,11 +13,13 @@ from vitrail.engine.loop import Loop
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
 from vitrail.measure.language import LanguageFigures
-from vitrail.model.adapters.adapter_file import base_hash, save_adapted
-from vitrail.model.adapters.apply import adapters_of, without_adapters
+from vitrail.model.adapters.adapter_file import base_hash
+from vitrail.model.adapters.apply import adapters_of
 from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.next_token import writes_texts
+from vitrail.model.heads.head import writes_texts
+from vitrail.model.parts.modules import without_adapters
+from vitrail.model.weights import save_adapted
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import RunSummary
 from vitrail.run.preflight import one_answer

@@ -20,11 +20,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, Vpt
-from vitrail.model.adapters.inject import Adapter, AdapterSet, changed, inject, restore
+from vitrail.model.adapters.inject import (
+    Adapter,
+    AdapterSet,
+    TargetMatrix,
+    below,
+    changed,
+    find,
+    inject,
+    kind_of,
+    matrices_of,
+    restore,
+)
 from vitrail.model.adapters.methods import Prompts, rounded, straight_through
-from vitrail.model.adapters.targets import TargetMatrix, below, find, kind_of, matrices_of
-from vitrail.model.trunks.guided import GuidedTrunk
-from vitrail.model.trunks.vit import Trunk
 from vitrail.schema import ConfigError, check
 
 M = TypeVar("M", bound=nn.Module)
@@ -219,11 +227,6 @@ def merged_copy(model: M) -> M:
     return merged
 
 
-def without_adapters(model: M) -> M:
-    """The model itself where it has no adapters, otherwise a merged copy."""
-    return model if adapters_of(model) is None else merged_copy(model)
-
-
 def remove(model: M, name: str) -> M:
     """Take an adapter off; with the last one the model is what it was."""
     adapters = required(model)
@@ -386,10 +389,10 @@ def _parts(model: nn.Module, config: AdapterConfig) -> list[tuple[AdapterConfig,
     return [(body, find(model, config.targets, leave=head)), (of_head, classifier)]
 
 
-def prompted_trunk(model: nn.Module) -> Trunk:
+def prompted_trunk(model: nn.Module) -> Any:
     """The trunk of a model, which can take prompts. Raises `ValueError` where it cannot."""
-    trunk = getattr(model, "trunk", None)
-    if not isinstance(trunk, Trunk) or isinstance(trunk, GuidedTrunk):
+    trunk: Any = getattr(model, "trunk", None)
+    if not getattr(trunk, "takes_prompts", False):
         name = getattr(model, "spec", {}).get("name") or type(model).__name__
         raise ValueError(
             f"prompts go before our own blocks, and {name} has other ones (timm's, a text model's, a ResNet's, or under"
@@ -397,5 +400,5 @@ def prompted_trunk(model: nn.Module) -> Trunk:
         )
     if trunk._modules.get("prompts") is not None:
         raise ValueError("this trunk has prompts of its own already; adapt it otherwise (lora), or train all of it")
-    trunk.refuse_prompts()
+    trunk.reject_prompts()
     return trunk

@@ -264,7 +264,7 @@ class Prompts(nn.Module):
         return replace(tokens, sequence=x, prefix=prefix + self.count)
 
     @staticmethod
-    def refuse(want: Iterable[str], given: Mapping[str, object]) -> None:
+    def reject(want: Iterable[str], given: Mapping[str, object]) -> None:
         """Raises `ValueError` for intermediates that have places for prompts."""
         odd = [name for name in want if not name.startswith("tokens.")]
         odd += [name for name in given if not name.startswith("keep.")]

@@ -20,9 +20,8 @@ from vitrail.files import write_text
 from vitrail.model.adapters.adapter_file import check_shapes, removed_on_error
 from vitrail.model.adapters.apply import M, adapters_of, apply, required
 from vitrail.model.adapters.config import Lora
-from vitrail.model.adapters.inject import stacked
+from vitrail.model.adapters.inject import TargetMatrix, below, kind_of, matrices_of, stacked
 from vitrail.model.adapters.methods import LoraGroup, LowRank
-from vitrail.model.adapters.targets import TargetMatrix, below, kind_of, matrices_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import read_tensors, write_tensors
 from vitrail.model.timm_weights import VIT, our_name

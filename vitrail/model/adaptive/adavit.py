@@ -15,13 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.kernels.ragged_attention import pack, ragged_attention
-from vitrail.model.adaptive.config import Adavit
-from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.config import TrunkConfig
+from vitrail.model.config import Adavit, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.parts.block import Block, added
-from vitrail.model.parts.residual import TokenBatchNorm
-from vitrail.model.parts.tokens import Probe, Tokens, Trace
+from vitrail.model.parts.block import Block, TokenBatchNorm, added
+from vitrail.model.parts.tokens import AdaptivePolicy, Passage, Probe, Tokens, Trace, show_kept
 
 KEPT_AT_START = 3.0  # initial logit: 95 of 100 are kept in training, all at test time
 
@@ -154,8 +151,8 @@ class _Gated(Passage):
             show_kept(probe, i, tokens)
             return block(tokens, probe)
         kept = gates.tokens.detach()
-        count, on = kept.sum(1).float(), gates.branches.detach().float()
-        self.used(block, count, count, gates.heads.detach().sum(1).float(), on[:, 0], on[:, 1])
+        count = kept.sum(1).float()
+        self.used(block, count, count, gates.heads.detach().sum(1).float(), gates.branches.detach().float())
         patches = tokens.counts() - tokens.prefix
         self._share(gates.tokens[:, tokens.prefix :].sum(1) / patches, gates.heads.mean(1), gates.branches.mean(1))
         show_kept(probe, i, replace(tokens, mask=kept > 0))

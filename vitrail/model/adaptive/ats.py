@@ -31,11 +31,10 @@ from vitrail.kernels.sampling import (
     top_sample,
     uniform_sample,
 )
-from vitrail.model.adaptive.config import Ats
-from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
+from vitrail.model.config import Ats, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.block import Block
-from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import AdaptivePolicy, Passage, Probe, Tokens, show_kept
 
 DRAW = {"inverse": inverse_sample, "nearest": nearest_sample, "random": random_sample}
 
@@ -46,7 +45,7 @@ class AtsPolicy(AdaptivePolicy):
     Raises `ValueError` where the trunk has no class token, other mixers than softmax, or too few blocks.
     """
 
-    def __init__(self, config: Ats, blocks: Sequence[Block], prefix: int) -> None:
+    def __init__(self, config: Ats, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> None:
         super().__init__()
         depth = len(blocks)
         self.config = config

@@ -69,12 +69,7 @@ def trace_macs(
 
 
 def macs_of_mean(
-    model: Classifier,
-    trace: Trace,
-    *,
-    image_size: int | None = None,
-    scores: Scores = "all",
-    norms: bool = False,
+    model: Classifier, trace: Trace, *, image_size: int | None = None, scores: Scores = "all", norms: bool = False
 ) -> float:
     """Multiply-accumulates of an image that has the mean counts of the batch in every block, as published tables have.
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import Branches
 from vitrail.model.heads.head import Head
-from vitrail.model.parts.block import STARTS, Block, ParallelBlock
-from vitrail.model.parts.residual import drop_path_rates, make_norm
+from vitrail.model.parts.block import STARTS, Block, ParallelBlock, drop_path_rates, make_norm
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.cifar_resnet import STAGE_WIDTHS, CifarResNetTrunk
 from vitrail.model.trunks.vit import Trunk

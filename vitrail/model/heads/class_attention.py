@@ -12,8 +12,7 @@ from vitrail.kernels.sima_attention import normalised, product
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp
 from vitrail.model.heads.head import Head, LinearHead
-from vitrail.model.parts.block import Mlp
-from vitrail.model.parts.residual import LayerScale, make_norm
+from vitrail.model.parts.block import LayerScale, Mlp, make_norm
 from vitrail.model.parts.tokens import Tokens
 
 

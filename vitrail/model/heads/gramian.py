@@ -28,7 +28,7 @@ from vitrail.kernels.covariance import gram_vector, without_autocast
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.pooled import MeanHead
-from vitrail.model.parts.residual import LayerScale
+from vitrail.model.parts.block import LayerScale
 from vitrail.model.parts.tokens import Tokens
 
 NORM_EPS = 1e-6

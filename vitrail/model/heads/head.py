@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from vitrail.model.heads.config import HeadConfig
 
 
+def writes_texts(model: nn.Module) -> bool:
+    """Whether a model is a language model: it continues texts and knows no classes."""
+    return bool(getattr(getattr(model, "head", None), "writes_texts", False))
+
+
 def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
     """The head of a configuration, by its kind. Raises `ValueError` where it does not fit the trunk."""
     head: Head = part("head", config.kind).build(config, width, classes, trunk)
@@ -37,6 +42,7 @@ class Head(nn.Module):
     own_norm: bool = False
     takes_packed: bool = False
     begins_anew: bool = True
+    writes_texts: bool = False  # a language model's
     loss_scale: float = 1.0
     classifiers: int = 1
     features: int

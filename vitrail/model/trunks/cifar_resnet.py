@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ class CifarResNetTrunk(BaseTrunk):
     """
 
     prefix = 0
+    opaque = "a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)"
 
     def __init__(self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None) -> None:
         super().__init__()
@@ -70,17 +71,6 @@ class CifarResNetTrunk(BaseTrunk):
         """The final feature map; it is not cut into stem and blocks."""
         last = self.feature_maps(images)[-1]
         return Tokens(last.flatten(2).transpose(1, 2), 0, (int(last.shape[2]), int(last.shape[3])))
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError("a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)")
-        return tokens, {}
 
     def forward(self, images: Tensor) -> Tokens:
         return self.embed(images)

@@ -13,7 +13,6 @@ t, between 0 (the image) and 1 (next to pure noise), the input is z = signal(t) 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -132,6 +131,7 @@ class Denoiser(BaseTrunk):
     """
 
     edge_layers = ("last",)
+    opaque = "a denoiser gives no intermediates by name; it is a diffusion model, not a ViT"
 
     def __init__(self, config: DenoiserConfig, classes: int) -> None:
         super().__init__()
@@ -235,8 +235,6 @@ class Denoiser(BaseTrunk):
             return wrong, wrong
         return wrong, wrong * self.schedule.levels(time)[0].square()  # noise = share * seen + signal * guessed
 
-    # What a classifier asks of a trunk
-
     def embed(self, images: Tensor) -> Tokens:
         """One token per image: for each class, minus the squared error of the noise, a mean over fixed draws."""
         batch, draws = len(images), self.config.draws
@@ -253,17 +251,6 @@ class Denoiser(BaseTrunk):
                 total = total + self.errors(rows, label.repeat(batch), time, noise)[1]
             found.append(total.view(batch, -1) / draws)
         return Tokens(-torch.cat(found, 1)[:, None] * images[0].numel(), 0, (1, 1))
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError("a denoiser gives no intermediates by name; it is a diffusion model, not a ViT")
-        return tokens, {}
 
 
 class DenoisingHead(Head):

@@ -91,11 +91,7 @@ class Guide(nn.Module):
         return super().train(False)
 
     def forward(
-        self,
-        images: Tensor,
-        index: Tensor | None = None,
-        keep: Mapping[str, Tensor] | None = None,
-        learn: bool = False,
+        self, images: Tensor, index: Tensor | None = None, keep: Mapping[str, Tensor] | None = None, learn: bool = False
     ) -> dict[str, Tensor]:
         """Transferred tensors for normalised images [batch, 3, height, width], for every layer and its chosen heads.
 
@@ -234,8 +230,10 @@ class GuidedTokens(Tokens):
 class GuidedTrunk(Trunk):
     """A trunk whose attention is its guide's, in training and at inference (attention copy).
 
-    Its own names are those of a plain trunk; the guide is beside them.
+    Its names are those of a plain trunk, and `guide`.
     """
+
+    takes_prompts = False
 
     def __init__(self, config: Guided, prefix: int = 1, final_norm: bool = True, guide: Guide | None = None) -> None:
         super().__init__(config.student, prefix, final_norm)

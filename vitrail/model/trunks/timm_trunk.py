@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.config import TimmBackbone
 from vitrail.model.heads.head import Head
-from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import Given, Probe, Tokens
 from vitrail.model.trunks.base import BaseTrunk
 from vitrail.schema import near
 
@@ -264,7 +264,7 @@ class TimmTrunk(BaseTrunk):
         self,
         tokens: Tokens,
         want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
+        given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
         if given or ((want or until is not None) and not self.plain):
@@ -327,12 +327,43 @@ def _form(backbone: nn.Module) -> str:
     return str(getattr(backbone, "form_of_features", promised))
 
 
-def known_to_timm(name: str) -> bool:
-    """Whether timm has a model of this name, the one that we add included."""
+SMALL = {
+    "input_size": (3, 32, 32),
+    "test_input_size": None,
+    "pool_size": (4, 4),
+    "crop_pct": 1.0,
+    "test_crop_pct": None,
+}
+
+
+def resnet18_32(pretrained: bool = False, **options: Any) -> nn.Module:
+    """ResNet-18 for 32-pixel images, registered with timm under this name.
+
+    timm's own begins with a 7x7 convolution of stride 2 and a pooling of stride 2, which leave one pixel of 32 at its
+    end. As usual for CIFAR, the first convolution here is 3x3 of stride 1 and the pooling is left out: 11.17 M
+    parameters with 10 classes, 0.56 GMACs, a last map of 4x4. All else, initial weights included, is timm's ResNet.
+    Raises `ValueError` where published weights are asked for: there are none.
+    """
     import timm
 
-    from vitrail.model.trunks import small_resnet  # noqa: F401, registers resnet18_32
+    if pretrained:
+        raise ValueError("resnet18_32 has no published weights; train it")
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(name, None)
+    model: Any = timm.create_model("resnet18", **options)
+    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **SMALL}
+    return model
 
+
+def known_to_timm(name: str) -> bool:
+    """Whether timm has a model of this name, `resnet18_32` included."""
+    import timm
+
+    if not timm.is_model("resnet18_32"):
+        timm.models.register_model(resnet18_32)
     return bool(timm.is_model(name))
 
 
