@@ -383,7 +383,7 @@ def test_an_adapter_trains_queries_and_values_and_no_word(folder: Path, config: 
     pieces = {"gpt2": ("c_attn.q", "c_attn.v"), "llama": ("q_proj", "v_proj")}
     kind = "gpt2" if "gpt2" in folder.name else "llama"
     adapter = model.adapters.adapter("default")
-    names = {piece.name for places in adapter.places.values() for piece, _, _ in places}
+    names = {piece.name for rows in adapter.rows.values() for piece, _, _ in rows}
     assert len(names) == 4
     assert all(name.endswith(pieces[kind]) for name in names)
 

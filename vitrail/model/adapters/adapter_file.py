@@ -39,11 +39,11 @@ from vitrail.model.adapters.apply import (
 )
 from vitrail.model.adapters.config import FORMAT, KEY, AdapterConfig, Lora, Nola, Pranc, Vpt, read_header
 from vitrail.model.adapters.inject import Adapter, below, matrices_of
-from vitrail.model.adapters.methods import from_whole, to_whole
+from vitrail.model.adapters.methods import to_integers
 from vitrail.schema import build, near, plain
 from vitrail.version import __version__
 
-KINDS: dict[str, type[AdapterConfig]] = {"lora": Lora, "nola": Nola, "pranc": Pranc, "vpt": Vpt}
+KINDS: dict[str, type[AdapterConfig]] = {config.kind: config for config in (Lora, Nola, Pranc, Vpt)}
 OWN = "own."
 
 
@@ -83,19 +83,19 @@ def base_hash(model: nn.Module, whole: list[str] | None = None) -> str:
 
 def packed(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """values [layers, ...] as bytes [ceil(entries * bits / 8)] and the scale of each layer [layers]."""
-    whole, scale = to_whole(values.cpu(), bits)
-    shifted = (whole.flatten().to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
-    each = (shifted[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    return torch.from_numpy(np.packbits(each.astype(np.uint8), bitorder="little")), scale.flatten().float()
+    integers, scale = to_integers(values.cpu(), bits)
+    shifted = (integers.flatten().to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
+    digits = (shifted[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return torch.from_numpy(np.packbits(digits.astype(np.uint8), bitorder="little")), scale.flatten().float()
 
 
 def unpacked(data: Tensor, scale: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """The values that `packed` kept, [layers, ...] in float32."""
     entries = int(np.prod(shape))
-    each = np.unpackbits(data.numpy(), bitorder="little", count=entries * bits).reshape(entries, bits)
-    shifted = (each.astype(np.int16) << np.arange(bits, dtype=np.int16)).sum(1)
-    whole = torch.from_numpy(shifted - 2 ** (bits - 1)).view(shape)
-    return from_whole(whole, scale.view(-1, *[1] * (len(shape) - 1)))
+    digits = np.unpackbits(data.numpy(), bitorder="little", count=entries * bits).reshape(entries, bits)
+    shifted = (digits.astype(np.int16) << np.arange(bits, dtype=np.int16)).sum(1)
+    integers = torch.from_numpy(shifted - 2 ** (bits - 1)).view(shape)
+    return integers.to(scale.dtype) * scale.view(-1, *[1] * (len(shape) - 1))
 
 
 def _tensors(adapter: Adapter) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -155,12 +155,8 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _without_match(model: nn.Module, target: str, known: list[TargetMatrix], leave: Sequence[str]) -> str:
-    others = {
-        type(module).__name__
-        for name, module in below(model)
-        if name not in leave and target not in SETS and _fits(name, target)
-    }
-    if others:
+    matching = [m for name, m in below(model) if name not in leave and target not in SETS and _fits(name, target)]
+    if others := {type(module).__name__ for module in matching}:
         return (
             f"what {target!r} matches cannot be adapted: {', '.join(sorted(others))}; adapters work on nn.Linear,"
             " nn.Conv2d and Conv1D"
@@ -198,12 +194,12 @@ class Adapter(nn.Module):
         self.matrices: list[tuple[TargetMatrix, ...]] = []  # of each configuration
         self.groups = nn.ModuleList()
         self.own = NamedTensors()
-        self.places: dict[str, list[tuple[TargetMatrix, int, int]]] = {}  # of a layer: matrix, its group, its row there
+        self.rows: dict[str, list[tuple[TargetMatrix, int, int]]] = {}  # of a layer: matrix, its group, its row there
 
     @property
     def count(self) -> int:
         """Matrices that it adapts."""
-        return sum(len(places) for places in self.places.values())
+        return sum(map(len, self.rows.values()))
 
     @property
     def prompts(self) -> Prompts | None:
@@ -218,7 +214,7 @@ class Adapter(nn.Module):
             alike = [matrix for matrix in matrices if matrix.shape == shape]
             group = GROUPS[config.kind](config, shape, len(alike), self.count, device)
             for row, matrix in enumerate(alike):
-                self.places.setdefault(matrix.layer, []).append((matrix, len(self.groups), row))
+                self.rows.setdefault(matrix.layer, []).append((matrix, len(self.groups), row))
             self.groups.append(group)
 
     def changes(self) -> list[list[Change]]:
@@ -281,7 +277,7 @@ class AdapterSet(nn.Module):
         ready = self._ready(layer)
         return [
             (matrix, adapter.group(group).changes(slice(row, row + 1))[0] if ready is None else ready[group][row])
-            for matrix, group, row in adapter.places.get(layer, ())
+            for matrix, group, row in adapter.rows.get(layer, ())
         ]
 
     def _ready(self, layer: str) -> list[list[Change]] | None:

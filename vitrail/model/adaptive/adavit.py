@@ -161,9 +161,7 @@ class _Gated(Passage):
         return tokens.but(self._dense(block, i, tokens, gates, probe))
 
     def end(self, tokens: Tokens) -> Tokens:
-        for name, each in self.shares.items():
-            if each:
-                self.losses[name] = torch.stack(each).mean(0)
+        self.losses |= {name: torch.stack(shares).mean(0) for name, shares in self.shares.items() if shares}
         return super().end(tokens)
 
     def _share(self, patches: Tensor, heads: Tensor, branches: Tensor) -> None:
@@ -171,8 +169,8 @@ class _Gated(Passage):
             self.shares[name].append(value)
 
     def _packs(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> bool:
-        looked_at = probe is not None and probe.concerns(*(f"{w}.{i}" for w in (*block.attn.shows, "keep")))
-        if looked_at or torch.is_grad_enabled() or block.training or torch.compiler.is_compiling():
+        probed = probe is not None and probe.concerns(*(f"{kind}.{i}" for kind in (*block.attn.shows, "keep")))
+        if probed or torch.is_grad_enabled() or block.training or torch.compiler.is_compiling():
             return False
         x, form = tokens.sequence, self.policy.config.form
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -180,7 +178,7 @@ class _Gated(Passage):
         return form == "packed" or (form == "auto" and x.is_cuda)
 
     def _dense(self, block: Block, i: int, tokens: Tokens, gates: Gates, probe: Probe | None) -> Tensor:
-        x, keep = tokens.sequence, (None, None) if probe is None else probe.keep(i) or (None, None)
+        x, keep = tokens.sequence, (None, None) if probe is None else probe.keep(i)
         mixed = _mixed(block, i, tokens, gates, probe)
         branch = block.drop_path(block.ls1(mixed), keep[0])
         x = added(x, branch * (gates.tokens * gates.branches[:, :1])[..., None].to(branch.dtype))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 from vitrail.registry import part
 
@@ -108,18 +109,10 @@ class LinearHead(Head):
     """
 
     def __init__(
-        self,
-        width: int,
-        classes: int,
-        drop: float = 0.0,
-        copies: int = 1,
-        hidden: int | None = None,
-        *,
-        mlp: bool = False,
+        self, width: int, classes: int, drop: float = 0.0, copies: int = 1, hidden: int | None = None, mlp: bool = False
     ) -> None:
         super().__init__()
-        self.features = width
-        self.classifiers = copies
+        self.features, self.classifiers = width, copies
         self.drop = nn.Dropout(drop)
         self.wide = nn.Identity() if hidden is None else nn.Linear(width, hidden)
         between = mlp and hidden is not None
@@ -128,10 +121,7 @@ class LinearHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.wide, self.fc):
-            if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        small_normal(self.wide, self.fc)
 
     @property
     def first(self) -> nn.Linear:

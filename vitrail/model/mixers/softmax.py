@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vitrail.kernels.attention import packed_attention
 from vitrail.kernels.ragged_attention import ragged_attention
 from vitrail.model.mixers.mixer import QkvMixer
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
 
 
@@ -83,10 +84,7 @@ class TalkingHeadsMixer(SoftmaxMixer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for layer in (getattr(self, "proj_l", None), getattr(self, "proj_w", None)):
-            if layer is not None:
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        small_normal(getattr(self, "proj_l", None), getattr(self, "proj_w", None))
 
     @staticmethod
     def _mix_heads(layer: nn.Linear, maps: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""The block that stacks residual branches, one after the other or in parallel, with local patch interaction (XCiT).
+"""Blocks of residual branches: norms, gains and stochastic depth, MLP, local patch interaction, serial and parallel.
 
 Initial weights other than the usual normal of 0.02 are those compared in CaiT (arXiv 2103.17239).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,241 +15,8 @@ from vitrail.kernels.gelu import Gelu
 from vitrail.kernels.ragged_attention import pack
 from vitrail.model.config import TrunkConfig
 from vitrail.model.mixers.mixer import Mixer, QkvMixer, build_mixer
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
-
-
-class LocalPatchInteraction(nn.Module):
-    """3x3 depth-wise convolution, activation, BatchNorm, 3x3 depth-wise convolution (XCiT, arXiv 2106.09681).
-
-    The paper names BatchNorm before the activation; published weights have it after. Names follow timm's. Class tokens
-    have no neighbours: they receive nothing.
-    """
-
-    def __init__(self, width: int, activation: nn.Module) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, groups=width)
-        self.act = activation
-        self.bn = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, groups=width)
-
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [batch, prefix + patches, width] -> the same. Raises `ValueError` where patches were dropped or padded."""
-        rows, columns = tokens.grid
-        batch, count, width = x.shape
-        if tokens.mask is not None or count != tokens.prefix + rows * columns:
-            raise ValueError("local patch interaction needs the whole grid: no dropped patches, no padding")
-        image = x[:, tokens.prefix :].transpose(1, 2).reshape(batch, width, rows, columns)
-        out = self.conv2(self.bn(self.act(self.conv1(image)))).flatten(2).transpose(1, 2)
-        return torch.cat([torch.zeros_like(out[:, : tokens.prefix]), out], 1) if tokens.prefix else out
-
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": Gelu, "relu": nn.ReLU, "silu": nn.SiLU}
-
-
-def activation(name: str) -> nn.Module:
-    """The activation of a name of `TrunkConfig.activation`."""
-    return nn.GELU(approximate="tanh") if name == "gelu_tanh" else ACTIVATIONS[name]()
-
-
-class Mlp(nn.Module):
-    """Two linear layers with an activation between, applied to every token."""
-
-    def __init__(self, width: int, hidden: int, act: str) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.act = activation(act)
-        self.fc2 = nn.Linear(hidden, width)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
-
-
-def branch_gain(config: TrunkConfig) -> nn.Module:
-    """What multiplies a branch before it is added: LayerScale, a scalar, or nothing."""
-    if config.start == "fixup":
-        return ScalarGate(1.0 if config.gate is None else config.gate, shift=True)
-    if config.gate is not None:
-        return ScalarGate(config.gate)
-    if config.layerscale is None:
-        return nn.Identity()
-    return LayerScale(
-        config.width, config.layerscale, config.layerscale_start, config.layerscale_learned, config.layerscale_shift
-    )
-
-
-def added(x: Tensor, branch: Tensor) -> Tensor:
-    """x + branch, in the precision of the stream `x` though gains may be kept in a higher one."""
-    return (x + branch).to(x.dtype)
-
-
-class Block(nn.Module):
-    """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm).
-
-    The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Between them stands local patch interaction
-    where `local` is on (XCiT). Names follow timm's.
-    """
-
-    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
-        super().__init__()
-        width = config.width
-        self.layer = layer
-        self.norm1 = make_norm(config.norm, width, config.norm_eps)
-        self.attn = build_mixer(config.mixer, width, config.heads, grid)
-        self.ls1 = branch_gain(config)
-        self.drop_path = DropPath(drop_path)
-        self.norm3, self.local_mp, self.ls3 = None, None, None
-        if config.local:
-            self.norm3 = make_norm(config.norm, width, config.norm_eps)
-            self.local_mp = LocalPatchInteraction(width, activation(config.activation))
-            self.ls3 = branch_gain(config)
-        self.norm2, self.mlp, self.ls2 = None, None, None
-        if config.mlp_ratio:
-            self.norm2 = make_norm(config.norm, width, config.norm_eps)
-            self.mlp = Mlp(width, int(width * config.mlp_ratio), config.activation)
-            self.ls2 = branch_gain(config)
-
-    @property
-    def mixers(self) -> list[Mixer]:
-        return [self.attn]
-
-    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
-        x = tokens.sequence
-        keep: tuple[Tensor | None, Tensor | None] = (None, None)
-        if probe is not None:
-            keep = probe.keep(self.layer) or keep
-        if tokens.offsets is not None:
-            keep = (self.drop_path.rows(tokens), self.drop_path.rows(tokens))
-        x = self.after_mixing(x, self._mixed(self.norm1(x), tokens, probe), keep[0])
-        if self.local_mp is not None and self.norm3 is not None and self.ls3 is not None:
-            x = added(x, self.drop_path(self.ls3(self.local_mp(self.norm3(x), tokens))))
-        x = self.after_channels(x, keep[1])
-        return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
-
-    def _mixed(self, x: Tensor, tokens: Tokens, probe: Probe | None) -> Tensor:
-        if tokens.offsets is None or self.attn.takes_packed:
-            return self.attn(x, tokens, self.layer, probe)
-        dense = tokens.but(x).padded()
-        assert dense.mask is not None
-        return pack(self.attn(dense.sequence, dense, self.layer, probe), dense.mask, len(x))[0]
-
-    def after_mixing(self, x: Tensor, mixed: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x with the mixing branch added; `keep` is what drop path multiplies it by (none: it draws)."""
-        return added(x, self.drop_path(self.ls1(mixed), keep))
-
-    def after_channels(self, x: Tensor, keep: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
-        """x with the channel branch added, times `gate` where given; x itself where there is no such branch."""
-        if self.mlp is None or self.norm2 is None or self.ls2 is None:
-            return x
-        branch = self.drop_path(self.ls2(self.mlp(self.norm2(x))), keep)
-        return added(x, branch if gate is None else branch * gate)
-
-
-class ParallelBranch(nn.Module):
-    """One of several branches that stand side by side. Names follow timm's parallel block."""
-
-    def __init__(self, config: TrunkConfig, operation: nn.Module, name: str, drop_path: float) -> None:
-        super().__init__()
-        self.norm = make_norm(config.norm, config.width, config.norm_eps)
-        self.name = name
-        self.add_module(name, operation)
-        self.ls = branch_gain(config)
-        self.drop_path = DropPath(drop_path)
-
-    @property
-    def operation(self) -> nn.Module:
-        return self.get_submodule(self.name)
-
-
-class ParallelBlock(nn.Module):
-    """Parallel mixing branches, then parallel channel branches (Touvron et al. 2022, arXiv 2203.09795).
-
-    Captured and replaced intermediates are those of the first mixing branch.
-    """
-
-    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
-        super().__init__()
-        if not config.mlp_ratio:
-            raise ValueError("parallel blocks have channel branches: mlp_ratio must not be 0")
-        if config.local:
-            raise ValueError("local patch interaction stands between two branches: parallel must be 1")
-        self.layer = layer
-
-        def mixer() -> Mixer:
-            return build_mixer(config.mixer, config.width, config.heads, grid)
-
-        def mlp() -> Mlp:
-            return Mlp(config.width, int(config.width * config.mlp_ratio), config.activation)
-
-        self.attns = nn.ModuleList(ParallelBranch(config, mixer(), "attn", drop_path) for _ in range(config.parallel))
-        self.ffns = nn.ModuleList(ParallelBranch(config, mlp(), "mlp", drop_path) for _ in range(config.parallel))
-
-    @property
-    def mixers(self) -> list[Mixer]:
-        found = [branch.operation for branch in self.attns if isinstance(branch, ParallelBranch)]
-        return [m for m in found if isinstance(m, Mixer)]
-
-    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
-        x = tokens.sequence
-        mixed = []
-        for i, branch in enumerate(self.attns):
-            one = branch.attn(branch.norm(x), tokens, self.layer, probe if i == 0 else None)  # type: ignore[operator]
-            mixed.append(branch.drop_path(branch.ls(one)))  # type: ignore[operator]
-        x = added(x, torch.stack(mixed).sum(0))
-        changed = [b.drop_path(b.ls(b.mlp(b.norm(x)))) for b in self.ffns]  # type: ignore[operator]
-        x = added(x, torch.stack(changed).sum(0))
-        return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
-
-
-def xavier(module: nn.Module, depth: int) -> None:
-    """Xavier weights in every linear layer. A deviation of 0.02 suits widths of several hundred; in a narrow model each
-    layer would shrink its input several times, and learning starts slowly."""
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            for rows in part.qkv.weight.chunk(3):
-                nn.init.xavier_uniform_(rows)
-            nn.init.xavier_uniform_(part.proj.weight)
-        elif isinstance(part, Mlp):
-            nn.init.xavier_uniform_(part.fc1.weight)
-            nn.init.xavier_uniform_(part.fc2.weight)
-
-
-@torch.no_grad()
-def fixup(module: nn.Module, depth: int) -> None:
-    """Fixup: the last layer of every branch starts at 0, the others are scaled by depth^(-1/2).
-
-    The exponent is -1/(2m - 2) for m = 2 layers per branch. Scalar gains of 1 and shifts stand in the block.
-    """
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            part.qkv.weight.mul_(depth**-0.5)
-            nn.init.zeros_(part.proj.weight)
-        elif isinstance(part, Mlp):
-            part.fc1.weight.mul_(depth**-0.5)
-            nn.init.zeros_(part.fc2.weight)
-
-
-@torch.no_grad()
-def t_fixup(module: nn.Module, depth: int) -> None:
-    """T-Fixup: Xavier weights; values, projections and the channel branch scaled by 0.67 depth^(-1/4)."""
-    gain = 0.67 * depth**-0.25
-    xavier(module, depth)
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            part.qkv.weight.chunk(3)[2].mul_(gain)
-            part.proj.weight.mul_(gain)
-        elif isinstance(part, Mlp):
-            part.fc1.weight.mul_(gain)
-            part.fc2.weight.mul_(gain)
-
-
-STARTS: dict[str, Callable[[nn.Module, int], None]] = {"xavier": xavier, "fixup": fixup, "t_fixup": t_fixup}
-"""By name of `TrunkConfig.start`; the default is what every module draws itself."""
 
 
 class Affine(nn.Module):
@@ -392,3 +159,223 @@ def drop_path_rates(rate: float, depth: int, rule: str) -> list[float]:
     if rule == "uniform" or depth == 1:
         return [rate] * depth
     return [rate * i / (depth - 1) for i in range(depth)]
+
+
+class LocalPatchInteraction(nn.Module):
+    """3x3 depth-wise convolution, activation, BatchNorm, 3x3 depth-wise convolution (XCiT, arXiv 2106.09681).
+
+    The paper names BatchNorm before the activation; published weights have it after. Names follow timm's. Class tokens
+    have no neighbours: they receive nothing.
+    """
+
+    def __init__(self, width: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.act = activation
+        self.bn = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, groups=width)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [batch, prefix + patches, width] -> the same. Raises `ValueError` where patches were dropped or padded."""
+        rows, columns = tokens.grid
+        batch, count, width = x.shape
+        if tokens.mask is not None or count != tokens.prefix + rows * columns:
+            raise ValueError("local patch interaction needs the whole grid: no dropped patches, no padding")
+        image = x[:, tokens.prefix :].transpose(1, 2).reshape(batch, width, rows, columns)
+        out = self.conv2(self.bn(self.act(self.conv1(image)))).flatten(2).transpose(1, 2)
+        return torch.cat([torch.zeros_like(out[:, : tokens.prefix]), out], 1) if tokens.prefix else out
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": Gelu, "relu": nn.ReLU, "silu": nn.SiLU}
+
+
+def activation(name: str) -> nn.Module:
+    """The activation of a name of `TrunkConfig.activation`."""
+    return nn.GELU(approximate="tanh") if name == "gelu_tanh" else ACTIVATIONS[name]()
+
+
+class Mlp(nn.Module):
+    """Two linear layers with an activation between, applied to every token."""
+
+    def __init__(self, width: int, hidden: int, act: str) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = activation(act)
+        self.fc2 = nn.Linear(hidden, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        small_normal(self.fc1, self.fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def branch_gain(config: TrunkConfig) -> nn.Module:
+    """What multiplies a branch before it is added: LayerScale, a scalar, or nothing."""
+    if config.start == "fixup":
+        return ScalarGate(1.0 if config.gate is None else config.gate, shift=True)
+    if config.gate is not None:
+        return ScalarGate(config.gate)
+    if config.layerscale is None:
+        return nn.Identity()
+    return LayerScale(
+        config.width, config.layerscale, config.layerscale_start, config.layerscale_learned, config.layerscale_shift
+    )
+
+
+def added(x: Tensor, branch: Tensor) -> Tensor:
+    """x + branch, in the precision of the stream `x` though gains may be kept in a higher one."""
+    return (x + branch).to(x.dtype)
+
+
+class Block(nn.Module):
+    """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm).
+
+    The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Between them stands local patch interaction
+    where `local` is on (XCiT). Names follow timm's.
+    """
+
+    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
+        super().__init__()
+        width = config.width
+        self.layer = layer
+        self.norm1 = make_norm(config.norm, width, config.norm_eps)
+        self.attn = build_mixer(config.mixer, width, config.heads, grid)
+        self.ls1 = branch_gain(config)
+        self.drop_path = DropPath(drop_path)
+        self.norm3, self.local_mp, self.ls3 = None, None, None
+        if config.local:
+            self.norm3 = make_norm(config.norm, width, config.norm_eps)
+            self.local_mp = LocalPatchInteraction(width, activation(config.activation))
+            self.ls3 = branch_gain(config)
+        self.norm2, self.mlp, self.ls2 = None, None, None
+        if config.mlp_ratio:
+            self.norm2 = make_norm(config.norm, width, config.norm_eps)
+            self.mlp = Mlp(width, int(width * config.mlp_ratio), config.activation)
+            self.ls2 = branch_gain(config)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [self.attn]
+
+    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+        x = tokens.sequence
+        keep = (None, None) if probe is None else probe.keep(self.layer)
+        if tokens.offsets is not None:
+            keep = (self.drop_path.rows(tokens), self.drop_path.rows(tokens))
+        x = self.after_mixing(x, self._mixed(self.norm1(x), tokens, probe), keep[0])
+        if self.local_mp is not None and self.norm3 is not None and self.ls3 is not None:
+            x = added(x, self.drop_path(self.ls3(self.local_mp(self.norm3(x), tokens))))
+        x = self.after_channels(x, keep[1])
+        return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
+
+    def _mixed(self, x: Tensor, tokens: Tokens, probe: Probe | None) -> Tensor:
+        if tokens.offsets is None or self.attn.takes_packed:
+            return self.attn(x, tokens, self.layer, probe)
+        dense = tokens.but(x).padded()
+        assert dense.mask is not None
+        return pack(self.attn(dense.sequence, dense, self.layer, probe), dense.mask, len(x))[0]
+
+    def after_mixing(self, x: Tensor, mixed: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x with the mixing branch added; `keep` is what drop path multiplies it by (none: it draws)."""
+        return added(x, self.drop_path(self.ls1(mixed), keep))
+
+    def after_channels(self, x: Tensor, keep: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+        """x with the channel branch added, times `gate` where given; x itself where there is no such branch."""
+        if self.mlp is None or self.norm2 is None or self.ls2 is None:
+            return x
+        branch = self.drop_path(self.ls2(self.mlp(self.norm2(x))), keep)
+        return added(x, branch if gate is None else branch * gate)
+
+
+class ParallelBranch(nn.Module):
+    """One of several branches that stand side by side. Names follow timm's parallel block."""
+
+    def __init__(self, config: TrunkConfig, operation: nn.Module, name: str, drop_path: float) -> None:
+        super().__init__()
+        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+        self.name = name
+        self.add_module(name, operation)
+        self.ls = branch_gain(config)
+        self.drop_path = DropPath(drop_path)
+
+    @property
+    def operation(self) -> nn.Module:
+        return self.get_submodule(self.name)
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        return self.drop_path(self.ls(self.operation(self.norm(x), *context)))
+
+
+class ParallelBlock(nn.Module):
+    """Parallel mixing branches, then parallel channel branches (Touvron et al. 2022, arXiv 2203.09795).
+
+    Captured and replaced intermediates are those of the first mixing branch.
+    """
+
+    def __init__(self, config: TrunkConfig, grid: tuple[int, int], layer: int, drop_path: float) -> None:
+        super().__init__()
+        if not config.mlp_ratio:
+            raise ValueError("parallel blocks have channel branches: mlp_ratio must not be 0")
+        if config.local:
+            raise ValueError("local patch interaction stands between two branches: parallel must be 1")
+        self.layer = layer
+        mixers = (build_mixer(config.mixer, config.width, config.heads, grid) for _ in range(config.parallel))
+        self.attns = nn.ModuleList(ParallelBranch(config, mixer, "attn", drop_path) for mixer in mixers)
+        hidden = int(config.width * config.mlp_ratio)
+        mlps = (Mlp(config.width, hidden, config.activation) for _ in range(config.parallel))
+        self.ffns = nn.ModuleList(ParallelBranch(config, mlp, "mlp", drop_path) for mlp in mlps)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [cast("Mixer", cast("ParallelBranch", branch).operation) for branch in self.attns]
+
+    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+        x = tokens.sequence
+        mixed = [branch(x, tokens, self.layer, None if i else probe) for i, branch in enumerate(self.attns)]
+        x = added(x, torch.stack(mixed).sum(0))
+        x = added(x, torch.stack([branch(x) for branch in self.ffns]).sum(0))
+        return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear, bool]]:
+    """First and last linear layer of every branch, and whether the first gives q, k and v."""
+    for part in module.modules():
+        if isinstance(part, QkvMixer):
+            yield part.qkv, part.proj, True
+        elif isinstance(part, Mlp):
+            yield part.fc1, part.fc2, False
+
+
+def xavier(module: nn.Module, depth: int) -> None:
+    """Xavier weights in every linear layer. A deviation of 0.02 suits widths of several hundred; in a narrow model each
+    layer would shrink its input several times, and learning starts slowly."""
+    for first, last, fused in _linear_layers(module):
+        for rows in first.weight.chunk(3 if fused else 1):
+            nn.init.xavier_uniform_(rows)
+        nn.init.xavier_uniform_(last.weight)
+
+
+@torch.no_grad()
+def fixup(module: nn.Module, depth: int) -> None:
+    """Fixup: the last layer of every branch starts at 0, the others are scaled by depth^(-1/2).
+
+    The exponent is -1/(2m - 2) for m = 2 layers per branch. Scalar gains of 1 and shifts stand in the block.
+    """
+    for first, last, _ in _linear_layers(module):
+        first.weight.mul_(depth**-0.5)
+        nn.init.zeros_(last.weight)
+
+
+@torch.no_grad()
+def t_fixup(module: nn.Module, depth: int) -> None:
+    """T-Fixup: Xavier weights; values, projections and the channel branch scaled by 0.67 depth^(-1/4)."""
+    xavier(module, depth)
+    for first, last, fused in _linear_layers(module):
+        for weight in (first.weight.chunk(3)[2] if fused else first.weight, last.weight):
+            weight.mul_(0.67 * depth**-0.25)
+
+
+STARTS: dict[str, Callable[[nn.Module, int], None]] = {"xavier": xavier, "fixup": fixup, "t_fixup": t_fixup}
+"""By name of `TrunkConfig.start`; the default is what every module draws itself."""

@@ -169,10 +169,10 @@ class Probe:
             self.captured[name] = value
         return value
 
-    def keep(self, layer: int) -> tuple[Tensor, Tensor] | None:
+    def keep(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What drop path multiplies the two branches of a block by, where that is given: [batch, 1, 1] each."""
         given = self.given.get(f"keep.{layer}")
-        return (given[0], given[1]) if isinstance(given, Tensor) else None
+        return (given[0], given[1]) if isinstance(given, Tensor) else (None, None)
 
 
 class AdaptivePolicy(nn.Module):

@@ -117,10 +117,8 @@ class Plain(Residual):
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: Shortcut) -> None:
         super().__init__(inputs, width, stride, shortcut)
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def branch(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -133,12 +131,10 @@ class Bottleneck(Residual):
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: Shortcut) -> None:
         super().__init__(inputs, width, stride, shortcut)
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * EXPANSION, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * EXPANSION)
+        outputs = width * EXPANSION
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
 
     def branch(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))

@@ -38,7 +38,8 @@ class TextTrunk(BaseTrunk):
         self.config = config
         self.backbone = build_encoder(config)
         described = cast("Any", self.backbone).config
-        self.width, self.layers = int(described.hidden_size), int(described.num_hidden_layers)
+        self.width = int(described.hidden_size)
+        self.depth = self.layers = int(described.num_hidden_layers)
         # GPT's family has no segments, and RoBERTa's has one embedding for both sentences.
         two_sentences = int(getattr(described, "type_vocab_size", 0) or 0) > 1
         self.segments = (config.class_token != "last" and two_sentences) or getattr(described, "needs_segments", False)
