@@ -131,7 +131,7 @@ class SimaMixer(QkvMixer):
         return normalised(without_padding(x, tokens), self.norm)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        if probe is None or not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
+        if probe is None or not probe.concerns(*(f"{kind}.{layer}" for kind in self.shows)):
             packed = self.packed(x)
             if tokens.offsets is not None:
                 return self.proj(ragged_sima(packed, tokens.offsets, self.norm).flatten(1))
@@ -171,9 +171,9 @@ class XcaMixer(QkvMixer):
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         q, k, v = self.shown(x, tokens, layer, probe)
-        if probe is None:
+        channels = None
+        if probe is not None:
+            channels = probe.map(f"channels.{layer}", lambda: self.channels(q, k, tokens))
+        if channels is None:
             channels = self.channels(q, k, tokens)
-        else:
-            given = probe.map(f"channels.{layer}", lambda: self.channels(q, k, tokens))
-            channels = self.channels(q, k, tokens) if given is None else given
         return self.leave(v @ channels.to(v.dtype).mT)

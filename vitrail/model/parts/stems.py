@@ -122,22 +122,14 @@ class SotEmbed(nn.Module):
         self.block = block
         self.stem = nn.Conv2d(3, STEM_WIDTH, 3, padding=1)
         halve = [i < halvings - 1 for i in range(3)]
-        if block == "densenet":
-            blocks: list[nn.Module] = [
-                DenseBlock(STEM_WIDTH if i == 0 else BLOCK_WIDTH, h) for i, h in enumerate(halve)
-            ]
-            last = BLOCK_WIDTH
-        elif block == "resnet":
-            blocks = [ResidualBlock(STEM_WIDTH if i == 0 else 256, h) for i, h in enumerate(halve)]
-            last = 256
-        elif block == "inception":
-            blocks = [InceptionBlock(STEM_WIDTH if i == 0 else BLOCK_WIDTH, h) for i, h in enumerate(halve)]
-            last = BLOCK_WIDTH
+        kinds = {"densenet": DenseBlock, "resnet": ResidualBlock, "inception": InceptionBlock}
+        last = BLOCK_WIDTH if block in ("densenet", "inception") else 256
+        if block in kinds:
+            blocks = [kinds[block](last if i else STEM_WIDTH, h) for i, h in enumerate(halve)]
+        elif halvings != 3:
+            raise ValueError("the non-local embedding makes patches of 8 pixels only")
         else:
-            if halvings != 3:
-                raise ValueError("the non-local embedding makes patches of 8 pixels only")
             blocks = [NonLocalBlock(STEM_WIDTH, 128), NonLocalBlock(128, 256)]
-            last = 256
         self.blocks = nn.Sequential(*blocks)
         self.project = nn.Conv2d(last, width, 1)
 
@@ -206,10 +198,9 @@ class ConvEmbed(Stem):
         self.act = activation(act)
 
     def features(self, images: Tensor) -> Tensor:
-        x = images
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            x = norm(conv(x if i == 0 else self.act(x)))
-        return x
+            images = norm(conv(self.act(images) if i else images))
+        return images
 
 
 class SotTokens(Stem):
