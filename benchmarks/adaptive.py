@@ -24,9 +24,9 @@ from torch import Tensor
 from vitrail.kernels.packing import owners
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.budget import calibrate, set_budget
-from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Ats
 from vitrail.model.cost import cost
 
 ROUNDS, INPUTS = 9, 4
@@ -52,7 +52,7 @@ def pictures(options: argparse.Namespace, size: int, device: torch.device) -> li
         from vitrail.data.loading.loader import EvalLoader
         from vitrail.data.open import open_data
         from vitrail.data.preprocess import Preprocess
-        from vitrail.model.build import default_preprocess
+        from vitrail.model.assemble import default_preprocess
 
         data = open_data(options.data)["test"]
         loader = EvalLoader(data, Preprocess(default_preprocess(size)), batch=options.batch, device=device, workers=2)

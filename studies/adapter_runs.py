@@ -22,9 +22,10 @@ from vitrail.engine.step import WARM_UP_STEPS
 from vitrail.measure.speed import Way as Timed
 from vitrail.measure.speed import in_turns
 from vitrail.model.adapters.adapter_file import load_adapter, save_adapter
-from vitrail.model.adapters.apply import adapters_of, counts, quantise, without_adapters
+from vitrail.model.adapters.apply import adapters_of, counts, quantise
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.modules import without_adapters
 from vitrail.recipes import recipe, with_values
 from vitrail.run.train import build_model
 

@@ -40,9 +40,9 @@ from vitrail.measure.compute import attack_success
 from vitrail.measure.speed import Way, in_turns
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.budget import calibrate, matched_caps
-from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import make_adaptive
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Ats
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe, with_values
 

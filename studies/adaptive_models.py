@@ -33,9 +33,9 @@ from vitrail.data.loading.device_loader import DeviceImages, stored_size
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.attack_config import DefenceConfig
 from vitrail.measure.compute import Change, spent, worst_case
-from vitrail.model.adaptive.config import Adavit, Ats, Avit
 from vitrail.model.build import make_adaptive
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Adavit, Ats, Avit
 from vitrail.recipes import recipe, with_values
 
 EPOCHS = {"base": 30, "longer": 15, "ats": 10, "avit": 15, "adavit": 15, "defended": 8, "control": 8}

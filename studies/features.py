@@ -32,7 +32,7 @@ from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn.teacher import load_teacher
 from vitrail.measure.evaluator import read_predictions
-from vitrail.model.build import from_spec
+from vitrail.model.assemble import from_spec
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.pooled import MeanHead
 from vitrail.run.evaluate import load

@@ -54,9 +54,9 @@ from vitrail.learn.attack import UniversalPatch, save_patch
 from vitrail.measure import speed
 from vitrail.measure.compute import spent
 from vitrail.measure.speed import MemoryWatch, Ratio, Timing, Way, fresh_images, in_turns, noise, ratio, timed_calls
-from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Ats
 from vitrail.model.zoo import ZOO
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -20,7 +20,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import AttentionPool, ClassAttention, Gramian, Mean, Projected, SecondOrder
 from vitrail.model.mixers.config import PatchConv
-from vitrail.model.parts.matrices import hidden_matrices
+from vitrail.model.parts.modules import hidden_matrices
 
 CPU = torch.device("cpu")
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, momentum=0.9, warmup=0, schedule="constant")

@@ -37,7 +37,7 @@ from vitrail.measure.attention_maps import (
 )
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.store import load_model
+from vitrail.model.weights import load_model
 from vitrail.recipes import recipe
 from vitrail.report.sheets import FADED, GROUND, dimmed, enlarged, evenly, kept_sheet, sheet_picture
 

@@ -38,9 +38,9 @@ from vitrail.learn.attack import (
 )
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.measure.compute import attack_success, spent, worst_case
-from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.cost import cost
 from vitrail.recipes import recipe
 from vitrail.run import attack_run as attacking

@@ -22,9 +22,9 @@ from vitrail.learn.attack_config import AttackConfig, DefenceConfig
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.defence import PatchTraining
 from vitrail.learn.supervised import Supervised
-from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import AdaptiveConfig, Adavit, Ats, Avit
 from vitrail.recipes import recipe, with_values
 
 SIZE, CLASSES = 32, 5

@@ -20,7 +20,7 @@ from vitrail.model.build import create_model, replace_head
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.config import Branches
-from vitrail.model.parts.tokens import reset
+from vitrail.model.parts.modules import reset
 
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 NONE = TrainingFacts(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))

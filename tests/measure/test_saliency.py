@@ -13,9 +13,9 @@ from torchvision.transforms.v2.functional import gaussian_blur
 
 from vitrail.inspect.evidence import area, blurred, centred, curve, inside, map_quality, pointing
 from vitrail.measure.saliency import KINDS, all_kinds, explain, head_branches, kinds_of, rollout
-from vitrail.model.adaptive.config import Ats
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Ats
 from vitrail.model.heads.config import AttentionPool, SecondOrder
 
 SMALL = {"image_size": 32, "patch": 8, "width": 32, "depth": 3, "heads": 2}

@@ -28,7 +28,7 @@ from vitrail.model.adapters.apply import (
     use,
 )
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc
-from vitrail.model.adapters.methods import from_whole, rounded, straight_through, to_whole
+from vitrail.model.adapters.methods import rounded, straight_through, to_integers
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.schema import ConfigError, build, plain
@@ -646,12 +646,12 @@ def test_half_precision_and_autocast_work_beside_float32_coefficients() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_whole_numbers_of_few_bits_restore_values_to_half_a_step(bits: int) -> None:
     values = torch.randn(3, 50) * torch.tensor([[1e-3], [1.0], [50.0]])
-    whole, scale = to_whole(values, bits)
+    whole, scale = to_integers(values, bits)
     most = 2 ** (bits - 1) - 1
     assert whole.dtype == torch.int8
     assert whole.abs().amax(1).tolist() == [most] * 3
     # half a step, and the rounding of one product
-    assert ((from_whole(whole, scale) - values).abs() <= scale * (0.5 + 1e-5)).all()
+    assert ((whole * scale - values).abs() <= scale * (0.5 + 1e-5)).all()
     torch.testing.assert_close(rounded(rounded(values, bits), bits), rounded(values, bits), rtol=1e-6, atol=0)
 
 

@@ -14,12 +14,13 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.adavit import KEPT_AT_START
-from vitrail.model.adaptive.config import Adavit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.parts.tokens import Tokens, Trace, reset
-from vitrail.model.store import load_model
+from vitrail.model.config import Adavit
+from vitrail.model.parts.modules import reset
+from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.timm_weights import load_weights
+from vitrail.model.weights import load_model
 
 DEPTH, TOKENS, HEADS = 4, 17, 4
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from torchvision.ops import SqueezeExcitation
 
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.gramian import GramianHead
-from vitrail.model.parts.tokens import reset
+from vitrail.model.parts.modules import reset
 from vitrail.model.trunks.timm_trunk import StageAggregation, stage_taps, to_grid
 
 RELEASED = [  # stage widths, blocks of stage 3, taps, final width, parameters in millions, of the authors' code

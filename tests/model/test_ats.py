@@ -24,8 +24,8 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.export import to_onnx, to_torch
 from vitrail.model.parts.tokens import Tokens, Trace
-from vitrail.model.store import load_model
 from vitrail.model.trunks.vit import Trunk
+from vitrail.model.weights import load_model
 
 DEPTH, PATCHES = 4, 64
 

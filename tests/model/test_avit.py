@@ -15,12 +15,12 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adaptive.avit import AvitPolicy
-from vitrail.model.adaptive.config import Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.parts.tokens import Tokens, Trace, reset
-from vitrail.model.store import load_model
-from vitrail.model.weights import start_from
+from vitrail.model.config import Avit, TrunkConfig
+from vitrail.model.parts.modules import reset
+from vitrail.model.parts.tokens import Tokens, Trace
+from vitrail.model.weights import load_model, start_from
 
 DEPTH, TOKENS = 4, 17
 MIXED = Avit(gate_scale=2.0, gate_center=1.0)  # tokens halt at every depth, some run to the end
@@ -291,12 +291,12 @@ def test_scores_and_sums_are_float32_under_autocast() -> None:
 
 def test_the_prior_is_a_distribution_with_98_of_100_in_the_first_8_of_12_blocks() -> None:
     blocks = list(create_model("deit_tiny", device="meta").trunk.blocks)
-    prior = AvitPolicy(Avit(), blocks, 1).halting_prior(torch.zeros(())).double()
+    prior = AvitPolicy(Avit(), TrunkConfig(), blocks, 1).halting_prior(torch.zeros(())).double()
     bell = [math.exp(-0.5 * (i - 8) ** 2) for i in range(12)]
     wanted = [0.98 * b / sum(bell[:8]) for b in bell[:8]] + [0.02 * b / sum(bell[8:]) for b in bell[8:]]
     assert prior.tolist() == pytest.approx(wanted, abs=1e-7)
     for depth in (1, 2, 3, 6, 24):
-        many = AvitPolicy(Avit(prior_std=0.05), (blocks * 2)[:depth], 1).halting_prior(torch.zeros(()))
+        many = AvitPolicy(Avit(prior_std=0.05), TrunkConfig(), (blocks * 2)[:depth], 1).halting_prior(torch.zeros(()))
         assert float(many.sum()) == pytest.approx(1)
 
 

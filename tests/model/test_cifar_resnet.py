@@ -17,7 +17,7 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.pooled import MeanHead
-from vitrail.model.parts.tokens import reset
+from vitrail.model.parts.modules import reset
 from vitrail.model.store import read_tensors
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk, Plain, load_reference
 

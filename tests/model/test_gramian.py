@@ -15,7 +15,8 @@ from vitrail.kernels.covariance import gram_vector
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.gramian import GramianHead, mean_divergence
 from vitrail.model.heads.pooled import MeanHead
-from vitrail.model.parts.tokens import Tokens, reset
+from vitrail.model.parts.modules import reset
+from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 
 WIDTH, CLASSES, GRID = 32, 5, (3, 4)

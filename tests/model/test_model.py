@@ -12,10 +12,12 @@ from PIL import Image
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.config import Mean
-from vitrail.model.parts.positions import resize_positions
-from vitrail.model.parts.residual import DropPath, LayerScale, drop_path_rates
-from vitrail.model.parts.tokens import Tokens, reset
-from vitrail.model.store import load_model, read_tensors
+from vitrail.model.parts.block import DropPath, LayerScale, drop_path_rates
+from vitrail.model.parts.modules import reset
+from vitrail.model.parts.stems import resize_positions
+from vitrail.model.parts.tokens import Tokens
+from vitrail.model.store import read_tensors
+from vitrail.model.weights import load_model
 
 
 def small(name: str = "deit3_tiny", **changes: object) -> Classifier:

@@ -16,8 +16,7 @@ from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp, 
 from vitrail.model.mixers.config import LinearPatches, NoMixing, PatchConv, PatchMlp, TalkingHeads
 from vitrail.model.mixers.patches import GatedConvMixer, LinearPatchesMixer, PatchConvMixer
 from vitrail.model.mixers.softmax import SoftmaxMixer, TalkingHeadsMixer
-from vitrail.model.parts.positions import sinusoid
-from vitrail.model.parts.residual import (
+from vitrail.model.parts.block import (
     Affine,
     DropPath,
     LayerScale,
@@ -26,7 +25,7 @@ from vitrail.model.parts.residual import (
     drop_path_for_depth,
     layerscale_init_for_depth,
 )
-from vitrail.model.parts.stems import SotEmbed
+from vitrail.model.parts.stems import SotEmbed, sinusoid
 from vitrail.model.parts.tokens import Tokens
 
 FOLDED = [

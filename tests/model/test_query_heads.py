@@ -15,8 +15,7 @@ import vitrail
 from vitrail.engine import run_folder as checkpoint
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import AttentionPool, ClassAttention
-from vitrail.model.parts.block import Mlp
-from vitrail.model.parts.residual import LayerScale, make_norm
+from vitrail.model.parts.block import LayerScale, Mlp, make_norm
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.store import current_names, read_tensors, write_tensors
 

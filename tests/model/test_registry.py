@@ -10,7 +10,8 @@ from small import reduced_model
 
 import vitrail
 from vitrail.data.config import PreprocessConfig
-from vitrail.model.build import Parts, create_model, from_spec
+from vitrail.model.assemble import Parts, from_spec
+from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import TimmBackbone, TrunkConfig
 from vitrail.model.heads.config import Gramian

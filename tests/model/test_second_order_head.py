@@ -18,7 +18,8 @@ from vitrail.learn.supervised import Supervised
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import SecondOrder
 from vitrail.model.heads.second_order import SecondOrderHead
-from vitrail.model.parts.tokens import Tokens, reset
+from vitrail.model.parts.modules import reset
+from vitrail.model.parts.tokens import Tokens
 
 WIDTH, CLASSES = 12, 5
 SMALL = SecondOrder(heads=2, rows=3, columns=4)

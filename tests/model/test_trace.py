@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.model.adaptive.budget import fixed_macs, macs_of_mean, trace_macs
-from vitrail.model.adaptive.config import Adavit, Ats, Avit
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
+from vitrail.model.config import Adavit, Ats, Avit
 from vitrail.model.cost import cost
 from vitrail.model.parts.tokens import BlockUse, Tokens, Trace
 

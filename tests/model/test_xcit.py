@@ -15,10 +15,9 @@ from vitrail.model.build import create_model
 from vitrail.model.cost import cost
 from vitrail.model.heads.class_attention import ClassAttentionMixer, XcitClassBlock
 from vitrail.model.heads.config import ClassAttention
-from vitrail.model.mixers.xca import XcaMixer
-from vitrail.model.parts.block import LocalPatchInteraction, activation
-from vitrail.model.parts.positions import FourierPositions
-from vitrail.model.parts.residual import LayerScale
+from vitrail.model.mixers.linear_attention import XcaMixer
+from vitrail.model.parts.block import LayerScale, LocalPatchInteraction, activation
+from vitrail.model.parts.stems import FourierPositions
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.timm_weights import load_weights, to_timm
 from vitrail.model.zoo import ZOO

@@ -46,7 +46,7 @@ from vitrail.data.tokenizer import (  # noqa: E402  # noqa: E402
 )
 from vitrail.learn.language_model import LanguageModel  # noqa: E402
 from vitrail.measure.language import language_figures, token_loss  # noqa: E402
-from vitrail.model.decoding import _no_repeats, complete  # noqa: E402
+from vitrail.model.heads.next_token import _no_repeats, complete  # noqa: E402
 
 TEXTS = [Text("a b c", "d e"), Text("f", "a b c d"), Text("b b e a c", "f"), Text("c d", "e f a")]
 WORDS = word_tokenizer(TEXTS, "last")  # [PAD] 0, [UNK] 1, <|endoftext|> 2, then a to f
@@ -383,7 +383,7 @@ def test_an_adapter_trains_queries_and_values_and_no_word(folder: Path, config: 
     pieces = {"gpt2": ("c_attn.q", "c_attn.v"), "llama": ("q_proj", "v_proj")}
     kind = "gpt2" if "gpt2" in folder.name else "llama"
     adapter = model.adapters.adapter("default")
-    names = {piece.name for places in adapter.places.values() for piece, _, _ in places}
+    names = {piece.name for rows in adapter.rows.values() for piece, _, _ in rows}
     assert len(names) == 4
     assert all(name.endswith(pieces[kind]) for name in names)
 
@@ -572,7 +572,9 @@ def test_alpaca_is_learned_and_asked_in_its_own_words(tmp_path: Path, capsys: py
     done = vitrail.train(configure(tmp_path / "run", **changes), quiet=True)
     asked: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrail.model.decoding.complete", lambda _, texts: asked.append(texts) or ["x"] * len(texts))
+        patch.setattr(
+            "vitrail.model.heads.next_token.complete", lambda _, texts: asked.append(texts) or ["x"] * len(texts)
+        )
         assert vitrail_command(["predict", str(done.path), "Say two.", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"prompt": "Say two.", "completion": "x"}
     assert asked[0][0].endswith("### Instruction:\nSay two.\n\n### Response:")

@@ -21,8 +21,8 @@ from vitrail.learn.config import LanguageModelConfig
 from vitrail.learn.language_model import LanguageModel
 from vitrail.measure.language import Written
 from vitrail.model.classifier import Classifier
-from vitrail.model.decoding import complete, completion_logits, translate
 from vitrail.model.heads.config import NextToken
+from vitrail.model.heads.next_token import complete, completion_logits, translate
 from vitrail.model.text_build import create_text_model
 from vitrail.model.trunks.seq2seq import SequenceConfig, SequenceResMlp
 from vitrail.recipes import recipe, with_values

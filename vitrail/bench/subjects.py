@@ -33,8 +33,8 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import TrunkConfig
 from vitrail.model.cost import Cost, cost
-from vitrail.model.store import load_model
 from vitrail.model.timm_weights import to_timm
+from vitrail.model.weights import load_model
 from vitrail.model.zoo import ZOO
 from vitrail.run.data_module import reads_texts
 from vitrail.schema import near

@@ -223,8 +223,8 @@ class PredictCommand:
     def _texts(self, texts: list[str]) -> int:
         from vitrail.data.sources.text import Text, prompt_of
         from vitrail.engine.device import choose_device
-        from vitrail.model.decoding import complete
-        from vitrail.model.heads.config import writes_texts
+        from vitrail.model.heads.head import writes_texts
+        from vitrail.model.heads.next_token import complete
         from vitrail.model.text_build import predict_texts
 
         model = _load(self.run, None, device=choose_device(self.device), base=self.base)

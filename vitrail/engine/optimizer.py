@@ -14,7 +14,7 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.muon import Muon
 from vitrail.model.classifier import Classifier
-from vitrail.model.parts.matrices import hidden_matrices
+from vitrail.model.parts.modules import hidden_matrices
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class OwnDiffuser(Diffuser):
         autocast: torch.dtype | None = None,
     ) -> None:
         if not isinstance(model, Classifier):
-            from vitrail.model.store import load_model
+            from vitrail.model.weights import load_model
 
             model = load_model(model)
         if not isinstance(model.trunk, Denoiser):

@@ -34,7 +34,7 @@ from vitrail.inspect.weight_statistics import WeightSection
 from vitrail.measure.attention_maps import batch_for, map_layers
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.store import load_model
+from vitrail.model.weights import load_model
 from vitrail.model.zoo import ZOO
 from vitrail.run.data_module import reads_texts
 from vitrail.run.run_data import division, own_data_of

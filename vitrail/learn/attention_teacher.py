@@ -15,7 +15,8 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.objective import weights_hash
 from vitrail.learn.teacher import load_teacher
-from vitrail.model.build import create_model, from_spec
+from vitrail.model.assemble import from_spec
+from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import GuideConfig, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer

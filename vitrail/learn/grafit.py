@@ -29,7 +29,7 @@ from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.selfsupervised import MomentumCopy, predictor
 from vitrail.learn.supervised import Supervised
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.projected import ProjectedHead
+from vitrail.model.heads.pooled import ProjectedHead
 
 
 def instance_loss(online: Tensor, target: Tensor) -> Tensor:

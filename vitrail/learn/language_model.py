@@ -12,8 +12,7 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import LanguageModelConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
-from vitrail.model.decoding import completion_logits
-from vitrail.model.heads.next_token import NextTokenHead
+from vitrail.model.heads.next_token import NextTokenHead, completion_logits
 
 
 class LanguageModel(Objective):

@@ -22,7 +22,7 @@ from vitrail.learn.bank import UNKNOWN, Bank
 from vitrail.learn.config import PairConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.projected import ProjectedHead
+from vitrail.model.heads.pooled import ProjectedHead
 
 SPREAD_LIMIT = 0.1  # all cosines are about 0.99 there
 RANK_LIMIT = 1.5

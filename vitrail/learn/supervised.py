@@ -17,7 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.learn.config import SupervisedConfig, named_weights
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.model.classifier import Classifier, Outputs
-from vitrail.model.heads.projected import ProjectedHead
+from vitrail.model.heads.pooled import ProjectedHead
 from vitrail.schema import near
 
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.learn.bank import ImageMemory
-from vitrail.model.build import class_names, create_model
+from vitrail.model.assemble import class_names
+from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.projected import ProjectedHead
-from vitrail.model.store import load_model, read_tensors
+from vitrail.model.heads.pooled import ProjectedHead
+from vitrail.model.store import read_tensors
 from vitrail.model.trunks.cifar_resnet import load_reference
+from vitrail.model.weights import load_model
 
 # Fields of an augmentation that say how something is done and not that it is done.
 SETTINGS = ("scale", "ratio", "padding", "rand_magnitude", "rand_style", "rand_std", "auto_policy", "mix_switch")

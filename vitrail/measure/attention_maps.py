@@ -22,7 +22,7 @@ from vitrail.model.adaptive.avit import AvitPolicy
 from vitrail.model.adaptive.budget import fixed_macs, trace_macs
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.mixers.sima import SimaMixer
+from vitrail.model.mixers.linear_attention import SimaMixer
 from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.trunks.vit import Trunk
 

@@ -26,10 +26,9 @@ from vitrail.data.sources.text import texts_of
 from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import Findings, Loaders, Model, Where, batches, evaluator
-from vitrail.model.adapters.apply import without_adapters
 from vitrail.model.classifier import Classifier
-from vitrail.model.decoding import complete, completion_logits
-from vitrail.model.heads.next_token import NextTokenHead
+from vitrail.model.heads.next_token import NextTokenHead, complete, completion_logits
+from vitrail.model.parts.modules import without_adapters
 
 ORDER = 4
 ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import UNLABELLED
-from vitrail.model.adaptive.policy import AdaptivePolicy
 from vitrail.model.heads.head import Head
-from vitrail.model.heads.pooled import DistilledHead
-from vitrail.model.parts.tokens import Tokens, Trace
+from vitrail.model.parts.tokens import AdaptivePolicy, Given, Tokens, Trace
 from vitrail.model.trunks.base import BaseTrunk
 
 if TYPE_CHECKING:
@@ -40,15 +38,13 @@ class Outputs:
 
     @property
     def trace(self) -> Trace | None:
-        """What an adaptive trunk spent on each image; none for others."""
+        """The compute that an adaptive trunk spent on each image; none for others."""
         return self.tokens.trace
 
     def losses(self, target: Tensor) -> dict[str, Tensor]:
         """Losses of the model itself, by name: of its head (decorrelation and the like) and of an adaptive policy."""
-        found = self.head.losses(self.stack, target)
-        if self.policy is not None and self.trace is not None:
-            found = {**found, **self.policy.losses(self.trace)}
-        return found
+        losses = self.head.losses(self.stack, target)
+        return losses if self.policy is None or self.trace is None else {**losses, **self.policy.losses(self.trace)}
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -95,12 +91,9 @@ class Classifier(nn.Module):
         multilabel: bool = False,
     ) -> None:
         super().__init__()
-        self.trunk = trunk
-        self.head = head
-        self.spec = spec  # what `vitrail.model.build` needs to make the same architecture again
-        self.classes = tuple(classes)
-        self.preprocess = preprocess
-        self.multilabel = multilabel
+        self.trunk, self.head = trunk, head
+        self.spec = spec  # what `vitrail.model.assemble` needs to build the same architecture again
+        self.classes, self.preprocess, self.multilabel = tuple(classes), preprocess, multilabel
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
         self.stated: dict[str, Any] = {}  # facts about these weights, saved with them
@@ -118,8 +111,8 @@ class Classifier(nn.Module):
             return wide.masked_fill(channel == 1, values[1]).masked_fill(channel == 2, values[2])
 
         scaled = images.to(torch.float32) / 255
-        moved = (scaled - by_channel(self.preprocess.mean)) / by_channel(self.preprocess.std)
-        return moved.to(next(self.parameters()).dtype)
+        normalized = (scaled - by_channel(self.preprocess.mean)) / by_channel(self.preprocess.std)
+        return normalized.to(next(self.parameters()).dtype)
 
     def tokens(self, images: Tensor) -> Tokens:
         """Final tokens of a batch of images, in a form that the head takes."""
@@ -134,7 +127,7 @@ class Classifier(nn.Module):
 
     @property
     def policy(self) -> AdaptivePolicy | None:
-        """What decides how much of the trunk an image gets; none where every image gets all of it."""
+        """The policy that decides how much of the trunk an image gets; none where every image gets all of it."""
         return cast("AdaptivePolicy | None", getattr(self.trunk, "policy", None))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -152,14 +145,14 @@ class Classifier(nn.Module):
         chosen = {"class": 0, "distillation": 1, "both": None}
         if head not in chosen:
             raise ValueError(f"a distilled head predicts by class, distillation or both, not {head!r}")
-        if not isinstance(self.head, DistilledHead):
+        if not hasattr(self.head, "fc_dist"):
             raise ValueError(
                 f"this model has no distillation token, so there is no {head} classifier to choose; leave head out"
             )
         self.chosen = chosen[head]
         return self
 
-    def outputs(self, images: Tensor, want: Collection[str] = (), given: Mapping[str, Tensor] | None = None) -> Outputs:
+    def outputs(self, images: Tensor, want: Collection[str] = (), given: Mapping[str, Given] | None = None) -> Outputs:
         """A forward pass with intermediates: `want={"attention.3"}` captures, `given={"q.0": t}` replaces."""
         tokens, captured = self.trunk.encode(self.trunk.embed(self._images(images)), want, given)
         tokens = self._at_head(tokens)
@@ -205,34 +198,37 @@ class Classifier(nn.Module):
             raise ValueError(f"top: {top} classes are none to tell; ask for at least 1")
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', not {errors!r}")
-        many = _as_list(images)
-        preprocess, place = Preprocess(self.preprocess), next(self.parameters()).device
-        found: list[Prediction | None] = [None] * len(many)
+        pictures, preprocess = _as_list(images), Preprocess(self.preprocess)
+        predictions: list[Prediction] = []
         was_training = self.training
         self.eval()
         try:
-            for start in range(0, len(many), batch):
-                ready: list[tuple[int, Tensor]] = []
-                for i in range(start, min(start + batch, len(many))):
+            for start in range(0, len(pictures), batch):
+                pixels: list[Tensor] = []
+                failures: dict[int, str] = {}
+                for i, picture in enumerate(pictures[start : start + batch]):
                     try:
-                        ready.append((i, preprocess(_open(many[i]))))
+                        pixels.append(preprocess(_open(picture)))
                     except BadImage as error:
                         if errors == "raise":
                             raise
-                        found[i] = Prediction("", 0.0, (), error.reason)
-                if not ready:
-                    continue
-                with torch.inference_mode():
-                    logits = self(torch.stack([pixels for _, pixels in ready]).to(place))
-                    values = self.probabilities(logits.float()).cpu()
-                for (i, _), row in zip(ready, values, strict=True):
-                    found[i] = self._prediction(row, top)
+                        failures[i] = error.reason
+                batched = iter(self.predictions(torch.stack(pixels), top) if pixels else ())
+                for i in range(len(pixels) + len(failures)):
+                    failed = i in failures
+                    predictions.append(Prediction("", 0.0, (), failures[i]) if failed else next(batched))
         finally:
             self.train(was_training)
-        return [prediction for prediction in found if prediction is not None]
+        return predictions
+
+    def predictions(self, inputs: Tensor, top: int) -> list[Prediction]:
+        """Predictions of one batch of inputs as the trunk takes them, on any device."""
+        with torch.inference_mode():
+            logits = self(inputs.to(next(self.parameters()).device))
+            return [self._prediction(row, top) for row in self.probabilities(logits.float()).cpu()]
 
     def _prediction(self, row: Tensor, top: int) -> Prediction:
-        held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are said, however few were asked for
+        held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are listed, however few were asked for
         best = row.topk(min(max(top, held), len(row)))
         pairs = tuple((self.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
         if self.multilabel:
@@ -294,10 +290,8 @@ class Classifier(nn.Module):
         """Names of the parameters that belong to the classifier itself; none where it is the trunk's word embedding."""
         if not self.head.begins_anew:
             return set()
-        return {name for name, _ in self.named_parameters() if name.startswith("head.") or self._own_head(name)}
-
-    def _own_head(self, name: str) -> bool:
-        return name.startswith(tuple(f"trunk.{prefix}." for prefix in self.trunk.own_head))
+        prefixes = ("head.", *(f"trunk.{prefix}." for prefix in self.trunk.own_head))
+        return {name for name, _ in self.named_parameters() if name.startswith(prefixes)}
 
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay; the head is deepest."""
@@ -314,9 +308,7 @@ class Classifier(nn.Module):
 def _as_list(images: Picture | Sequence[Picture]) -> list[Picture]:
     if isinstance(images, (str, Path, Image.Image)):
         return [images]
-    if isinstance(images, Tensor):
-        return list(images) if images.ndim == 4 else [images]
-    if isinstance(images, np.ndarray):
+    if isinstance(images, (Tensor, np.ndarray)):
         return list(images) if images.ndim == 4 else [images]
     return list(images)
 

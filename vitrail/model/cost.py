@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.model.adapters.apply import without_adapters
+from vitrail.model.parts.modules import without_adapters
 
 NORM_COST = 5  # operations per element of a LayerNorm with gain and shift, as the usual profilers count them
 
@@ -25,12 +25,7 @@ class Cost:
     trainable: int
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "parameters": self.parameters,
-            "trainable": self.trainable,
-            "macs": self.macs,
-            "image_size": self.image_size,
-        }
+        return {key: getattr(self, key) for key in ("parameters", "trainable", "macs", "image_size")}
 
 
 def cost(
@@ -44,30 +39,24 @@ def cost(
     not touched and may live on any device. An adapter in use is counted as merged, where it costs nothing;
     prompts stay, and their tokens count.
     """
-    size = image_size or _native_size(model)
+    preprocess: Any = getattr(model, "preprocess", None)
+    if not image_size and preprocess is None:
+        raise ValueError("say which image size to count: cost(model, image_size)")
+    size = image_size or int(preprocess.size)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model = without_adapters(model)
     meta = _on_meta(model)
-    normed = [0]
-
-    def count_norm(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        normed[0] += NORM_COST * output.numel()
-
-    if norms:
-        for module in meta.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.register_forward_hook(count_norm)
+    normed: list[int] = []  # elements of every LayerNorm
+    for module in meta.modules() if norms else ():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda module, inputs, output: normed.append(output.numel()))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         meta(torch.empty(1, 3, size, size, device="meta", dtype=next(meta.parameters()).dtype))
     flops = counter.get_total_flops()
     if not attention_products:
         flops -= _attention_flops(meta, counter)
-    return Cost(
-        parameters=sum(p.numel() for p in model.parameters()),
-        trainable=trainable,
-        macs=flops // 2 + normed[0],
-        image_size=size,
-    )
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(parameters, flops // 2 + NORM_COST * sum(normed), size, trainable)
 
 
 def _attention_flops(model: nn.Module, counter: FlopCounterMode) -> int:
@@ -79,13 +68,6 @@ def _attention_flops(model: nn.Module, counter: FlopCounterMode) -> int:
             counted = counter.get_flop_counts().get(f"{type(model).__name__}.{name}", {})
             total += sum(n for op, n in counted.items() if op in products or "attention" in str(op))
     return total
-
-
-def _native_size(model: nn.Module) -> int:
-    preprocess = getattr(model, "preprocess", None)
-    if preprocess is None:
-        raise ValueError("say which image size to count: cost(model, image_size)")
-    return int(preprocess.size)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -35,28 +35,28 @@ def feature_maps(model: Classifier, images: Tensor, levels: int | Sequence[int] 
     strides = _checked(levels)
     count = len(strides) if strides else LEVELS if levels is None else int(cast("int", levels))
     ready = model._images(images)
-    found = _native(model, ready, count)
+    maps = _native(model, ready, count)
     if not strides:
-        if isinstance(levels, int) and count > len(found):
+        if isinstance(levels, int) and count > len(maps):
             raise ValueError(
-                f"levels is {count}, but this trunk has {len(found)} stages; ask for a pyramid by its strides"
+                f"levels is {count}, but this trunk has {len(maps)} stages; ask for a pyramid by its strides"
             )
-        return found[-count:]
+        return maps[-count:]
     sizes = [(-(-ready.shape[2] // s), -(-ready.shape[3] // s)) for s in strides]
-    if len({m.shape[2:] for m in found}) == 1 and len(found) >= count:  # one stride: one tap per level
-        return [resized(one, size) for one, size in zip(found[-count:], sizes, strict=True)]
-    return [resized(_nearest(found, size), size) for size in sizes]
+    if len({m.shape[2:] for m in maps}) == 1 and len(maps) >= count:  # one stride: one tap per level
+        return [resized(features, size) for features, size in zip(maps[-count:], sizes, strict=True)]
+    return [resized(_nearest(maps, size), size) for size in sizes]
 
 
-def resized(one: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(features: Tensor, size: tuple[int, int]) -> Tensor:
     """A map at another number of rows and columns: interpolated where it grows, averaged where it shrinks."""
     for axis in (2, 3):
-        wanted = (size[0], one.shape[3]) if axis == 2 else (one.shape[2], size[1])
-        if wanted[axis - 2] > one.shape[axis]:
-            one = F.interpolate(one, wanted, mode="bilinear", align_corners=False)
-        elif wanted[axis - 2] < one.shape[axis]:
-            one = F.adaptive_avg_pool2d(one, wanted)
-    return one
+        wanted = (size[0], features.shape[3]) if axis == 2 else (features.shape[2], size[1])
+        if wanted[axis - 2] > features.shape[axis]:
+            features = F.interpolate(features, wanted, mode="bilinear", align_corners=False)
+        elif wanted[axis - 2] < features.shape[axis]:
+            features = F.adaptive_avg_pool2d(features, wanted)
+    return features
 
 
 def _native(model: Classifier, images: Tensor, count: int) -> list[Tensor]:
@@ -68,11 +68,11 @@ def _native(model: Classifier, images: Tensor, count: int) -> list[Tensor]:
         tokens, captured = trunk.encode(trunk.embed(images), set(chosen))
         rows, columns = tokens.grid
         patches = [captured[name][:, captured[name].shape[1] - rows * columns :] for name in chosen]
-        return [some.transpose(1, 2).unflatten(2, (rows, columns)) for some in patches]
+        return [x.transpose(1, 2).unflatten(2, (rows, columns)) for x in patches]
     if not hasattr(trunk, "feature_maps"):
         raise ValueError(f"the trunk {type(trunk).__name__} gives no maps of inner layers")
-    found: list[Tensor] = trunk.feature_maps(images)
-    return [found[i] for i in taps(len(found), count)] if len({m.shape[2:] for m in found}) == 1 else found
+    maps: list[Tensor] = trunk.feature_maps(images)
+    return [maps[i] for i in taps(len(maps), count)] if len({m.shape[2:] for m in maps}) == 1 else maps
 
 
 def taps(depth: int, count: int) -> list[int]:
@@ -84,10 +84,10 @@ def taps(depth: int, count: int) -> list[int]:
     return [-(-depth * (i + 1) // count) - 1 for i in range(count)]
 
 
-def _nearest(found: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
+def _nearest(maps: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
     """The deepest map that is at least as fine; the finest where none is."""
-    fine = [one for one in found if one.shape[2] >= size[0] and one.shape[3] >= size[1]]
-    return fine[-1] if fine else found[0]
+    fine = [m for m in maps if m.shape[2] >= size[0] and m.shape[3] >= size[1]]
+    return fine[-1] if fine else maps[0]
 
 
 def _checked(levels: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -139,8 +139,7 @@ def _check_request(path: str | Path, suffix: str, takes: str, gives: str) -> Non
 
 
 def _check_onnx(model: Classifier) -> None:
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f'ONNX files need {", ".join(missing)}: pip install "vitrail[export]"')
     if any(isinstance(module, PowerNorm) for module in model.modules()):
         raise ValueError(
@@ -183,8 +182,8 @@ def _export(
     return Exported(path, size, takes, gives, differences)
 
 
-class _Whole(nn.Module):
-    """What the file computes."""
+class _Program(nn.Module):
+    """The computation of the file."""
 
     def __init__(self, model: Classifier, gives: Output) -> None:
         super().__init__()
@@ -197,13 +196,13 @@ class _Whole(nn.Module):
 
 def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
     """The graph of the folded model, for a batch of any size."""
-    whole = _Whole(fold_affine(copy.deepcopy(model)), gives).eval().requires_grad_(False)
+    computed = _Program(fold_affine(copy.deepcopy(model)), gives).eval().requires_grad_(False)
     # Two images: one is a size that torch treats as a constant.
     example = (_random_images(model, 2, takes),)
     try:
         # Strict, because `len(images)` would otherwise be a plain number and the example's batch the only one.
         with torch.no_grad():
-            program = torch.export.export(whole, example, dynamic_shapes=({0: Dim("batch")},), strict=True)
+            program = torch.export.export(computed, example, dynamic_shapes=({0: Dim("batch")},), strict=True)
     except Exception as error:  # of many kinds, and none that says just this
         raise ValueError(f"{_name(model)} cannot be traced for a file: {_reason(error)}") from error
     for module in program.graph_module.modules():
@@ -282,13 +281,12 @@ def _compare(model: Classifier, run: Runner, takes: Input, gives: Output) -> dic
         logits = model(images)
         wanted = _as_logits(model, logits if gives == "logits" else model.probabilities(logits), gives)
         try:
-            found = _as_logits(model, run(images), gives)
-            differences[batch] = float((found - wanted).abs().max())
+            differences[batch] = float((_as_logits(model, run(images), gives) - wanted).abs().max())
         except Exception as error:  # of torch or of onnxruntime
             raise ValueError(f"it would fail at batch {batch}: {_reason(error)}") from error
         largest = max(largest, float(wanted.abs().max()))
     allowed = TOLERANCE * largest + ROUNDING
-    if not all(value <= allowed for value in differences.values()):  # in these words NaN is refused, too
+    if not all(value <= allowed for value in differences.values()):  # in these words NaN is rejected, too
         figures = ", ".join(f"{value:.2g} at batch {batch}" for batch, value in differences.items())
         raise ValueError(
             f"its results differ from those of {_name(model)} by {figures}, where rounding explains {allowed:.2g}; "

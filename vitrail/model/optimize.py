@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,19 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from vitrail.kernels.cuda_graph import captured
 from vitrail.kernels.fp8 import Fp8Linear
 from vitrail.kernels.gelu import Gelu, linear_gelu
-from vitrail.model.adapters.apply import merged_copy, without_adapters
+from vitrail.model.adapters.apply import merged_copy
 from vitrail.model.adaptive.ats import AtsPolicy
-from vitrail.model.classifier import Classifier
 from vitrail.model.heads.class_attention import ClassAttentionMixer, ClassBlock, XcitClassBlock
 from vitrail.model.heads.head import LinearHead
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.mixers.patches import FixedPatches, LinearPatchesMixer
-from vitrail.model.parts.block import Block, Mlp, ParallelBranch
-from vitrail.model.parts.residual import Affine, LayerScale, ScalarGate
+from vitrail.model.parts.block import Affine, Block, LayerScale, Mlp, ParallelBranch, ScalarGate
+from vitrail.model.parts.modules import without_adapters
 from vitrail.model.parts.stems import ConvEmbed
 from vitrail.model.parts.tokens import Probe, Tokens
+
+if TYPE_CHECKING:
+    from vitrail.model.classifier import Classifier
 
 
 class Replay:
@@ -33,14 +35,14 @@ class Replay:
     """
 
     def __init__(self, run: Callable[..., Any], *inputs: Tensor) -> None:
-        self.inputs = [each.clone() for each in inputs]
-        self.graph, self.made = captured(lambda: run(*self.inputs), device=inputs[0].device)
+        self.inputs = [tensor.clone() for tensor in inputs]
+        self.graph, self.outputs = captured(lambda: run(*self.inputs), device=inputs[0].device)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        for place, given in zip(self.inputs, inputs, strict=True):
-            place.copy_(given)
+        for buffer, given in zip(self.inputs, inputs, strict=True):
+            buffer.copy_(given)
         self.graph.replay()
-        return self.made
+        return self.outputs
 
 
 @torch.no_grad()
@@ -152,10 +154,8 @@ class Optimized(nn.Module):
 
     def __init__(self, model: Classifier, precision: str, compiled: bool, graph: bool) -> None:
         super().__init__()
-        self.model = model
-        self.precision, self.compiled = precision, compiled
+        self.model, self.precision, self.compiled, self.graph = model, precision, compiled, graph
         self.classes, self.preprocess = model.classes, model.preprocess
-        self.graph = graph
         self.batches = self.recomputed = 0
         self._graphs: dict[tuple[torch.Size, torch.dtype], Replay] = {}
         self._run: Callable[[Tensor], tuple[Tensor, Tensor | None]] = self._logits
@@ -182,12 +182,12 @@ class Optimized(nn.Module):
                 logits = logits.clone()
             self.batches += 1
             if overflow is not None and overflow:  # waits for the device, once and after all work
-                self._tell(len(images))
+                self._warn(len(images))
                 with cast("AtsPolicy", self.model.policy).with_room(fixed=False):
                     logits, _ = self._logits(images)
             return logits
 
-    def _tell(self, images: int) -> None:
+    def _warn(self, images: int) -> None:
         self.recomputed += 1
         if self.recomputed == 1:
             warnings.warn(
@@ -215,9 +215,8 @@ def optimize(
     compile: bool | None = None,  # noqa: A002, torch's word
     graph: bool | None = None,
 ) -> Optimized:
-    """A copy of `model` for inference on the device where it is.
+    """A copy of `model` for inference on the device where it is; an adapter in use is merged, in the copy.
 
-    An adapter in use is merged, in the copy.
     LayerScale, Affine and the BatchNorm of convolutional stems are folded into their neighbours (exactly, up to
     rounding). `precision`: bf16 by itself on CUDA, float32 elsewhere; fp8 quantises the linear layers of the blocks,
     one scale per token and one per output channel: check the accuracy on your data. In bf16 on CUDA GELU is its tanh
@@ -232,24 +231,24 @@ def optimize(
         raise ValueError(f"precision must be auto, float32, bf16 or fp8, not {precision!r}")
     if chosen == "fp8" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
         raise ValueError(f"fp8 needs a CUDA accelerator that multiplies in it (Ada, Hopper or newer), not {device}")
-    made = merged_copy(model).eval().requires_grad_(False)
-    fold_affine(made)
-    for module in made.modules():
+    fast = merged_copy(model).eval().requires_grad_(False)
+    fold_affine(fast)
+    for module in fast.modules():
         if isinstance(module, ConvEmbed):
             _fold_batchnorm(module)
     if chosen != "float32":
-        made.to(torch.bfloat16)
+        fast.to(torch.bfloat16)
     if chosen == "fp8":
-        _quantise(made)
+        _quantise(fast)
     elif chosen == "bf16" and on_cuda:
-        for module in made.modules():
+        for module in fast.modules():
             if isinstance(module, Mlp) and isinstance(module.act, Gelu):
                 module.fc1 = LinearGelu(module.fc1)  # type: ignore[assignment]
                 module.act = nn.Identity()
-    if isinstance(made.policy, AtsPolicy):
-        made.policy.fixed = True  # `Optimized` looks at what did not fit
-    usual = on_cuda and (made.policy is None or made.policy.static)
-    return Optimized(made, chosen, usual if compile is None else compile, usual if graph is None else graph)
+    if isinstance(fast.policy, AtsPolicy):
+        fast.policy.fixed = True  # `Optimized` checks the overflow
+    usual = on_cuda and (fast.policy is None or fast.policy.static)
+    return Optimized(fast, chosen, usual if compile is None else compile, usual if graph is None else graph)
 
 
 def _fold_batchnorm(stem: ConvEmbed) -> None:

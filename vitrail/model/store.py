@@ -12,23 +12,24 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from vitrail.data.config import PreprocessConfig
 from vitrail.files import json_text, replacing, write_text
-from vitrail.model.adapters.apply import without_adapters
-from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
-from vitrail.schema import build, plain
+from vitrail.model.parts.modules import without_adapters
+from vitrail.schema import plain
 from vitrail.version import __version__
+
+if TYPE_CHECKING:
+    from vitrail.model.classifier import Classifier
 
 T = TypeVar("T")
 
-# Attention pooling had its layer's parameters beside the classifier; now it is the layer of class attention.
+# Attention pooling had its layer's parameters next to the classifier; now it is the layer of class attention.
 ATTENTION_POOL = (
     (r"query\b", "cls_token"),
     (r"(norm1|norm2|ls1|ls2|mlp)\.", r"blocks.0.\2."),
@@ -42,17 +43,13 @@ def current_names(tensors: Mapping[str, T]) -> dict[str, T]:
     >>> current_names({"head.query": 1, "head.q.weight": 2, "head.fc.weight": 3})
     {'head.cls_token': 1, 'head.blocks.0.attn.q.weight': 2, 'head.fc.weight': 3}
     """
-    heads = {found[1] for name in tensors if (found := re.search(r"(?:^|/)((?:[^/]*\.)?head\.)query(?:/|$)", name))}
-    return {_current(name, heads): value for name, value in tensors.items()}
+    heads = {match[1] for name in tensors if (match := re.search(r"(?:^|/)((?:[^/]*\.)?head\.)query(?:/|$)", name))}
+    rules = [(rf"(^|/){re.escape(head)}{old}", rf"\1{head}{new}") for head in heads for old, new in ATTENTION_POOL]
 
+    def current(name: str) -> str:
+        return next((re.sub(old, new, name) for old, new in rules if re.search(old, name)), name)
 
-def _current(name: str, heads: set[str]) -> str:
-    for head in heads:
-        for pattern, now in ATTENTION_POOL:
-            renamed, changed = re.subn(rf"(^|/){re.escape(head)}{pattern}", rf"\1{head}{now}", name)
-            if changed:
-                return renamed
-    return name
+    return {current(name): value for name, value in tensors.items()}
 
 
 def earlier_layout(chosen: ModelConfig, stored: Collection[str]) -> ModelConfig:
@@ -79,7 +76,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with replacing(path) as temporary:
         try:
             save_file(ready, temporary, metadata=dict(metadata or {}))
-        except SafetensorError as error:  # its own kind for what the operating system refused
+        except SafetensorError as error:  # its own kind for errors of the operating system
             raise OSError(f"cannot write {path}: {error}") from None
 
 
@@ -92,17 +89,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return current_names(load_file(path))
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} is damaged or no weights file, it cannot be loaded ({reason})") from None
     for key in ("model", "state_dict", "model_state_dict", "state_dict_ema", "model_ema"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
+        if isinstance(tensors, dict) and isinstance(tensors.get(key), dict):
+            tensors = tensors[key]
             break
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise ValueError(f"{path} holds no plain dictionary of tensors")
-    return {str(k).removeprefix("module."): v for k, v in found.items()}
+    return {str(k).removeprefix("module."): v for k, v in tensors.items()}
 
 
 def save_model(model: Classifier, folder: Path) -> Path:
@@ -113,7 +110,7 @@ def save_model(model: Classifier, folder: Path) -> Path:
 
 
 def write_description(model: Classifier, folder: Path, form: int, file: Path, **more: Any) -> Path:
-    """The JSON beside the weights. It names the size of their file, so a mixed pair is noticed."""
+    """The JSON next to the weights. It names the size of their file, so a mixed pair is noticed."""
     description = {
         "format": form,
         "vitrail": __version__,
@@ -149,7 +146,7 @@ def model_folder(path: str | Path) -> Path:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The JSON beside the weights."""
+    """The JSON next to the weights."""
     try:
         description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         if description["format"] > FORMAT:
@@ -162,61 +159,16 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
-    """What lies beside the weights, by name, as `Classifier.files`. Raises `FileNotFoundError` for what is gone."""
-    found = {}
+    """Texts saved with the weights, by name, as `Classifier.files`. Raises `FileNotFoundError` for what is gone."""
+    texts = {}
     for name in description.get("files", ()):
         if not (folder / Path(name).name).is_file():
-            raise FileNotFoundError(
-                f"{folder} lacks {name}, which was saved with the model; copy the folder as a whole"
-            )
-        found[str(name)] = (folder / Path(name).name).read_text(encoding="utf-8")
-    return found
+            raise FileNotFoundError(f"{folder} lacks {name}, which was saved with the model; copy the whole folder")
+        texts[str(name)] = (folder / Path(name).name).read_text(encoding="utf-8")
+    return texts
 
 
-def refuse_mixed(description: dict[str, Any], file: Path) -> None:
-    """Raises `ValueError` for weights of another size than the description beside them says."""
+def reject_mixed(description: dict[str, Any], file: Path) -> None:
+    """Raises `ValueError` for weights of another size than their description says."""
     if file.is_file() and description.get("bytes") != file.stat().st_size:
-        raise ValueError(f"{file} is damaged or does not belong to the description beside it")
-
-
-def load_model(
-    path: str | Path,
-    device: str | torch.device | None = None,
-    *,
-    base: str | Path | None = None,
-    bits: int | None = None,
-    merged: bool = True,
-) -> Classifier:
-    """A saved classifier, in eval mode, ready to preprocess its own input.
-
-    One that was trained as an adapter is built again from its base, which is looked for where it was (or at `base`);
-    the adapter, with its numbers rounded to `bits`, is merged, or in use where `merged` is false. Raises one sentence
-    where the base is gone or is another one now.
-    """
-    from vitrail.model.build import from_spec
-
-    folder = model_folder(path)
-    description = read_description(folder)
-    if "adapter" in description:
-        from vitrail.model.adapters.adapter_file import load_adapted
-
-        return load_adapted(folder, description, base=base, bits=bits, merged=merged).to(device or "cpu").eval()
-    for option, value in (("base", base), ("bits", bits)):
-        if value is not None:
-            raise ValueError(f"{option}: {path} is a whole model, not an adapter of one; leave it out")
-    refuse_mixed(description, folder / WEIGHTS)
-    tensors = read_tensors(folder / WEIGHTS)
-    model = from_spec(
-        description["spec"],
-        classes=description["classes"],
-        multilabel=description["multilabel"],
-        preprocess=build(PreprocessConfig, description["preprocess"]),
-        device="meta",
-    )
-    model.load_state_dict(tensors, strict=True, assign=True)
-    for module in model.modules():  # what is computed and not stored still lives on the meta device
-        fill = getattr(module, "fill_buffers", None)
-        if callable(fill):
-            fill()
-    model.stated, model.files = description.get("stated", {}), read_files(folder, description)
-    return model.to(device or "cpu").eval()
+        raise ValueError(f"{file} is damaged or does not belong to the description next to it")

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adapters.apply import without_adapters
+from vitrail.model.assemble import Parts
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem, TrunkConfig
 from vitrail.model.heads.config import ClassAttention
 from vitrail.model.mixers.config import Softmax, Xca
 from vitrail.model.mixers.patches import LinearPatchesMixer
-from vitrail.model.parts.positions import resize_mixing, resize_positions
+from vitrail.model.parts.modules import without_adapters
+from vitrail.model.parts.stems import resize_mixing, resize_positions
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk, port_name
 from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk
 from vitrail.model.trunks.vit import Trunk
+from vitrail.schema import build
 
-PATCHCONVNET = (  # pattern of the authors' name -> ours, the first that matches
-    (r"head\.", "head.fc."),
-    (r"norm\.", "head.norm."),
-    (r"cls_token", "head.cls_token"),
+Renames = tuple[tuple[str, str], ...]  # pattern of their name -> ours, the first that matches; all else is the trunk's
+DECODER: Renames = ((r"head\.", "head.fc."), (r"norm\.", "head.norm."), (r"cls_token", "head.cls_token"))
+PATCHCONVNET: Renames = (  # of the authors' code
+    *DECODER,
     (r"blocks_token_only\.(\d+)\.gamma_(\d)", r"head.blocks.\1.ls\2.gamma"),
     (r"blocks_token_only\.", "head.blocks."),
     (r"blocks\.(\d+)\.gamma_1", r"trunk.blocks.\1.ls1.gamma"),
@@ -45,10 +47,6 @@ PATCHCONVNET = (  # pattern of the authors' name -> ours, the first that matches
 )
 
 
-def is_patchconvnet(state: Collection[str]) -> bool:
-    return any(".attn.qkv_pos." in name for name in state)
-
-
 def with_one_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state with the classifiers of one map for each class, `head.0` to `head.999`, put together as `head`."""
     count = sum(name.startswith("head.") and name.endswith(".weight") for name in state)
@@ -58,13 +56,9 @@ def with_one_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return kept | {f"head.{p}": torch.cat([state[f"head.{i}.{p}"] for i in range(count)]) for p in ("weight", "bias")}
 
 
-Renames = tuple[tuple[str, str], ...]  # pattern of timm's name -> ours, the first that matches; all else is the trunk's
-
 VIT: Renames = ((r"head\.", "head.fc."), (r"head_dist\.", "head.fc_dist."), (r"fc_norm\.", "head.norm."))
 CAIT: Renames = (
-    (r"head\.", "head.fc."),
-    (r"norm\.", "head.norm."),
-    (r"cls_token", "head.cls_token"),
+    *DECODER,
     (r"blocks_token_only\.(\d+)\.gamma_(\d)", r"head.blocks.\1.ls\2.gamma"),
     (r"blocks_token_only\.", "head.blocks."),
     (r"blocks\.(\d+)\.gamma_(\d)", r"trunk.blocks.\1.ls\2.gamma"),
@@ -77,9 +71,7 @@ RESMLP: Renames = (
     (r"blocks\.(\d+)\.mlp_channels\.", r"trunk.blocks.\1.mlp."),
 )
 XCIT: Renames = (
-    (r"head\.", "head.fc."),
-    (r"norm\.", "head.norm."),
-    (r"cls_token", "head.cls_token"),
+    *DECODER,
     (r"cls_attn_blocks\.(\d+)\.gamma(\d)", r"head.blocks.\1.ls\2.gamma"),
     (r"cls_attn_blocks\.", "head.blocks."),
     (r"blocks\.(\d+)\.gamma(\d)", r"trunk.blocks.\1.ls\2.gamma"),
@@ -91,13 +83,13 @@ XCIT: Renames = (
 
 def family(state: Collection[str]) -> Renames:
     """Which table a state dict of timm's or of PatchConvNet's authors wants, by its names."""
-    if is_patchconvnet(state):
-        return PATCHCONVNET
-    if any(name.startswith("cls_attn_blocks.") for name in state):
-        return XCIT
-    if any(name.startswith("blocks_token_only.") for name in state):
-        return CAIT
-    return RESMLP if any("linear_tokens" in name for name in state) else VIT
+    marks = {
+        ".attn.qkv_pos.": PATCHCONVNET,
+        "cls_attn_blocks.": XCIT,
+        "blocks_token_only.": CAIT,
+        "linear_tokens": RESMLP,
+    }
+    return next((table for mark, table in marks.items() if any(mark in name for name in state)), VIT)
 
 
 def from_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,32 +204,34 @@ def to_timm(model: Classifier) -> nn.Module:
     if model.head.prefix == 0 and not model.head.own_norm:
         raise ValueError("timm's average pooling normalises after the mean; use Mean(norm_after=True) to hand it over")
     config = trunk.config
-    made = timm.models.vision_transformer.VisionTransformer(
-        img_size=config.image_size,
-        patch_size=config.patch,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        num_classes=len(model.classes),
+    vit = timm.models.vision_transformer.VisionTransformer(
+        **_sizes(model, config),
         init_values=config.layerscale,
         class_token=bool(model.head.prefix),
         global_pool="token" if model.head.prefix else "avg",
         no_embed_class=not config.class_position,
         act_layer={"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}.get(config.activation, nn.GELU),
-        qkv_bias=cast("Softmax", config.mixer).qkv_bias,
-    )
-    first = next(model.parameters())
-    made.to(device=first.device, dtype=first.dtype)
-    made.load_state_dict(to_timm_names(model.state_dict()), strict=True)
-    return cast("nn.Module", made).train(model.training)
+    ).to(next(model.parameters()))
+    vit.load_state_dict(to_timm_names(model.state_dict()), strict=True)
+    return cast("nn.Module", vit).train(model.training)
+
+
+def _sizes(model: Classifier, config: TrunkConfig) -> dict[str, Any]:
+    """Options that timm's ViT and XCiT share."""
+    return {
+        "img_size": config.image_size,
+        "patch_size": config.patch,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": config.mlp_ratio,
+        "num_classes": len(model.classes),
+        "qkv_bias": cast("Softmax | Xca", config.mixer).qkv_bias,
+    }
 
 
 def _to_timm_xcit(model: Classifier, config: TrunkConfig) -> nn.Module:
     from timm.models.xcit import Xcit
-
-    from vitrail.model.build import Parts
-    from vitrail.schema import build
 
     head = build(Parts, model.spec).head
     alike = (
@@ -252,24 +246,11 @@ def _to_timm_xcit(model: Classifier, config: TrunkConfig) -> nn.Module:
     if not alike or config.layerscale is None or config.gate is not None or config.layerscale_shift:
         raise ValueError("timm's XCiT has all parts of xcit_*; one with other parts cannot be handed over")
     assert isinstance(head, ClassAttention)
-    made = Xcit(
-        img_size=config.image_size,
-        patch_size=config.patch,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        num_classes=len(model.classes),
-        cls_attn_layers=head.layers,
-        eta=config.layerscale,
-        tokens_norm=True,
-        qkv_bias=cast("Xca", config.mixer).qkv_bias,
-    )
-    first, state = next(model.parameters()), model.state_dict()
-    made.to(device=first.device, dtype=first.dtype)
-    theirs = made.state_dict()
-    made.load_state_dict({name: state[our_name(name, XCIT)].reshape(t.shape) for name, t in theirs.items()})
-    return cast("nn.Module", made).train(model.training)
+    options: dict[str, Any] = {"cls_attn_layers": head.layers, "eta": config.layerscale, "tokens_norm": True}
+    xcit = Xcit(**_sizes(model, config), **options).to(next(model.parameters()))
+    state, theirs = model.state_dict(), xcit.state_dict()
+    xcit.load_state_dict({name: state[our_name(name, XCIT)].reshape(t.shape) for name, t in theirs.items()})
+    return cast("nn.Module", xcit).train(model.training)
 
 
 def to_timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,68 +1,189 @@
-"""Starting from weights: published ones, a run of our own, or a file."""
+"""Weights of a model: a saved one is loaded, a new one starts from published weights, a run of ours, or a file.
+
+A model folder can hold an adapter alone. Its description then has the entry `adapter`: where the base's weights were
+(`weights`: none, timm, or a path; `relative`: that path as seen from this folder, for runs that are moved together),
+and the `seed` with which all that no weights filled was initialised. A hash tells whether it is the same base.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vitrail.data.config import PreprocessConfig
+from vitrail.model import store
+from vitrail.model.adapters.config import ADAPTER, read_header
+from vitrail.model.assemble import from_spec
 from vitrail.model.classifier import Classifier
-from vitrail.model.store import WEIGHTS, load_model, model_folder, read_description, read_tensors
-from vitrail.model.timm_weights import load_weights
-from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 
+NAMED = ("none", "timm", "hub")  # weights that are no path
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    *,
+    base: str | Path | None = None,
+    bits: int | None = None,
+    merged: bool = True,
+) -> Classifier:
+    """A saved classifier, in eval mode, ready to preprocess its own input.
+
+    One that was trained as an adapter is built again from its base, which is looked for where it was (or at `base`);
+    the adapter, with its coefficients rounded to `bits`, is merged, or in use where `merged` is false. Raises one
+    sentence where the base is gone or is another one now.
+    """
+    folder = store.model_folder(path)
+    description = store.read_description(folder)
+    if "adapter" in description:
+        return _load_adapted(folder, description, base, bits, merged).to(device or "cpu").eval()
+    for option, value in (("base", base), ("bits", bits)):
+        if value is not None:
+            raise ValueError(f"{option}: {path} is a whole model, not an adapter of one; leave it out")
+    store.reject_mixed(description, folder / store.WEIGHTS)
+    tensors = store.read_tensors(folder / store.WEIGHTS)
+    model = _described(description, "meta")
+    model.load_state_dict(tensors, strict=True, assign=True)
+    for module in model.modules():  # what is computed and not stored still lives on the meta device
+        fill = getattr(module, "fill_buffers", None)
+        if callable(fill):
+            fill()
+    model.stated, model.files = description.get("stated", {}), store.read_files(folder, description)
+    return model.to(device or "cpu").eval()
+
+
+def _described(description: Mapping[str, Any], device: str | None, pretrained: bool = False) -> Classifier:
+    """The model of a description, with new weights."""
+    options = {key: description[key] for key in ("classes", "multilabel")}
+    preprocess = build(PreprocessConfig, description["preprocess"])
+    return from_spec(description["spec"], **options, preprocess=preprocess, device=device, pretrained=pretrained)
+
+
+def save_adapted(model: Classifier, folder: Path, *, weights: str, seed: int) -> Path:
+    """Write the adapter in use and where its base came from: `weights` as a configuration has them, and the seed."""
+    from vitrail.model.adapters.adapter_file import save_adapter
+    from vitrail.model.adapters.apply import adapters_of
+
+    adapters = adapters_of(model)
+    if adapters is None or adapters.active is None:
+        raise ValueError("no adapter is in use; save the model as a whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_adapter(model, adapters.active, folder / ADAPTER)
+    if weights.startswith("hub"):  # of a text model: a folder, which is looked for like any other, or a name
+        named = Path(str(model.spec["trunk"]["name"]))
+        weights = str(named) if named.is_dir() else "hub"
+    entry: dict[str, Any] = {"file": ADAPTER, "weights": weights, "seed": seed}
+    if weights not in NAMED:
+        path = Path(weights).resolve()
+        entry |= {"weights": str(path), "relative": os.path.relpath(path, folder.resolve())}
+    return store.write_description(model, folder, store.FORMAT, folder / ADAPTER, adapter=entry)
+
+
+def _load_adapted(
+    folder: Path, description: dict[str, Any], base: str | Path | None, bits: int | None, merged: bool
+) -> Classifier:
+    from vitrail.model.adapters.adapter_file import OtherBase, load_adapter
+    from vitrail.model.adapters.apply import merged_copy, quantise
+
+    recorded = description["adapter"]
+    file = folder / str(recorded.get("file", ADAPTER))
+    read_header(file)  # one sentence for a file that is damaged or gone, before the base is looked for
+    store.reject_mixed(description, file)
+    weights, spec = _base_weights(folder, recorded, base), description["spec"]
+    pretrained = weights == "timm" and spec["trunk"].get("kind") == "timm"
+    with torch.random.fork_rng(devices=[]):  # as training began: what the weights do not fill comes from the seed
+        torch.default_generator.manual_seed(int(recorded["seed"]))
+        model = _described(description, None, pretrained)
+        if weights != "none" and not pretrained:
+            start_from(model, str(spec.get("name", "")), weights)
+    model.preprocess = build(PreprocessConfig, description["preprocess"])
+    model.stated, model.files = description.get("stated", {}), store.read_files(folder, description)
+    try:
+        load_adapter(model, file)
+    except OtherBase as error:
+        weights = str(base or recorded["weights"])
+        origin = "the random start that its seed makes" if weights == "none" else weights
+        raise ValueError(
+            f"the base of {folder} has changed: {origin} is not what it was trained on (base {error.then}, now"
+            f" {error.now}); name the old weights with base (--base PATH)"
+        ) from None
+    if bits is not None:
+        quantise(model, bits)
+    return merged_copy(model) if merged else model
+
+
+def _base_weights(folder: Path, recorded: dict[str, Any], base: str | Path | None) -> str:
+    if base is not None:
+        if not Path(base).exists():
+            raise FileNotFoundError(f"no base at {base}; name the run, model folder or weights file it was trained on")
+        return str(base)
+    weights = str(recorded["weights"])
+    if weights in NAMED:
+        return weights
+    for path in (Path(weights), folder / str(recorded.get("relative", ""))):
+        if path.exists() and path.resolve() != folder.resolve():
+            return str(path)
+    raise FileNotFoundError(
+        f"{folder} holds an adapter alone, and its base is gone from {weights}; say where it is now with base"
+        " (--base PATH)"
+    )
+
 
 def start_from(model: Classifier, name: str, weights: str) -> list[str]:
-    """Fill `model` from `weights` (timm, a run or model folder, a file); returns what was adapted, in words.
+    """Fill `model` from `weights` (timm, a run or model folder, a file); returns notes on what was adapted.
 
     The weights' own normalisation, crop ratio and interpolation come with them. Raises one sentence with a remedy where
     there are no such weights.
     """
+    path = Path(weights)
     if hasattr(model.trunk, "tokeniser"):
-        from vitrail.model.text_build import load_text_weights
+        from vitrail.model.text_build import HUB, load_text_weights
 
-        notes = load_text_weights(model, weights)
+        saved = weights not in HUB and any((path / f / store.DESCRIPTION).is_file() for f in ("", "model"))
+        notes = load_text_weights(model, weights, load_model(path).state_dict() if saved else None)
     elif weights == "timm":
         notes = _published(model, name)
     else:
-        path = Path(weights)
-        if path.is_dir():
-            from vitrail.data.config import PreprocessConfig
+        from vitrail.model.timm_weights import load_weights
 
-            folder = model_folder(path)
-            described = read_description(folder)
-            used = build(PreprocessConfig, described["preprocess"])
-            model.preprocess = replace(used, size=model.preprocess.size)
-            tensors = load_model(folder).state_dict() if "adapter" in described else read_tensors(folder / WEIGHTS)
-            try:
-                notes = load_weights(model, tensors) + _other_policy(described["spec"], model.spec)
-            except ValueError as error:
-                theirs = described["spec"].get("name")
-                if not theirs or theirs == name:
-                    raise
-                raise ValueError(
-                    f"{weights} is a {theirs} and not a {name}: set --model.name {theirs}; {error}"
-                ) from None
-        else:
-            notes = load_weights(model, read_tensors(path))
+        notes = _of_folder(model, name, path) if path.is_dir() else load_weights(model, store.read_tensors(path))
     model.stated["weights"] = {"from": weights, "adapted": notes}
     return notes
 
 
+def _of_folder(model: Classifier, name: str, path: Path) -> list[str]:
+    from vitrail.model.timm_weights import load_weights
+
+    folder = store.model_folder(path)
+    description = store.read_description(folder)
+    model.preprocess = replace(build(PreprocessConfig, description["preprocess"]), size=model.preprocess.size)
+    adapted = "adapter" in description
+    tensors = load_model(folder).state_dict() if adapted else store.read_tensors(folder / store.WEIGHTS)
+    try:
+        return load_weights(model, tensors) + _other_policy(description["spec"], model.spec)
+    except ValueError as error:
+        theirs = description["spec"].get("name")
+        if not theirs or theirs == name:
+            raise
+        raise ValueError(f"{path} is a {theirs} and not a {name}: set --model.name {theirs}; {error}") from None
+
+
 def _other_policy(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """What is said where weights of an adaptive model go into one that decides otherwise."""
+    """A note where weights of an adaptive model go into one that decides otherwise."""
     there, here = (dict((spec.get("trunk") or {}).get("adaptive") or {}) for spec in (theirs, ours))
     if not there or not here or there.get("kind") != here.get("kind"):
         return []
-    apart = [
-        f"{name} {here.get(name)} in place of {value}"
-        for name, value in there.items()
-        if here.get(name, value) != value
+    options = [
+        f"{key} {here[key]} in place of {value}" for key, value in there.items() if here.get(key, value) != value
     ]
-    return [f"tokens are chosen otherwise than where the weights come from: {', '.join(apart)}"] if apart else []
+    return [f"tokens are chosen otherwise than where the weights come from: {', '.join(options)}"] if options else []
 
 
 def published_models() -> list[str]:
@@ -74,6 +195,9 @@ def published_models() -> list[str]:
 
 def _published(model: Classifier, name: str) -> list[str]:
     import timm
+
+    from vitrail.model.timm_weights import load_weights
+    from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
 
     theirs = ZOO[name].timm
     if theirs is None or not timm.models.is_model_pretrained(theirs):

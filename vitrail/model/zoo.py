@@ -18,29 +18,8 @@ from vitrail.model.config import (
     TimmBackbone,
     TrunkConfig,
 )
-from vitrail.model.heads.config import (
-    AttentionPool,
-    ClassAttention,
-    ClassMlp,
-    ClassToken,
-    Distilled,
-    Gramian,
-    HeadConfig,
-    Mean,
-    Own,
-    SecondOrder,
-)
-from vitrail.model.mixers.config import (
-    GatedConv,
-    LinearPatches,
-    NoMixing,
-    PatchConv,
-    PatchMlp,
-    Sima,
-    Softmax,
-    TalkingHeads,
-    Xca,
-)
+from vitrail.model.heads import config as heads
+from vitrail.model.mixers import config as mixers
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,7 @@ class Spec:
     """One named model."""
 
     trunk: AnyTrunkConfig
-    head: HeadConfig
+    head: heads.HeadConfig
     source: str
     stated: Stated = Stated()
     timm: str | None = None
@@ -76,42 +55,36 @@ SIZES = {  # width, depth, heads, patch (DeiT, arXiv 2012.12877; DeiT III, arXiv
     "large": (1024, 24, 16, 16),
     "huge": (1280, 32, 16, 14),
 }
+UNIFORM: dict[str, Any] = {"drop_path_rule": "uniform"}
 DEIT3: dict[str, Any] = {"layerscale": 1e-4, "class_position": False, "drop_path_rule": "uniform"}
 
 
 def plain_vit(size: str, **changes: Any) -> TrunkConfig:
     """The trunk of a plain ViT of a named size."""
-    width, depth, heads, patch = SIZES[size]
-    return replace(TrunkConfig(width=width, depth=depth, heads=heads, patch=patch), **changes)
+    width, depth, count, patch = SIZES[size]
+    return replace(TrunkConfig(width=width, depth=depth, heads=count, patch=patch), **changes)
 
 
 def vits() -> Rows:
     rows: Rows = {}
     for size, (_, _, _, patch) in SIZES.items():
         published = f"vit_{size}_patch{patch}_224"
-        rows[f"vit_{size}"] = Spec(plain_vit(size), ClassToken(), "ViT, arXiv 2010.11929", timm=published)
+        rows[f"vit_{size}"] = Spec(plain_vit(size), heads.ClassToken(), "ViT, arXiv 2010.11929", timm=published)
     for size, parameters, macs in (("tiny", 5.7, 1.3), ("small", 22.0, 4.6), ("base", 86.6, 17.5)):
         stated = Stated(parameters, macs)
         published = f"deit_{size}_patch16_224"
-        rows[f"deit_{size}"] = Spec(plain_vit(size), ClassToken(), "DeiT, arXiv 2012.12877", stated, published)
-    rows["deit_base_384"] = Spec(
-        plain_vit("base", image_size=384),
-        ClassToken(),
-        "DeiT, arXiv 2012.12877",
-        Stated(86.9, 55.4),
-        "deit_base_patch16_384",
-    )
+        rows[f"deit_{size}"] = Spec(plain_vit(size), heads.ClassToken(), "DeiT, arXiv 2012.12877", stated, published)
+    larger = plain_vit("base", image_size=384)
+    deit, stated = "DeiT, arXiv 2012.12877", Stated(86.9, 55.4)
+    rows["deit_base_384"] = Spec(larger, heads.ClassToken(), deit, stated, "deit_base_patch16_384")
     for size, parameters in (("tiny", 6.0), ("small", 22.0), ("base", 87.0)):
         published = f"deit_{size}_distilled_patch16_224"
         rows[f"deit_{size}_distilled"] = Spec(
-            plain_vit(size), Distilled(), "DeiT distilled, arXiv 2012.12877", Stated(parameters), published
+            plain_vit(size), heads.Distilled(), "DeiT distilled, arXiv 2012.12877", Stated(parameters), published
         )
+    distilled, stated = "DeiT distilled, arXiv 2012.12877", Stated(87.0, 55.5)
     rows["deit_base_distilled_384"] = Spec(
-        plain_vit("base", image_size=384),
-        Distilled(),
-        "DeiT distilled, arXiv 2012.12877",
-        Stated(87.0, 55.5),
-        "deit_base_distilled_patch16_384",
+        larger, heads.Distilled(), distilled, stated, "deit_base_distilled_patch16_384"
     )
     for size, parameters, macs in (
         *(("tiny", 5.7, 1.3), ("small", 22.0, 4.6), ("base", 86.6, 17.5)),
@@ -120,10 +93,10 @@ def vits() -> Rows:
         known = None if size == "tiny" else f"deit3_{size}_patch{SIZES[size][3]}_224"
         stated = Stated(parameters, macs)
         source = "DeiT III, tables 6.7 and 6.14"
-        rows[f"deit3_{size}"] = Spec(plain_vit(size, **DEIT3), ClassToken(), source, stated, known)
+        rows[f"deit3_{size}"] = Spec(plain_vit(size, **DEIT3), heads.ClassToken(), source, stated, known)
     for name, changes in (("huge52", {"depth": 52}), ("huge26x2", {"depth": 26, "parallel": 2})):
         trunk = plain_vit("huge", **DEIT3, **changes)
-        rows[f"deit3_{name}"] = Spec(trunk, ClassToken(), "DeiT III, arXiv 2204.07118", Stated(1000.0))
+        rows[f"deit3_{name}"] = Spec(trunk, heads.ClassToken(), "DeiT III, arXiv 2204.07118", Stated(1000.0))
     return rows
 
 
@@ -144,18 +117,8 @@ CAIT_TIMM = {"xxs24": 224, "xxs36": 224, "s24": 224, "xs24": 384, "s36": 384, "m
 
 
 def cait_trunk(depth: int, width: int, drop_path: float, layerscale: float, **changes: Any) -> TrunkConfig:
-    return replace(
-        TrunkConfig(
-            width=width,
-            depth=depth,
-            heads=width // 48,
-            mixer=TalkingHeads(),
-            layerscale=layerscale,
-            drop_path=drop_path,
-            drop_path_rule="uniform",
-        ),
-        **changes,
-    )
+    options = {"width": width, "depth": depth, "heads": width // 48, "mixer": mixers.TalkingHeads()}
+    return TrunkConfig(**UNIFORM | options | {"layerscale": layerscale, "drop_path": drop_path} | changes)
 
 
 def caits() -> Rows:
@@ -165,25 +128,14 @@ def caits() -> Rows:
         source = "CaiT, arXiv 2103.17239" if name != "b12" else "CaiT-B12, arXiv 2204.07118"
         size = CAIT_TIMM.get(name)
         published = None if size is None else f"cait_{name}_{size}"
-        rows[f"cait_{name}"] = Spec(trunk, ClassAttention(), source, Stated(parameters, macs), published)
+        rows[f"cait_{name}"] = Spec(trunk, heads.ClassAttention(), source, Stated(parameters, macs), published)
     return rows
 
 
 def resmlp_trunk(width: int, depth: int, **changes: Any) -> TrunkConfig:
     start = 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
-    return replace(
-        TrunkConfig(
-            width=width,
-            depth=depth,
-            heads=1,
-            mixer=LinearPatches(),
-            norm="affine",
-            positions="none",
-            layerscale=start,
-            drop_path_rule="uniform",
-        ),
-        **changes,
-    )
+    options = {"width": width, "depth": depth, "heads": 1, "mixer": mixers.LinearPatches(), "layerscale": start}
+    return TrunkConfig(**UNIFORM | options | {"norm": "affine", "positions": "none"} | changes)
 
 
 def resmlps() -> Rows:
@@ -199,15 +151,15 @@ def resmlps() -> Rows:
         ("b24_p8", 768, 24, 8, 129.1, 100.2, "resmlp_big_24_224"),
     ):
         trunk, stated = resmlp_trunk(width, depth, patch=patch), Stated(parameters, macs)
-        rows[f"resmlp_{name}"] = Spec(trunk, Mean(), "ResMLP, tables 4.1 and 4.3", stated, published)
-    ablations: tuple[tuple[str, dict[str, Any], HeadConfig, float, float], ...] = (
-        ("layernorm", {"norm": "layernorm"}, Mean(), 15.4, 3.0),
-        ("class_mlp", {}, ClassMlp(), 17.7, 3.0),
-        ("none", {"mixer": NoMixing()}, Mean(), 14.9, 2.8),
-        ("mlp", {"mixer": PatchMlp()}, Mean(), 18.6, 4.3),
-        ("conv", {"mixer": PatchConv(style="full")}, Mean(), 30.8, 6.0),
-        ("depthwise", {"mixer": PatchConv(style="depthwise")}, Mean(), 14.9, 2.8),
-        ("separable", {"mixer": PatchConv(style="separable")}, Mean(), 16.7, 3.2),
+        rows[f"resmlp_{name}"] = Spec(trunk, heads.Mean(), "ResMLP, tables 4.1 and 4.3", stated, published)
+    ablations: tuple[tuple[str, dict[str, Any], heads.HeadConfig, float, float], ...] = (
+        ("layernorm", {"norm": "layernorm"}, heads.Mean(), 15.4, 3.0),
+        ("class_mlp", {}, heads.ClassMlp(), 17.7, 3.0),
+        ("none", {"mixer": mixers.NoMixing()}, heads.Mean(), 14.9, 2.8),
+        ("mlp", {"mixer": mixers.PatchMlp()}, heads.Mean(), 18.6, 4.3),
+        ("conv", {"mixer": mixers.PatchConv(style="full")}, heads.Mean(), 30.8, 6.0),
+        ("depthwise", {"mixer": mixers.PatchConv(style="depthwise")}, heads.Mean(), 14.9, 2.8),
+        ("separable", {"mixer": mixers.PatchConv(style="separable")}, heads.Mean(), 16.7, 3.2),
     )
     for name, changes, head, parameters, macs in ablations:
         trunk = resmlp_trunk(384, 12, **changes)
@@ -226,26 +178,14 @@ PATCHCONVNET = {  # width, depth, parameters, MACs, drop path, LayerScale (of S2
     "l60": (1024, 60, None, 28.1, 0.3, 1e-6),  # drop path of L is not printed: that of B
     "l120": (1024, 120, None, 53.0, 0.4, 1e-6),
 }
-PATCHCONVNET_HEAD = AttentionPool(token_in_keys=True, qkv_bias=True)
+PATCHCONVNET_HEAD = heads.AttentionPool(token_in_keys=True, qkv_bias=True)
 
 
 def patchconvnet_trunk(width: int, depth: int, drop_path: float, layerscale: float, **changes: Any) -> TrunkConfig:
     """PatchConvNet as its published weights have it: a stem without BatchNorm, LayerScale of the authors' code."""
-    return replace(
-        TrunkConfig(
-            width=width,
-            depth=depth,
-            heads=1,
-            stem=ConvStem(norm=False),
-            mixer=GatedConv(),
-            mlp_ratio=0.0,
-            positions="none",
-            layerscale=layerscale,
-            drop_path=drop_path,
-            drop_path_rule="uniform",
-        ),
-        **changes,
-    )
+    parts = {"stem": ConvStem(norm=False), "mixer": mixers.GatedConv(), "mlp_ratio": 0.0, "positions": "none"}
+    sizes = {"width": width, "depth": depth, "heads": 1, "layerscale": layerscale, "drop_path": drop_path}
+    return TrunkConfig(**UNIFORM | parts | sizes | changes)
 
 
 def patchconvnets() -> Rows:
@@ -265,56 +205,39 @@ XCIT = {  # width, depth, heads, patch, parameters, MACs, timm's name (XCiT, arX
 }
 
 
-def xcit_trunk(width: int, depth: int, heads: int, **changes: Any) -> TrunkConfig:
-    return replace(
-        TrunkConfig(
-            width=width,
-            depth=depth,
-            heads=heads,
-            stem=ConvStem(),
-            mixer=Xca(),
-            local=True,
-            positions="fourier",
-            layerscale=1.0 if depth <= 12 else 1e-5,  # 20 blocks are not published: as 24
-            drop_path=0.05,
-            drop_path_rule="uniform",
-        ),
-        **changes,
-    )
+def xcit_trunk(width: int, depth: int, count: int, **changes: Any) -> TrunkConfig:
+    parts = {"stem": ConvStem(), "mixer": mixers.Xca(), "local": True, "positions": "fourier", "drop_path": 0.05}
+    start = 1.0 if depth <= 12 else 1e-5  # 20 blocks are not published: as 24
+    sizes = {"width": width, "depth": depth, "heads": count, "layerscale": start}
+    return TrunkConfig(**UNIFORM | parts | sizes | changes)
 
 
 def xcits() -> Rows:
     """XCiT, and the same with SimA in the place of XCA and of softmax in the class-attention layers."""
     rows: Rows = {}
-    for name, (width, depth, heads, patch, parameters, macs, published) in XCIT.items():
-        trunk, stated = xcit_trunk(width, depth, heads, patch=patch), Stated(parameters, macs)
+    for name, (width, depth, count, patch, parameters, macs, published) in XCIT.items():
+        trunk, stated = xcit_trunk(width, depth, count, patch=patch), Stated(parameters, macs)
         source = "XCiT, arXiv 2106.09681; SimA, tables 2.4 and 2.5"
-        rows[f"xcit_{name}"] = Spec(trunk, ClassAttention(style="xcit"), source, stated, published)
-        head = ClassAttention(style="xcit", attention="sima")
-        rows[f"xcit_{name}_sima"] = Spec(replace(trunk, mixer=Sima()), head, "SimA, tables 2.4 and 2.5", stated)
-    trunk = plain_vit("small", mixer=Sima(), drop_path=0.05, drop_path_rule="uniform")
-    rows["deit_small_sima"] = Spec(trunk, ClassToken(), "SimA, arXiv 2206.08898", Stated(22.0, 4.6))
+        rows[f"xcit_{name}"] = Spec(trunk, heads.ClassAttention(style="xcit"), source, stated, published)
+        head = heads.ClassAttention(style="xcit", attention="sima")
+        rows[f"xcit_{name}_sima"] = Spec(replace(trunk, mixer=mixers.Sima()), head, "SimA, tables 2.4 and 2.5", stated)
+    trunk = plain_vit("small", mixer=mixers.Sima(), drop_path=0.05, drop_path_rule="uniform")
+    rows["deit_small_sima"] = Spec(trunk, heads.ClassToken(), "SimA, arXiv 2206.08898", Stated(22.0, 4.6))
     return rows
 
 
-def sot_trunk(width: int, depth: int, heads: int, ratio: float, **changes: Any) -> TrunkConfig:
-    return replace(
-        TrunkConfig(
-            width=width,
-            depth=depth,
-            heads=heads,
-            mlp_ratio=ratio,
-            stem=SotStem(),
-            mixer=Softmax(qkv_bias=False),
-            positions="sinusoid",
-            drop_path=0.1,
-        ),
-        **changes,
-    )
+def sot_trunk(width: int, depth: int, count: int, ratio: float, **changes: Any) -> TrunkConfig:
+    parts: dict[str, Any] = {
+        "stem": SotStem(),
+        "mixer": mixers.Softmax(qkv_bias=False),
+        "positions": "sinusoid",
+        "drop_path": 0.1,
+    }
+    return TrunkConfig(**parts | {"width": width, "depth": depth, "heads": count, "mlp_ratio": ratio} | changes)
 
 
-def second_order(size: int, drop: float = 0.0) -> SecondOrder:
-    return SecondOrder(rows=size, columns=size, drop=drop)
+def second_order(size: int, drop: float = 0.0) -> heads.SecondOrder:
+    return heads.SecondOrder(rows=size, columns=size, drop=drop)
 
 
 def sots() -> Rows:
@@ -336,10 +259,10 @@ def sots() -> Rows:
 def gramians() -> Rows:
     """Gramian heads (arXiv 2310.16483). Widths of ResNet, ViT and CIFAR heads are unpublished: ours are small ones."""
     rows: Rows = {}
-    vit = Gramian(gram_width=112, attention_width=112)
+    vit = heads.Gramian(gram_width=112, attention_width=112)
     rows["ga_vit_small"] = Spec(plain_vit("small"), vit, "GA-ViT-S; head widths are ours", Stated(27.7, 4.3))
     resnet = TimmBackbone(name="resnet50", image_size=224, stages=True, width=640)
-    rows["ga_resnet50"] = Spec(resnet, Gramian(gram_width=144), "GA-ResNet50; widths are ours", Stated(41.3, 5.2))
+    rows["ga_resnet50"] = Spec(resnet, heads.Gramian(gram_width=144), "GA-ResNet50; widths are ours", Stated(41.3, 5.2))
     for size, parameters, macs, width, inner, taps in (
         ("tiny", 48.7, 6.3, 688, 168, 2),
         ("small", 70.4, 10.5, 688, 168, 4),
@@ -348,7 +271,7 @@ def gramians() -> Rows:
         backbone = TimmBackbone(
             name=f"convnext_{size}", image_size=224, stages=True, taps=taps, width=width, narrow=True
         )
-        head = Gramian(gram_layer=True, attention_width=inner)
+        head = heads.Gramian(gram_layer=True, attention_width=inner)
         rows[f"ga_convnext_{size}"] = Spec(backbone, head, "GA-ConvNeXt, table 3", Stated(parameters, macs))
     return rows
 
@@ -356,32 +279,30 @@ def gramians() -> Rows:
 def cifar_resnets() -> Rows:
     rows: Rows = {}
     for depth in (20, 32, 44, 56, 110):
-        stated = {32: 0.470, 110: 1.734}.get(depth)
-        rows[f"cifar_resnet{depth}"] = Spec(
-            CifarResNet(depth=depth),
-            Mean(),
-            "ResNet on CIFAR, He et al. 2016, section 4.2",
-            Stated(stated),
-            classes=100,
-        )
+        source, stated = "ResNet on CIFAR, He et al. 2016, section 4.2", Stated({32: 0.470, 110: 1.734}.get(depth))
+        rows[f"cifar_resnet{depth}"] = Spec(CifarResNet(depth=depth), heads.Mean(), source, stated, classes=100)
     for depth, parameters, macs in ((29, 0.34, 0.05), (65, 0.71, 0.10), (110, 1.17, 0.17)):
         rows[f"cifar_resnet{depth}_bottleneck"] = Spec(
-            CifarResNet(depth=depth, block="bottleneck"), Mean(), "GA, table C", Stated(parameters, macs), classes=100
+            CifarResNet(depth=depth, block="bottleneck"),
+            heads.Mean(),
+            "GA, table C",
+            Stated(parameters, macs),
+            classes=100,
         )
     rows["resnet18_32"] = Spec(
         TimmBackbone(name="resnet18_32", image_size=32),
-        Mean(),
+        heads.Mean(),
         "ResNet-18 (arXiv 1512.03385) with a 3x3 stem and no pooling, as usual for CIFAR",
         Stated(11.17, 0.56),
         classes=10,
     )
     for depth, inner, printed in ((32, 32, Stated(0.75)), (110, 64, Stated(2.04, 0.22))):
-        head = Gramian(heads=3, gram_width=64, attention_width=inner, embed_groups=2)
+        head = heads.Gramian(heads=3, gram_width=64, attention_width=inner, embed_groups=2)
         source = f"GA-R{depth}, table D; head widths are ours"
         rows[f"ga_cifar_resnet{depth}"] = Spec(CifarResNet(depth=depth), head, source, printed, classes=100)
     # Table C prints what one kept head leaves: 0.36, 0.76 and 1.26 M. How many were trained is not stated.
     for depth, gram, inner, groups in ((29, 8, 8, 64), (65, 16, 16, 32), (110, 32, 24, 32)):
-        head = Gramian(gram_width=gram, attention_width=inner, embed_groups=4, mlp_groups=groups)
+        head = heads.Gramian(gram_width=gram, attention_width=inner, embed_groups=4, mlp_groups=groups)
         source = f"GA-R{depth}, table C; number and widths of heads are ours"
         trunk = CifarResNet(depth=depth, block="bottleneck")
         rows[f"ga_cifar_r{depth}_bottleneck"] = Spec(trunk, head, source, classes=100)
@@ -393,27 +314,27 @@ def small_images() -> Rows:
     tiny: dict[str, Any] = {"image_size": 32, "patch": 4}
     about = "small-image version"
     return {
-        "vit_tiny_32": Spec(plain_vit("tiny", **tiny), ClassToken(), about, classes=100),
-        "vit_small_32": Spec(plain_vit("small", **tiny), ClassToken(), about, classes=100),
-        "deit_tiny_distilled_32": Spec(plain_vit("tiny", **tiny), Distilled(), about, classes=100),
-        "deit3_tiny_32": Spec(plain_vit("tiny", **tiny, **DEIT3), ClassToken(), about, classes=100),
-        "deit3_small_32": Spec(plain_vit("small", **tiny, **DEIT3), ClassToken(), about, classes=100),
-        "cait_xxs12_32": Spec(cait_trunk(12, 192, 0.0, 0.1, **tiny), ClassAttention(), about, classes=100),
-        "resmlp_t12_32": Spec(resmlp_trunk(192, 12, **tiny), Mean(), about, classes=100),
+        "vit_tiny_32": Spec(plain_vit("tiny", **tiny), heads.ClassToken(), about, classes=100),
+        "vit_small_32": Spec(plain_vit("small", **tiny), heads.ClassToken(), about, classes=100),
+        "deit_tiny_distilled_32": Spec(plain_vit("tiny", **tiny), heads.Distilled(), about, classes=100),
+        "deit3_tiny_32": Spec(plain_vit("tiny", **tiny, **DEIT3), heads.ClassToken(), about, classes=100),
+        "deit3_small_32": Spec(plain_vit("small", **tiny, **DEIT3), heads.ClassToken(), about, classes=100),
+        "cait_xxs12_32": Spec(cait_trunk(12, 192, 0.0, 0.1, **tiny), heads.ClassAttention(), about, classes=100),
+        "resmlp_t12_32": Spec(resmlp_trunk(192, 12, **tiny), heads.Mean(), about, classes=100),
         "patchconvnet_t20_32": Spec(
             patchconvnet_trunk(192, 20, 0.0, 1e-5, **tiny), PATCHCONVNET_HEAD, about, classes=100
         ),
-        "xcit_t12_32": Spec(xcit_trunk(192, 12, 4, **tiny), ClassAttention(style="xcit"), about, classes=100),
+        "xcit_t12_32": Spec(xcit_trunk(192, 12, 4, **tiny), heads.ClassAttention(style="xcit"), about, classes=100),
         "sot_7_32": Spec(sot_trunk(192, 7, 4, 2.0, **tiny), second_order(14), about, classes=100),
         "ga_vit_tiny_32": Spec(
             plain_vit("tiny", **tiny),
-            Gramian(gram_width=48, attention_width=48, embed_groups=8),
+            heads.Gramian(gram_width=48, attention_width=48, embed_groups=8),
             about,
             classes=100,
         ),
         "vit_micro_28": Spec(
             TrunkConfig(image_size=28, patch=7, width=64, depth=3, heads=4, activation="relu", start="xavier"),
-            ClassToken(),
+            heads.ClassToken(),
             "the demonstration; ReLU, because GELU's backward is slow on a CPU",
             classes=10,
         ),
@@ -425,23 +346,13 @@ def denoisers() -> Rows:
     about = "DDPM's U-Net, made small; widths are ours"
     larger = DenoiserConfig(image_size=64, multipliers=(1, 2, 2, 2))
     return {
-        "denoiser_32": Spec(DenoiserConfig(), Own(), about, classes=10),
-        "denoiser_64": Spec(larger, Own(), about, classes=10),
+        "denoiser_32": Spec(DenoiserConfig(), heads.Own(), about, classes=10),
+        "denoiser_64": Spec(larger, heads.Own(), about, classes=10),
     }
 
 
-ZOO: Rows = {
-    **vits(),
-    **caits(),
-    **resmlps(),
-    **patchconvnets(),
-    **xcits(),
-    **sots(),
-    **gramians(),
-    **cifar_resnets(),
-    **small_images(),
-    **denoisers(),
-}
+ZOO: Rows = vits() | caits() | resmlps() | patchconvnets() | xcits() | sots() | gramians()
+ZOO |= cifar_resnets() | small_images() | denoisers()
 
 
 def list_models(pattern: str = "*") -> list[str]:

@@ -24,7 +24,7 @@ from vitrail.learn.attack import Universal, load_patch, make_change, refuse_unfi
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import weights_hash
 from vitrail.measure.compute import Spent, attack_success, refuse_static, spent, worst_case
-from vitrail.model.build import Parts
+from vitrail.model.assemble import Parts
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig, TrunkConfig
 from vitrail.model.store import model_folder

@@ -23,7 +23,7 @@ from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.config import writes_texts
+from vitrail.model.heads.head import writes_texts
 from vitrail.run.page import RunSummary, report_run
 
 

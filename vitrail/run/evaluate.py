@@ -18,8 +18,8 @@ from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.heads.config import writes_texts
-from vitrail.model.store import load_model
+from vitrail.model.heads.head import writes_texts
+from vitrail.model.weights import load_model
 from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
 from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, check, near

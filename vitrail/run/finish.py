@@ -14,7 +14,7 @@ from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
 from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.config import writes_texts
+from vitrail.model.heads.head import writes_texts
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import RunSummary
 from vitrail.run.preflight import one_answer
@@ -117,7 +117,8 @@ def _save(trainer: Trainer, model: Classifier, notes: list[str]) -> dict[str, An
     if not trainer.base_hash:
         model.save(folder.model)
         return None
-    from vitrail.model.adapters.adapter_file import base_hash, save_adapted
+    from vitrail.model.adapters.adapter_file import base_hash
+    from vitrail.model.weights import save_adapted
 
     if base_hash(model) != trainer.base_hash:  # an objective that changes more than it trains
         notes.append("the base changed while the adapter was trained, so the whole model is kept, merged")

@@ -23,7 +23,7 @@ from vitrail.measure.evaluator import worst_mistakes
 from vitrail.measure.language import LanguageFigures
 from vitrail.measure.saliency import word_influence
 from vitrail.model.classifier import Classifier
-from vitrail.model.heads.config import writes_texts
+from vitrail.model.heads.head import writes_texts
 from vitrail.model.trunks.text_trunk import TextTrunk
 from vitrail.quantities import number, percent, shorten
 from vitrail.report.html import Fragment, ModelCost, write_report

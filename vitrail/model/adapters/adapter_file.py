@@ -10,16 +10,11 @@ It holds coefficients (factors, prompts), and what the adapter trains as a whole
 
 The base is known by a hash: SHA-256 over name, type, shape and bytes of every parameter and stored buffer of the model
 below its adapters, in the order of names, without those that the adapter has as a whole; its first 16 digits are kept.
-
-A model folder can hold an adapter alone. Its description then has the entry `adapter`: where the base's weights were
-(`weights`: none, timm, or a path; `relative`: that path as seen from this folder, for runs that are moved together),
-and the `seed` with which all that no weights filled was initialised. The hash tells whether it is the same base.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +26,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vitrail.data.config import PreprocessConfig
 from vitrail.files import json_text
 from vitrail.model import store
 from vitrail.model.adapters.apply import (
@@ -40,20 +34,16 @@ from vitrail.model.adapters.apply import (
     apply,
     base_state,
     counts,
-    merged_copy,
-    quantise,
     remove,
     required,
 )
-from vitrail.model.adapters.config import ADAPTER, FORMAT, KEY, AdapterConfig, Lora, Nola, Pranc, Vpt, read_header
-from vitrail.model.adapters.inject import Adapter
-from vitrail.model.adapters.methods import from_whole, to_whole
-from vitrail.model.adapters.targets import below, matrices_of
-from vitrail.model.classifier import Classifier
+from vitrail.model.adapters.config import FORMAT, KEY, AdapterConfig, Lora, Nola, Pranc, Vpt, read_header
+from vitrail.model.adapters.inject import Adapter, below, matrices_of
+from vitrail.model.adapters.methods import to_integers
 from vitrail.schema import build, near, plain
 from vitrail.version import __version__
 
-KINDS: dict[str, type[AdapterConfig]] = {"lora": Lora, "nola": Nola, "pranc": Pranc, "vpt": Vpt}
+KINDS: dict[str, type[AdapterConfig]] = {config.kind: config for config in (Lora, Nola, Pranc, Vpt)}
 OWN = "own."
 
 
@@ -93,19 +83,19 @@ def base_hash(model: nn.Module, whole: list[str] | None = None) -> str:
 
 def packed(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """values [layers, ...] as bytes [ceil(entries * bits / 8)] and the scale of each layer [layers]."""
-    whole, scale = to_whole(values.cpu(), bits)
-    shifted = (whole.flatten().to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
-    each = (shifted[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    return torch.from_numpy(np.packbits(each.astype(np.uint8), bitorder="little")), scale.flatten().float()
+    integers, scale = to_integers(values.cpu(), bits)
+    shifted = (integers.flatten().to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
+    digits = (shifted[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return torch.from_numpy(np.packbits(digits.astype(np.uint8), bitorder="little")), scale.flatten().float()
 
 
 def unpacked(data: Tensor, scale: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """The values that `packed` kept, [layers, ...] in float32."""
     entries = int(np.prod(shape))
-    each = np.unpackbits(data.numpy(), bitorder="little", count=entries * bits).reshape(entries, bits)
-    shifted = (each.astype(np.int16) << np.arange(bits, dtype=np.int16)).sum(1)
-    whole = torch.from_numpy(shifted - 2 ** (bits - 1)).view(shape)
-    return from_whole(whole, scale.view(-1, *[1] * (len(shape) - 1)))
+    digits = np.unpackbits(data.numpy(), bitorder="little", count=entries * bits).reshape(entries, bits)
+    shifted = (digits.astype(np.int16) << np.arange(bits, dtype=np.int16)).sum(1)
+    integers = torch.from_numpy(shifted - 2 ** (bits - 1)).view(shape)
+    return integers.to(scale.dtype) * scale.view(-1, *[1] * (len(shape) - 1))
 
 
 def _tensors(adapter: Adapter) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -227,78 +217,3 @@ def removed_on_error(model: nn.Module, name: str) -> Iterator[None]:
         if (adapters := adapters_of(model)) is not None and name in adapters.named:
             remove(model, name)
         raise
-
-
-def save_adapted(model: Classifier, folder: Path, *, weights: str, seed: int) -> Path:
-    """Write the adapter in use and where its base came from: `weights` as a configuration has them, and the seed."""
-    adapters = adapters_of(model)
-    if adapters is None or adapters.active is None:
-        raise ValueError("no adapter is in use; save the model as a whole")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_adapter(model, adapters.active, folder / ADAPTER)
-    if weights.startswith("hub"):  # of a text model: a folder, which is looked for like any other, or a name
-        named = Path(str(model.spec["trunk"]["name"]))
-        weights = str(named) if named.is_dir() else "hub"
-    entry: dict[str, Any] = {"file": ADAPTER, "weights": weights, "seed": seed}
-    if weights not in ("none", "timm", "hub"):
-        there = Path(weights).resolve()
-        entry |= {"weights": str(there), "relative": os.path.relpath(there, folder.resolve())}
-    return store.write_description(model, folder, store.FORMAT, folder / ADAPTER, adapter=entry)
-
-
-def load_adapted(
-    folder: Path, description: dict[str, Any], *, base: str | Path | None, bits: int | None, merged: bool
-) -> Classifier:
-    """Base and adapter of such a folder, as `vitrail.model.store.load_model` says."""
-    file = folder / str(description["adapter"].get("file", ADAPTER))
-    read_header(file)  # one sentence for a file that is damaged or gone, before the base is looked for
-    store.refuse_mixed(description, file)
-    model = _base(folder, description, base)
-    model.files = store.read_files(folder, description)
-    try:
-        load_adapter(model, file)
-    except OtherBase as error:
-        weights = str(base or description["adapter"]["weights"])
-        origin = "the random start that its seed makes" if weights == "none" else weights
-        raise ValueError(
-            f"the base of {folder} has changed: {origin} is not what it was trained on (base {error.then}, now"
-            f" {error.now}); name the old weights with base (--base PATH)"
-        ) from None
-    if bits is not None:
-        quantise(model, bits)
-    return merged_copy(model) if merged else model
-
-
-def _base(folder: Path, description: dict[str, Any], base: str | Path | None) -> Classifier:
-    from vitrail.model.build import from_spec
-    from vitrail.model.weights import start_from
-
-    weights = _weights(folder, description["adapter"], base)
-    preprocess = build(PreprocessConfig, description["preprocess"])
-    spec = description["spec"]
-    pretrained = weights == "timm" and spec["trunk"].get("kind") == "timm"
-    with torch.random.fork_rng(devices=[]):  # as training began: what the weights do not fill comes from the seed
-        torch.default_generator.manual_seed(int(description["adapter"]["seed"]))
-        given = {key: description[key] for key in ("classes", "multilabel")}
-        model = from_spec(spec, **given, preprocess=preprocess, device=None, pretrained=pretrained)
-        if weights != "none" and not pretrained:
-            start_from(model, str(spec.get("name", "")), weights)
-    model.preprocess, model.stated = preprocess, description.get("stated", {})
-    return model
-
-
-def _weights(folder: Path, recorded: dict[str, Any], base: str | Path | None) -> str:
-    if base is not None:
-        if not Path(base).exists():
-            raise FileNotFoundError(f"no base at {base}; name the run, model folder or weights file it was trained on")
-        return str(base)
-    weights = str(recorded["weights"])
-    if weights in ("none", "timm", "hub"):
-        return weights
-    for path in (Path(weights), folder / str(recorded.get("relative", ""))):
-        if path.exists() and path.resolve() != folder.resolve():
-            return str(path)
-    raise FileNotFoundError(
-        f"{folder} holds an adapter alone, and its base is gone from {weights}; say where it is now with base"
-        " (--base PATH)"
-    )

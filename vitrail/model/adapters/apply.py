@@ -20,11 +20,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitrail.model.adapters.config import AdapterConfig, Lora, Nola, Pranc, Vpt
-from vitrail.model.adapters.inject import Adapter, AdapterSet, changed, inject, restore
+from vitrail.model.adapters.inject import (
+    Adapter,
+    AdapterSet,
+    TargetMatrix,
+    below,
+    changed,
+    find,
+    inject,
+    kind_of,
+    matrices_of,
+    restore,
+)
 from vitrail.model.adapters.methods import Prompts, rounded, straight_through
-from vitrail.model.adapters.targets import TargetMatrix, below, find, kind_of, matrices_of
-from vitrail.model.trunks.guided import GuidedTrunk
-from vitrail.model.trunks.vit import Trunk
 from vitrail.schema import ConfigError, check
 
 M = TypeVar("M", bound=nn.Module)
@@ -62,8 +70,7 @@ def apply(
     `whole` (names of what is trained as a whole) take the place of what the configuration would choose: a file knows
     them. Raises `ValueError` where a target matches nothing or cannot be adapted.
     """
-    problems = check(config)
-    if problems:
+    if problems := check(config):
         raise ConfigError(problems)
     if not name or "." in name:
         raise ValueError(f"an adapter's name has no dots and is not empty, unlike {name!r}")
@@ -89,9 +96,9 @@ def apply(
     for part, targets in parts:
         if isinstance(part, Vpt):
             trunk = prompted_trunk(model)
-            depth = len(trunk.blocks) if part.deep else 1
+            layers = len(trunk.blocks) if part.deep else 1
             with next(trunk.parameters()).device:
-                prompts = Prompts(depth, part.tokens, trunk.width, trunk.config.patch, part.drop, part.bits)
+                prompts = Prompts(layers, part.tokens, trunk.width, trunk.config.patch, part.drop, part.bits)
             adapter.groups.append(prompts)
         else:
             adapter.extend(part, targets, _weight(model, targets[0].layer).device)
@@ -103,8 +110,8 @@ def apply(
         if full not in adapter.own.tensors():
             values = state[full].detach().clone()
             adapter.own.add(full, nn.Parameter(values) if isinstance(state[full], nn.Parameter) else values)
-    layers = list(dict.fromkeys(target.layer for _, targets in parts for target in targets))
-    inject(model, adapters, layers, config.train_norms)
+    adapted = list(dict.fromkeys(target.layer for _, targets in parts for target in targets))
+    inject(model, adapters, adapted, config.train_norms)
     adapter.train(model.training)
     return use(model, name)
 
@@ -130,18 +137,18 @@ def route(model: nn.Module, names: Sequence[str | None], inputs: Tensor) -> Tens
 
     Samples of one adapter pass together; the adapter in use stays in use.
     """
-    adapters, distinct = required(model), list(dict.fromkeys(names))
+    active, distinct = required(model).active, list(dict.fromkeys(names))
     if len(inputs) != len(names):
         raise ValueError(
             f"adapters are named for {len(names)} samples, but there are {len(inputs)}; give one name per sample, and"
             " inputs whose first dimension is the batch"
         )
-    active, rows = adapters.active, [[i for i, name in enumerate(names) if name == one] for one in distinct]
+    rows = [[i for i, name in enumerate(names) if name == chosen] for chosen in distinct]
     try:
-        outputs = [use(model, name)(inputs[chosen]) for name, chosen in zip(distinct, rows, strict=True)]
+        outputs = [use(model, name)(inputs[samples]) for name, samples in zip(distinct, rows, strict=True)]
     finally:
         use(model, active)
-    return torch.cat(outputs)[torch.tensor([i for chosen in rows for i in chosen]).argsort().to(inputs.device)]
+    return torch.cat(outputs)[torch.tensor([i for samples in rows for i in samples]).argsort().to(inputs.device)]
 
 
 def merge(model: M) -> M:
@@ -166,7 +173,7 @@ def merge(model: M) -> M:
 @torch.no_grad()
 def _add_changes(model: M, adapters: AdapterSet) -> M:
     assert adapters.in_use is not None
-    weights = {layer: _weight(model, layer) for layer in adapters.in_use.places}
+    weights = {layer: _weight(model, layer) for layer in adapters.in_use.rows}
     for layer, weight in weights.items():
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise ValueError(
@@ -219,11 +226,6 @@ def merged_copy(model: M) -> M:
     return merged
 
 
-def without_adapters(model: M) -> M:
-    """The model itself where it has no adapters, otherwise a merged copy."""
-    return model if adapters_of(model) is None else merged_copy(model)
-
-
 def remove(model: M, name: str) -> M:
     """Take an adapter off; with the last one the model is what it was."""
     adapters = required(model)
@@ -262,11 +264,10 @@ def quantise(model: M, bits: int, name: str | None = None) -> M:
 def counts(model: nn.Module, name: str | None = None) -> Counts:
     """Parameters that an adapter trains and stores (none: the one in use)."""
     adapter = _chosen(model, name)
-    coefficients = sum(p.numel() for p in adapter.groups.parameters())
-    whole = sum(p.numel() for p in adapter.own.parameters())
-    statistics = sum(b.numel() for b in adapter.own.buffers())
+    parameters = [t for t in base_state(model).values() if isinstance(t, nn.Parameter)]
+    counted = (adapter.groups.parameters(), adapter.own.parameters(), adapter.own.buffers(), parameters)
+    coefficients, whole, statistics, base = (sum(tensor.numel() for tensor in tensors) for tensors in counted)
     seeds = len({config.seed for config in adapter.configs if isinstance(config, (Nola, Pranc))})
-    base = sum(t.numel() for t in base_state(model).values() if isinstance(t, nn.Parameter))
     return Counts(coefficients + whole, whole, coefficients + whole + statistics + seeds, base)
 
 
@@ -330,8 +331,8 @@ def _check(
         for leaf, parameter in module.named_parameters(recurse=False):
             users.setdefault(id(parameter), []).append(f"{path}.{leaf}")
     for target in matrices:
-        sharing = [full for full in users[id(_weight(model, target.layer))] if full != f"{target.layer}.weight"]
-        if sharing:
+        layer = f"{target.layer}.weight"
+        if sharing := [full for full in users[id(_weight(model, target.layer))] if full != layer]:
             raise ValueError(
                 f"{target.layer} shares its weight with {sharing[0].removesuffix('.weight')}, which would change, too,"
                 " when the adapter is merged; leave it out of the targets or untie the two"
@@ -351,10 +352,9 @@ def head_names(model: nn.Module) -> list[str]:
         return sorted(names())
     getter = getattr(model, "get_classifier", None)
     head = getter() if callable(getter) else None
-    paths = [n for n, m in below(model) if isinstance(head, nn.Module) and m is head and n]
+    paths = [name for name, module in below(model) if isinstance(head, nn.Module) and module is head and name]
     paths = paths or [name for name in HEADS if isinstance(getattr(model, name, None), nn.Module)][:1]
-    starts = tuple(f"{path}." for path in paths)
-    return [full for full, _ in model.named_parameters() if full.startswith(starts)] if starts else []
+    return [full for full, _ in model.named_parameters() if full.startswith(tuple(f"{path}." for path in paths))]
 
 
 def _whole(model: nn.Module, config: AdapterConfig) -> list[str]:
@@ -386,10 +386,10 @@ def _parts(model: nn.Module, config: AdapterConfig) -> list[tuple[AdapterConfig,
     return [(body, find(model, config.targets, leave=head)), (of_head, classifier)]
 
 
-def prompted_trunk(model: nn.Module) -> Trunk:
+def prompted_trunk(model: nn.Module) -> Any:
     """The trunk of a model, which can take prompts. Raises `ValueError` where it cannot."""
-    trunk = getattr(model, "trunk", None)
-    if not isinstance(trunk, Trunk) or isinstance(trunk, GuidedTrunk):
+    trunk: Any = getattr(model, "trunk", None)
+    if not getattr(trunk, "takes_prompts", False):
         name = getattr(model, "spec", {}).get("name") or type(model).__name__
         raise ValueError(
             f"prompts go before our own blocks, and {name} has other ones (timm's, a text model's, a ResNet's, or under"
@@ -397,5 +397,5 @@ def prompted_trunk(model: nn.Module) -> Trunk:
         )
     if trunk._modules.get("prompts") is not None:
         raise ValueError("this trunk has prompts of its own already; adapt it otherwise (lora), or train all of it")
-    trunk.refuse_prompts()
+    trunk.reject_prompts()
     return trunk

@@ -24,8 +24,8 @@ from vitrail.model.parts.tokens import Tokens
 NOLA_UP, NOLA_DOWN, PRANC_WEIGHT, NOLA_START = range(4)  # words of the random counter
 
 
-def to_whole(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """values [layers, ...] as whole numbers of `bits` bits, int8, and the scale of each layer [layers, 1, ...].
+def to_integers(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """values [layers, ...] as integers of `bits` bits, int8, and the scale of each layer [layers, 1, ...].
 
     Raises `ValueError` outside of 2 to 8 bits.
     """
@@ -37,19 +37,10 @@ def to_whole(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return (values.detach() / scale).round().clamp(-most, most).to(torch.int8), scale
 
 
-def from_whole(whole: Tensor, scale: Tensor) -> Tensor:
-    """The values that whole numbers stand for."""
-    return whole.to(scale.dtype) * scale
-
-
 def rounded(values: Tensor, bits: int) -> Tensor:
     """The nearest values that can be stored in `bits` bits each."""
-    return from_whole(*to_whole(values, bits))
-
-
-def straight_through(values: Tensor, bits: int | None) -> Tensor:
-    """Rounded values whose gradient is that of the values themselves; without `bits`, the values."""
-    return values if bits is None else _StraightThrough.apply(values, bits)
+    integers, scale = to_integers(values, bits)
+    return integers * scale
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -60,6 +51,11 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def straight_through(values: Tensor, bits: int | None) -> Tensor:
+    """Rounded values whose gradient is that of the values themselves; without `bits`, the values."""
+    return values if bits is None else _StraightThrough.apply(values, bits)
 
 
 class LowRank(NamedTuple):
@@ -264,7 +260,7 @@ class Prompts(nn.Module):
         return replace(tokens, sequence=x, prefix=prefix + self.count)
 
     @staticmethod
-    def refuse(want: Iterable[str], given: Mapping[str, object]) -> None:
+    def reject(want: Iterable[str], given: Mapping[str, object]) -> None:
         """Raises `ValueError` for intermediates that have places for prompts."""
         odd = [name for name in want if not name.startswith("tokens.")]
         odd += [name for name in given if not name.startswith("keep.")]

@@ -20,9 +20,8 @@ from vitrail.files import write_text
 from vitrail.model.adapters.adapter_file import check_shapes, removed_on_error
 from vitrail.model.adapters.apply import M, adapters_of, apply, required
 from vitrail.model.adapters.config import Lora
-from vitrail.model.adapters.inject import stacked
+from vitrail.model.adapters.inject import TargetMatrix, below, kind_of, matrices_of, stacked
 from vitrail.model.adapters.methods import LoraGroup, LowRank
-from vitrail.model.adapters.targets import TargetMatrix, below, kind_of, matrices_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import read_tensors, write_tensors
 from vitrail.model.timm_weights import VIT, our_name
@@ -40,25 +39,21 @@ def export_peft(model: nn.Module, name: str, folder: str | Path, *, base: str | 
     """
     adapter = required(model, " to export").adapter(name)
     if adapter.prompts is not None:
-        raise ValueError(f"adapter {name!r} has prompts, which peft's LoRA has no place for; save it as a file of ours")
+        raise ValueError(f"adapter {name!r} has prompts, which peft's LoRA cannot hold; save it as a file of ours")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    transposed = False
+    kinds = {layer: kind_of(model.get_submodule(layer)) for layer in adapter.rows}
     with torch.no_grad():
         changes = adapter.changes()
-    for layer, places in adapter.places.items():
-        module = model.get_submodule(layer)
-        kind = kind_of(module)
-        if kind == "conv":
+    for layer, rows in adapter.rows.items():
+        if kinds[layer] == "conv":
             raise ValueError(f"{layer} is a convolution, which peft's LoRA factorises differently; leave it out")
-        transposed = transposed or kind == "transposed"
-        of_layer = [(matrix, changes[group][row]) for matrix, group, row in places]
+        of_layer = [(matrix, changes[group][row]) for matrix, group, row in rows]
         for matrix, change in of_layer:
             if not isinstance(change, LowRank):
                 raise ValueError(f"the change of {matrix.name} has no factors, as peft's LoRA needs them (PRANC)")
-        up, down = stacked(
-            of_layer, cast("Tensor", module._parameters["weight"]).shape[1 if kind == "transposed" else 0]
-        )
+        shape = model.get_submodule(layer)._parameters["weight"].shape  # type: ignore[union-attr]
+        up, down = stacked(of_layer, shape[1 if kinds[layer] == "transposed" else 0])
         tensors |= {f"{PREFIX}{layer}.lora_A.weight": down, f"{PREFIX}{layer}.lora_B.weight": up}
         ranks[layer] = len(down)
     whole = {full: tensor.detach() for full, tensor in adapter.own.tensors().items()}
@@ -82,7 +77,7 @@ def export_peft(model: nn.Module, name: str, folder: str | Path, *, base: str | 
         "modules_to_save": list(dict.fromkeys(full.rpartition(".")[0] for full in whole)) or None,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": transposed,
+        "fan_in_fan_out": "transposed" in kinds.values(),
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,
@@ -120,7 +115,7 @@ def import_peft(model: M, folder: str | Path, name: str = "default") -> M:
             apply(model, config, name, matrices=list(factors), whole=list(whole))
         adapter = required(model).adapter(name)
         values = {matrix: pair for factors in plan.values() for matrix, pair in factors.items()}
-        for matrix, number, row in (place for places in adapter.places.values() for place in places):
+        for matrix, number, row in (row for rows in adapter.rows.values() for row in rows):
             group = cast("LoraGroup", adapter.group(number))
             group.down[row].copy_(values[matrix][0])
             group.up[row].copy_(values[matrix][1])

@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from vitrail.kernels.packing import pack
 from vitrail.kernels.ragged_attention import ragged_attention
-from vitrail.model.adaptive.config import Adavit
-from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.config import TrunkConfig
+from vitrail.model.config import Adavit, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.parts.block import Block, added
-from vitrail.model.parts.residual import TokenBatchNorm
-from vitrail.model.parts.tokens import Probe, Tokens, Trace
+from vitrail.model.parts.block import Block, TokenBatchNorm, added
+from vitrail.model.parts.tokens import AdaptivePolicy, Passage, Probe, Tokens, Trace, show_kept
 
 KEPT_AT_START = 3.0  # initial logit: 95 of 100 are kept in training, all at test time
 
@@ -155,8 +152,8 @@ class _Gated(Passage):
             show_kept(probe, i, tokens)
             return block(tokens, probe)
         kept = gates.tokens.detach()
-        count, on = kept.sum(1).float(), gates.branches.detach().float()
-        self.used(block, count, count, gates.heads.detach().sum(1).float(), on[:, 0], on[:, 1])
+        count = kept.sum(1).float()
+        self.used(block, count, count, gates.heads.detach().sum(1).float(), gates.branches.detach().float())
         patches = tokens.counts() - tokens.prefix
         self._share(gates.tokens[:, tokens.prefix :].sum(1) / patches, gates.heads.mean(1), gates.branches.mean(1))
         show_kept(probe, i, replace(tokens, mask=kept > 0))
@@ -165,9 +162,7 @@ class _Gated(Passage):
         return tokens.but(self._dense(block, i, tokens, gates, probe))
 
     def end(self, tokens: Tokens) -> Tokens:
-        for name, each in self.shares.items():
-            if each:
-                self.losses[name] = torch.stack(each).mean(0)
+        self.losses |= {name: torch.stack(shares).mean(0) for name, shares in self.shares.items() if shares}
         return super().end(tokens)
 
     def _share(self, patches: Tensor, heads: Tensor, branches: Tensor) -> None:
@@ -175,8 +170,8 @@ class _Gated(Passage):
             self.shares[name].append(value)
 
     def _packs(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> bool:
-        looked_at = probe is not None and probe.concerns(*(f"{w}.{i}" for w in (*block.attn.shows, "keep")))
-        if looked_at or torch.is_grad_enabled() or block.training or torch.compiler.is_compiling():
+        probed = probe is not None and probe.concerns(*(f"{kind}.{i}" for kind in (*block.attn.shows, "keep")))
+        if probed or torch.is_grad_enabled() or block.training or torch.compiler.is_compiling():
             return False
         x, form = tokens.sequence, self.policy.config.form
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -184,7 +179,7 @@ class _Gated(Passage):
         return form == "packed" or (form == "auto" and x.is_cuda)
 
     def _dense(self, block: Block, i: int, tokens: Tokens, gates: Gates, probe: Probe | None) -> Tensor:
-        x, keep = tokens.sequence, (None, None) if probe is None else probe.keep(i) or (None, None)
+        x, keep = tokens.sequence, (None, None) if probe is None else probe.keep(i)
         mixed = _mixed(block, i, tokens, gates, probe)
         branch = block.drop_path(block.ls1(mixed), keep[0])
         x = added(x, branch * (gates.tokens * gates.branches[:, :1])[..., None].to(branch.dtype))

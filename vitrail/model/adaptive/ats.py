@@ -30,11 +30,10 @@ from vitrail.kernels.sampling import (
     top_sample,
     uniform_sample,
 )
-from vitrail.model.adaptive.config import Ats
-from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
+from vitrail.model.config import Ats, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.block import Block
-from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import AdaptivePolicy, Passage, Probe, Tokens, show_kept
 
 DRAW = {"inverse": inverse_sample, "nearest": nearest_sample, "random": random_sample}
 
@@ -45,7 +44,7 @@ class AtsPolicy(AdaptivePolicy):
     Raises `ValueError` where the trunk has no class token, other mixers than softmax, or too few blocks.
     """
 
-    def __init__(self, config: Ats, blocks: Sequence[Block], prefix: int) -> None:
+    def __init__(self, config: Ats, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> None:
         super().__init__()
         depth = len(blocks)
         self.config = config
@@ -63,14 +62,11 @@ class AtsPolicy(AdaptivePolicy):
                 raise ValueError("ats samples from softmax attention; the mixer must be softmax")
             if blocks[i].local_mp is not None:
                 raise ValueError("ats leaves holes in the grid, which local patch interaction cannot read")
-        for name in ("cap", "capacity"):
-            if len(getattr(config, name)) not in ((1, len(self.at)) if name == "cap" else (0, len(self.at))):
-                raise ValueError(f"adaptive.{name}: {len(getattr(config, name))} values for {len(self.at)} layers")
-        if config.sampling == "uniform" and (config.score, config.order, config.value_norm) != (
-            "class",
-            "raster",
-            True,
-        ):
+        for name, values, other in (("cap", config.cap, 1), ("capacity", config.capacity, 0)):
+            if len(values) not in (other, len(self.at)):
+                raise ValueError(f"adaptive.{name}: {len(values)} values for {len(self.at)} layers")
+        scored = (config.score, config.order, config.value_norm) != ("class", "raster", True)
+        if config.sampling == "uniform" and scored:
             raise ValueError("sampling uniform looks at no scores: leave adaptive.score, order and value_norm out")
         self.set_cap(config.cap)
         self.capacity = config.capacity
@@ -137,8 +133,8 @@ class _Sampling(Passage):
         config = self.config
         plain = (config.order, config.score, config.keep_class) == ("raster", "class", True)
         usual = plain and config.sampling in ("inverse", "uniform")
-        looked_at = probe is not None and probe.concerns(*(f"{what}.{i}" for what in (*block.attn.shows, "tokens")))
-        able = usual and not looked_at and not (block.training and _mixer(block).attention_drop)
+        probed = probe is not None and probe.concerns(*(f"{kind}.{i}" for kind in (*block.attn.shows, "tokens")))
+        able = usual and not probed and not (block.training and _mixer(block).attention_drop)
         if config.form == "packed" and not usual:
             raise ValueError(
                 "packed sampling is by the class token's row, inverse and in raster order, or uniform; use form padded"
@@ -179,10 +175,8 @@ class _Sampling(Passage):
         mask = keep.gather(1, places)
         left = replace(tokens, mask=mask, index=_original(tokens).gather(1, places[:, prefix:] - prefix))
         queries = q.gather(2, places[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
-        attention = None
-        if probe is not None:
-            attention = probe.map(f"attention.{i}", lambda: mixer.attention(queries, k, tokens))
-        shares = (None, None) if probe is None else probe.keep(i) or (None, None)
+        attention = None if probe is None else probe.map(f"attention.{i}", lambda: mixer.attention(queries, k, tokens))
+        shares = (None, None) if probe is None else probe.keep(i)
         before = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         after = block.after_mixing(before, mixer.mix((queries, k, v), tokens, attention), shares[0])
         after = block.after_channels(after, shares[1])
@@ -208,13 +202,12 @@ class _Sampling(Passage):
                 keep = top_sample(scores, points, real)
             else:
                 keep = DRAW[config.sampling](scores, points, real, config.order)
-        _refuse_bad(scores, tokens)
+        _reject_bad(scores)
         return keep if first == 0 else torch.cat([keep.new_ones(len(keep), prefix), keep], 1)
 
     def _places(self, i: int, keep: Tensor, tokens: Tokens) -> Tensor:
         """Where the tokens that go on are, in their order; then some that do not, for images that keep fewer."""
-        prefix = tokens.prefix
-        patches = keep[:, prefix:]
+        prefix, patches = tokens.prefix, keep[:, tokens.prefix :]
         room = self.policy.room(i, patches.shape[1])
         if patches.device.type == "cpu" and not torch.compiler.is_compiling():
             room = max(1, int(patches.sum(1).max()))  # elsewhere asking would wait for the device
@@ -251,12 +244,11 @@ def _as_rows(tokens: Tokens) -> Tokens:
     return replace(tokens, sequence=rows, mask=None, index=index, offsets=offsets, most=count)
 
 
-def _refuse_bad(scores: Tensor, tokens: Tokens) -> None:
+def _reject_bad(scores: Tensor) -> None:
     """Where asking costs nothing, an image of NaNs is an error; elsewhere only its own logits are NaN."""
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
-    bad = (~scores.isfinite().all(1)).nonzero().flatten().tolist()
-    if bad:
+    if bad := (~scores.isfinite().all(1)).nonzero().flatten().tolist():
         raise ValueError(
             f"images {bad[:5]} of a batch of {len(scores)} hold NaN, or the model's weights do; check both"
         )
@@ -271,7 +263,5 @@ def _unevenness(row: Tensor, prefix: int, mask: Tensor | None) -> Tensor:
     """
     row = row.float()
     count = float(row.shape[-1]) if mask is None else mask.sum(1, dtype=torch.float32)[:, None, None]
-    off = (row - 1 / count).square()[..., prefix:]
-    if mask is not None:
-        off = off * mask[:, None, prefix:]
-    return off.sum((1, 2))
+    distance = (row - 1 / count).square()[..., prefix:]
+    return (distance if mask is None else distance * mask[:, None, prefix:]).sum((1, 2))

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.kernels.packing import compact, owners
-from vitrail.model.adaptive.config import Avit
-from vitrail.model.adaptive.policy import AdaptivePolicy, Passage, show_kept
-from vitrail.model.mixers.sima import SimaMixer
+from vitrail.model.config import Avit, TrunkConfig
+from vitrail.model.mixers.linear_attention import SimaMixer
 from vitrail.model.mixers.softmax import SoftmaxMixer
-from vitrail.model.parts.block import Block
-from vitrail.model.parts.residual import TokenBatchNorm
-from vitrail.model.parts.tokens import Probe, Tokens, Trace
+from vitrail.model.parts.block import Block, TokenBatchNorm
+from vitrail.model.parts.tokens import AdaptivePolicy, Passage, Probe, Tokens, Trace, show_kept
 
 EARLY = 0.98  # of all halting, that the prior wants before its centre
 LEAST, MOST = 0.01, 0.99  # within which halting scores are compared with the prior
@@ -34,7 +32,7 @@ class AvitPolicy(AdaptivePolicy):
     interaction, parallel branches, BatchNorm.
     """
 
-    def __init__(self, config: Avit, blocks: Sequence[Block], prefix: int) -> None:
+    def __init__(self, config: Avit, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> None:
         super().__init__()
         self.config, self.depth = config, len(blocks)
         for block in blocks:

@@ -69,12 +69,7 @@ def trace_macs(
 
 
 def macs_of_mean(
-    model: Classifier,
-    trace: Trace,
-    *,
-    image_size: int | None = None,
-    scores: Scores = "all",
-    norms: bool = False,
+    model: Classifier, trace: Trace, *, image_size: int | None = None, scores: Scores = "all", norms: bool = False
 ) -> float:
     """Multiply-accumulates of an image that has the mean counts of the batch in every block, as published tables have.
 
@@ -132,9 +127,9 @@ class _Nothing(nn.Module):
 
 def _shallow(module: M) -> M:
     """The same module with a list of parts of its own, so that parts can be exchanged; weights are shared."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    return made
+    shallow = copy.copy(module)
+    shallow._modules = dict(module._modules)
+    return shallow
 
 
 STEPS = 12  # halvings of the share, or of the number of points: finer than one sampling point of 197
@@ -258,16 +253,16 @@ def _search(model: Classifier, policy: AtsPolicy, wanted: float, batches: list[T
             f"gmacs: {wanted:g} is out of reach; sampling points give {least:.4g} to {most:.4g} on these images (a "
             f"share is at least {policy.config.least} points a layer: for less, use tokens=, or a smaller `least`)"
         )
-    found = most
+    mean = most
     for _ in range(STEPS):
-        if abs(found - wanted) <= CLOSE * wanted:
+        if abs(mean - wanted) <= CLOSE * wanted:
             break
         # Costs level off: numbers of points are halved on a logarithmic scale.
         middle = (low + high) / 2 if high <= 1 else float(round(math.sqrt(low * high)))
-        found = at(middle)
-        low, high = (middle, high) if found < wanted else (low, middle)
+        mean = at(middle)
+        low, high = (middle, high) if mean < wanted else (low, middle)
     _remember(model, policy)
-    return found
+    return mean
 
 
 def _patches(model: Classifier) -> int:

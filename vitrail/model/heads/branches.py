@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import Branches
 from vitrail.model.heads.head import Head
-from vitrail.model.parts.block import STARTS, Block, ParallelBlock
-from vitrail.model.parts.residual import drop_path_rates, make_norm
+from vitrail.model.parts.block import STARTS, Block, ParallelBlock, drop_path_rates, make_norm
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.cifar_resnet import STAGE_WIDTHS, CifarResNetTrunk
 from vitrail.model.trunks.vit import Trunk
@@ -97,10 +97,7 @@ class BranchesHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in self.fc:
-            assert isinstance(layer, nn.Linear)
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        small_normal(*self.fc)
 
     def weights(self, tokens: Tokens) -> Tensor:
         """How much each branch counts, [batch, branches]; rows sum to 1."""

@@ -12,8 +12,8 @@ from vitrail.kernels.sima_attention import normalised, product
 from vitrail.model.config import TrunkConfig
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassMlp
 from vitrail.model.heads.head import Head, LinearHead
-from vitrail.model.parts.block import Mlp
-from vitrail.model.parts.residual import LayerScale, make_norm
+from vitrail.model.parts.block import LayerScale, Mlp, make_norm
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 
 
@@ -34,10 +34,7 @@ class ClassAttentionMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.q, self.k, self.v, self.proj):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+        small_normal(self.q, self.k, self.v, self.proj)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -70,15 +67,12 @@ class ClassSimaMixer(ClassAttentionMixer):
     """
 
     def forward(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
-        if mask is not None:
-            mask = ~mask[:, None, :, None]
         q, k, v = (self._split(layer(z)) for layer in (self.q, self.k, self.v))
         if mask is not None:
-            q, k = q.masked_fill(mask, 0.0), k.masked_fill(mask, 0.0)
+            q, k = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q, k))
         first = 0 if self.token_in_keys else queries
-        out = product(
-            normalised(q, "l1")[:, :, :queries], normalised(k[:, :, first:], "l1"), v[:, :, first:], "qk_first"
-        )
+        q, k = normalised(q, "l1")[:, :, :queries], normalised(k[:, :, first:], "l1")
+        out = product(q, k, v[:, :, first:], "qk_first")
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
@@ -91,8 +85,7 @@ class ClassMlpMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.tokens.weight, std=0.02)
-        nn.init.zeros_(self.tokens.bias)
+        small_normal(self.tokens)
 
     def forward(self, z: Tensor, mask: Tensor | None, queries: int = 1) -> Tensor:
         if z.shape[1] != self.tokens.in_features or mask is not None:
@@ -194,20 +187,12 @@ class ClassAttentionHead(ClassDecoderHead):
     @classmethod
     def build(cls, config: ClassAttention, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
         heads = config.heads or (trunk.heads if trunk is not None else max(1, width // 64))
-        start = config.layerscale if config.layerscale is not None else trunk.layerscale if trunk is not None else None
+        start = trunk.layerscale if config.layerscale is None and trunk is not None else config.layerscale
+        act = "gelu" if trunk is None else trunk.activation
         block = XcitClassBlock if config.style == "xcit" else ClassBlock
         mixer = ClassSimaMixer if config.attention == "sima" else ClassAttentionMixer
-        blocks = [
-            block(
-                mixer(width, heads, config.token_in_keys),
-                width,
-                config.mlp_ratio,
-                "layernorm",
-                start if config.scaled else None,
-                "gelu" if trunk is None else trunk.activation,
-            )
-            for _ in range(config.layers)
-        ]
+        options = (width, config.mlp_ratio, "layernorm", start if config.scaled else None, act)
+        blocks = [block(mixer(width, heads, config.token_in_keys), *options) for _ in range(config.layers)]
         return cls(blocks, width, classes, "layernorm")
 
 
@@ -220,11 +205,8 @@ class ClassMlpHead(ClassDecoderHead):
             raise ValueError(
                 "class_mlp reads a fixed number of patches, which this trunk does not fix; use class_attention"
             )
-        count = (trunk.image_size // trunk.patch) ** 2 + 1
-        blocks = [
-            ClassBlock(ClassMlpMixer(count), width, config.mlp_ratio, trunk.norm, trunk.layerscale)
-            for _ in range(config.layers)
-        ]
+        count, options = (trunk.image_size // trunk.patch) ** 2 + 1, (config.mlp_ratio, trunk.norm, trunk.layerscale)
+        blocks = [ClassBlock(ClassMlpMixer(count), width, *options) for _ in range(config.layers)]
         return cls(blocks, width, classes, trunk.norm)
 
 

@@ -216,8 +216,3 @@ class NextToken(HeadOptions):
     """Most tokens of a completion that is written."""
     judged: Whole | None = None
     """Prompts that are completed for BLEU, the first of the split (none: all; 0: no BLEU)."""
-
-
-def writes_texts(model: object) -> bool:
-    """Whether a model is a language model: it continues texts and knows no classes."""
-    return isinstance(getattr(getattr(model, "head", None), "config", None), NextToken)

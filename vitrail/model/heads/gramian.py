@@ -28,7 +28,8 @@ from vitrail.kernels.covariance import gram_vector, without_autocast
 from vitrail.model.heads.config import Gramian
 from vitrail.model.heads.head import Head
 from vitrail.model.heads.pooled import MeanHead
-from vitrail.model.parts.residual import LayerScale
+from vitrail.model.parts.block import LayerScale
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 
 NORM_EPS = 1e-6
@@ -51,8 +52,7 @@ class GramianHead(Head):
         super().__init__()
         _check(config, width)
         heads, gram = config.heads, config.gram_width
-        self.config = config
-        self.heads, self.width, self.classes = heads, width, classes
+        self.config, self.heads, self.width, self.classes = config, heads, width, classes
         self.classifiers = heads + config.auxiliary
         self.features = heads * width
         vector = gram * (gram + 1) // 2
@@ -139,25 +139,23 @@ class GramianHead(Head):
         """
         if len(set(indices)) != len(indices) or not all(0 <= i < self.heads for i in indices):
             raise ValueError(f"heads to keep must be different numbers from 0 to {self.heads - 1}, not {list(indices)}")
-        where = self.fc.weight
         if not indices:
-            left = MeanHead(self.width, self.classes).to(device=where.device, dtype=where.dtype)
+            pooled = MeanHead(self.width, self.classes).to(self.fc.weight)
             if self.auxiliary is None:
                 warnings.warn(
                     "no head is kept and no auxiliary classifier was trained; train the new one", stacklevel=2
                 )
             else:
-                left.load_state_dict(self.auxiliary.state_dict())
-            return left.train(self.training)
+                pooled.load_state_dict(self.auxiliary.state_dict())
+            return pooled.train(self.training)
         with torch.device("meta"):
             smaller = GramianHead(replace(self.config, heads=len(indices), auxiliary=False), self.width, self.classes)
-        wanted, own = smaller.state_dict(), self.state_dict()
-        place = torch.tensor(indices, device=where.device)
+        wanted, chosen = smaller.state_dict(), list(indices)
         # Every tensor is [heads * anything, ...]; counters of batches are the exception.
         cut = {
-            n: t.unflatten(0, (self.heads, -1))[place].flatten(0, 1) if t.ndim else t.clone()
-            for n, t in own.items()
-            if n in wanted
+            name: tensor.unflatten(0, (self.heads, -1))[chosen].flatten(0, 1) if tensor.ndim else tensor.clone()
+            for name, tensor in self.state_dict().items()
+            if name in wanted
         }
         smaller.load_state_dict(cut, assign=True)
         for name, parameter in self.named_parameters():
@@ -262,9 +260,7 @@ class GramLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.conv.weight, std=0.02)
-        if self.conv.bias is not None:
-            nn.init.zeros_(self.conv.bias)
+        small_normal(self.conv)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         spread = self.conv(x.mT.unflatten(-1, grid)).flatten(2).mT
@@ -287,9 +283,9 @@ class GramianAttention(nn.Module):
         self.many = heads * attention_heads
         self.scale = (inner // attention_heads) ** -0.5
         self.norm = HeadwiseNorm(heads, width)
-        self.query = GroupedLinear(heads * width, heads * inner, heads, bias=False)
-        self.key = GroupedLinear(heads * width, heads * inner, heads, bias=False)
-        self.value = GroupedLinear(heads * width, heads * inner, heads, bias=False)
+        self.query, self.key, self.value = (
+            GroupedLinear(heads * width, heads * inner, heads, bias=False) for _ in range(3)
+        )
         self.proj = GroupedLinear(heads * inner, heads * width, heads)
 
     def forward(self, token: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 from vitrail.registry import part
 
 if TYPE_CHECKING:
     from vitrail.model.config import TrunkConfig
     from vitrail.model.heads.config import HeadConfig
+
+
+def writes_texts(model: nn.Module) -> bool:
+    """Whether a model is a language model: it continues texts and knows no classes."""
+    return bool(getattr(getattr(model, "head", None), "writes_texts", False))
 
 
 def build_head(config: HeadConfig, width: int, classes: int, trunk: TrunkConfig | None = None) -> Head:
@@ -37,6 +43,7 @@ class Head(nn.Module):
     own_norm: bool = False
     takes_packed: bool = False
     begins_anew: bool = True
+    writes_texts: bool = False  # a language model's
     loss_scale: float = 1.0
     classifiers: int = 1
     features: int
@@ -102,18 +109,10 @@ class LinearHead(Head):
     """
 
     def __init__(
-        self,
-        width: int,
-        classes: int,
-        drop: float = 0.0,
-        copies: int = 1,
-        hidden: int | None = None,
-        *,
-        mlp: bool = False,
+        self, width: int, classes: int, drop: float = 0.0, copies: int = 1, hidden: int | None = None, mlp: bool = False
     ) -> None:
         super().__init__()
-        self.features = width
-        self.classifiers = copies
+        self.features, self.classifiers = width, copies
         self.drop = nn.Dropout(drop)
         self.wide = nn.Identity() if hidden is None else nn.Linear(width, hidden)
         between = mlp and hidden is not None
@@ -122,10 +121,7 @@ class LinearHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.wide, self.fc):
-            if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        small_normal(self.wide, self.fc)
 
     @property
     def first(self) -> nn.Linear:

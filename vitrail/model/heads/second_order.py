@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,8 @@ from vitrail.kernels.covariance import (
     upper_triangle,
 )
 from vitrail.model.heads.config import SecondOrder
-from vitrail.model.heads.head import Head
+from vitrail.model.heads.head import Head, mean_of_probabilities
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Tokens
 
 WITH_CLASS_TOKEN = ("sum", "concat", "late", "class_only")
@@ -50,7 +53,7 @@ class SecondOrderHead(Head):
         self.config = config
         self.prefix = 1 if config.class_token == "first" else 0
         self.classifiers = 2 if fusion == "late" else 1
-        self.pool = None if fusion == "class_only" else build_pooling(config, width)
+        self.pool = None if fusion == "class_only" else POOLINGS[config.pooling](config, width)
         pooled = 0 if self.pool is None else self.pool.features
         self.features = pooled + (width if fusion in WITH_CLASS_TOKEN else 0)
         self.drop = nn.Dropout(config.drop)
@@ -60,10 +63,7 @@ class SecondOrderHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.fc, self.fc_words):
-            if layer is not None:
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        small_normal(self.fc, self.fc_words)
 
     def embed(self, tokens: Tokens) -> Tensor:
         """The vectors that are classified, class token first, `[batch, features]`."""
@@ -71,12 +71,12 @@ class SecondOrderHead(Head):
 
     def forward(self, tokens: Tokens) -> Tensor:
         token, words = self._vectors(tokens)
-        if words is not None:
-            words = self.drop(words)
+        words = None if words is None else self.drop(words)
+        pairs = [(self.fc, token), (self.fc_words, words)]
         if self.config.fusion == "concat":
-            return _classify(self.fc, torch.cat([v for v in (token, words) if v is not None], dim=1))[:, None]
-        pairs = ((self.fc, token), (self.fc_words, words))
-        stack = torch.stack([_classify(fc, v) for fc, v in pairs if fc is not None and v is not None], dim=1)
+            pairs = [(self.fc, torch.cat([v for v in (token, words) if v is not None], dim=1))]
+        # Pooled vectors are float32 also in a half-precision model.
+        stack = torch.stack([fc(v.to(fc.weight.dtype)) for fc, v in pairs if fc is not None and v is not None], dim=1)
         return stack.sum(1, keepdim=True) if self.config.fusion == "sum" else stack
 
     def biases(self) -> list[list[Tensor]]:
@@ -89,7 +89,7 @@ class SecondOrderHead(Head):
             return stack[:, 0]
         if self.config.late_rule == "logits":
             return stack.sum(1)
-        return stack.float().log_softmax(-1).logsumexp(1) - math.log(stack.shape[1])
+        return mean_of_probabilities(stack)
 
     def _vectors(self, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
         """The class token [batch, width] and the pooled patch tokens [batch, features], where the fusion uses them."""
@@ -135,15 +135,10 @@ class SecondOrderHead(Head):
         return token if fusion in WITH_CLASS_TOKEN else None, words, real
 
 
-def _classify(fc: nn.Linear | None, vector: Tensor) -> Tensor:
-    assert fc is not None
-    return fc(vector.to(fc.weight.dtype))  # pooled vectors are float32 also in a half-precision model
-
-
 class MeanPooling(nn.Module):
     """The mean of the patch tokens (GAP)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, config: SecondOrder, width: int) -> None:
         super().__init__()
         self.features = width
 
@@ -168,8 +163,7 @@ class CovariancePooling(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.project.weight, std=0.02)
-        nn.init.zeros_(self.project.bias)
+        small_normal(self.project)
 
     def forward(self, words: Tensor, mask: Tensor | None) -> Tensor:
         x = self.project(words).mT
@@ -187,11 +181,11 @@ class CrossCovariancePooling(nn.Module):
         self.heads, self.rows, self.columns, self.center = config.heads, config.rows, config.columns, config.center
         self.features = config.heads * config.rows * config.columns
         self.project = nn.Linear(width, config.heads * (config.rows + config.columns), bias=False)
-        self.norm = build_normalization(config)
+        self.norm = NORMALIZATIONS[config.normalization](config)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.project.weight, std=0.02)
+        small_normal(self.project)
 
     def matrices(self, words: Tensor, mask: Tensor | None = None) -> Tensor:
         """The cross-covariances before normalisation, [batch, heads, rows, columns]."""
@@ -269,28 +263,21 @@ class RowNorm(nn.LayerNorm):
         return super().forward(matrices.to(self.weight.dtype))
 
 
-def build_pooling(config: SecondOrder, width: int) -> MeanPooling | CovariancePooling | CrossCovariancePooling:
-    """The pooling of `config.pooling`: patch tokens, mask -> [batch, features]."""
-    if config.pooling == "mean":
-        return MeanPooling(width)
-    return CovariancePooling(config, width) if config.pooling == "covariance" else CrossCovariancePooling(config, width)
-
-
-def build_normalization(config: SecondOrder) -> nn.Module:
-    """The normalisation of `config.normalization`: [batch, heads, rows, columns] -> as many values per image."""
-    match config.normalization:
-        case "none":
-            return nn.Identity()
-        case "scale":
-            return ScaleNorm(config.rows)
-        case "signed_root":
-            return SignedRootNorm()
-        case "layernorm":
-            return RowNorm(config.columns)
-        case "svpn":
-            return PowerNorm(config.alpha)
-        case "svpn_fast":
-            return FastPowerNorm(config)
+POOLINGS: dict[str, Any] = {
+    "mean": MeanPooling,
+    "covariance": CovariancePooling,
+    "cross_covariance": CrossCovariancePooling,
+}
+"""By `config.pooling`: patch tokens, mask -> [batch, features]."""
+NORMALIZATIONS: dict[str, Callable[[SecondOrder], nn.Module]] = {
+    "none": lambda config: nn.Identity(),
+    "scale": lambda config: ScaleNorm(config.rows),
+    "signed_root": lambda config: SignedRootNorm(),
+    "layernorm": lambda config: RowNorm(config.columns),
+    "svpn": lambda config: PowerNorm(config.alpha),
+    "svpn_fast": FastPowerNorm,
+}
+"""By `config.normalization`: [batch, heads, rows, columns] -> as many values per image."""
 
 
 def _check(config: SecondOrder) -> None:
@@ -299,7 +286,19 @@ def _check(config: SecondOrder) -> None:
             f"the second_order head has no class token to use in fusion {config.fusion!r} with class_token 'none'; "
             "use fusion words_only, or class_token first or last"
         )
-    used = _used(config)
+    pooled = config.fusion != "class_only"
+    second, cross = pooled and config.pooling != "mean", pooled and config.pooling == "cross_covariance"
+    fast = cross and config.normalization == "svpn_fast"
+    used = {  # whether a setting has any effect given the others
+        "pooling": pooled,
+        "drop": pooled,
+        **dict.fromkeys(("heads", "rows", "columns", "center"), second),
+        "root_steps": second and not cross,
+        "normalization": cross,
+        "alpha": fast or (cross and config.normalization == "svpn"),
+        **dict.fromkeys(("singular_values", "iterations"), fast),
+        "late_rule": config.fusion == "late",
+    }
     if used["singular_values"] and config.singular_values > min(config.rows, config.columns):
         raise ValueError(
             f"the second_order head has matrices of {config.rows} x {config.columns}, which have no "
@@ -313,21 +312,3 @@ def _check(config: SecondOrder) -> None:
             f"{config.normalization} does not use {', '.join(ignored)}",
             stacklevel=3,
         )
-
-
-def _used(config: SecondOrder) -> dict[str, bool]:
-    """Whether a setting has any effect given the others."""
-    pooled = config.fusion != "class_only"
-    second = pooled and config.pooling != "mean"
-    cross = pooled and config.pooling == "cross_covariance"
-    fast = cross and config.normalization == "svpn_fast"
-    return {
-        "pooling": pooled,
-        "drop": pooled,
-        **dict.fromkeys(("heads", "rows", "columns", "center"), second),
-        "root_steps": second and not cross,
-        "normalization": cross,
-        "alpha": fast or (cross and config.normalization == "svpn"),
-        **dict.fromkeys(("singular_values", "iterations"), fast),
-        "late_rule": config.fusion == "late",
-    }

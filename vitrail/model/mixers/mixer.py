@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
 from vitrail.registry import part, settings
 
@@ -66,10 +67,7 @@ class QkvMixer(Mixer):
         return cls(width, heads, **settings(config))
 
     def reset_parameters(self) -> None:
-        for layer in (self.qkv, self.proj):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+        small_normal(self.qkv, self.proj)
 
     def last_linear(self) -> nn.Module:
         return self.proj

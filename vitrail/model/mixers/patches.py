@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.mixers.mixer import Mixer
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
 from vitrail.registry import settings
 
@@ -44,8 +45,7 @@ class LinearPatchesMixer(FixedPatches):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.tokens.weight, std=0.02)
-        nn.init.zeros_(self.tokens.bias)
+        small_normal(self.tokens)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         self.check(tokens)
@@ -63,9 +63,7 @@ class PatchMlpMixer(FixedPatches):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        small_normal(self.fc1, self.fc2)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         self.check(tokens)

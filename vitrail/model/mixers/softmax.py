@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vitrail.kernels.attention import packed_attention
 from vitrail.kernels.ragged_attention import ragged_attention
 from vitrail.model.mixers.mixer import QkvMixer
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
 
 
@@ -49,7 +50,7 @@ class SoftmaxMixer(QkvMixer):
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
         plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
-        if probe is not None and not probe.concerns(*(f"{what}.{layer}" for what in self.shows)):
+        if probe is not None and not probe.concerns(*(f"{kind}.{layer}" for kind in self.shows)):
             probe = None  # nothing of this layer is requested: the fused kernel runs
         if tokens.offsets is not None:
             if probe is not None:
@@ -60,9 +61,8 @@ class SoftmaxMixer(QkvMixer):
         if probe is None and plain:
             return self.proj(packed_attention(self.packed(x)).flatten(2))
         q, k, v = self.shown(x, tokens, layer, probe)
-        if probe is None:
-            return self.mix((q, k, v), tokens)
-        return self.mix((q, k, v), tokens, probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens)))
+        wanted = None if probe is None else probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
+        return self.mix((q, k, v), tokens, wanted)
 
 
 class TalkingHeadsMixer(SoftmaxMixer):
@@ -83,10 +83,7 @@ class TalkingHeadsMixer(SoftmaxMixer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for layer in (getattr(self, "proj_l", None), getattr(self, "proj_w", None)):
-            if layer is not None:
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        small_normal(getattr(self, "proj_l", None), getattr(self, "proj_w", None))
 
     @staticmethod
     def _mix_heads(layer: nn.Linear, maps: Tensor) -> Tensor:

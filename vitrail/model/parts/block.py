@@ -1,11 +1,12 @@
-"""The block that stacks residual branches, one after the other or in parallel, with local patch interaction (XCiT).
+"""Blocks of residual branches: norms, gains and stochastic depth, MLP, local patch interaction, serial and parallel.
 
 Initial weights other than the usual normal of 0.02 are those compared in CaiT (arXiv 2103.17239).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,150 @@ from vitrail.kernels.gelu import Gelu
 from vitrail.kernels.packing import pack
 from vitrail.model.config import TrunkConfig
 from vitrail.model.mixers.mixer import Mixer, QkvMixer, build_mixer
-from vitrail.model.parts.residual import DropPath, LayerScale, ScalarGate, make_norm
+from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
+
+
+class Affine(nn.Module):
+    """A learned gain and shift per channel, without statistics (ResMLP, arXiv 2105.03404). Starts as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(width))
+        self.beta = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.alpha)
+        nn.init.zeros_(self.beta)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        return torch.addcmul(self.beta, self.alpha, x)
+
+
+class TokenBatchNorm(nn.BatchNorm1d):
+    """BatchNorm over every token of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, width]
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+def make_norm(kind: str, width: int, eps: float = 1e-6) -> nn.Module:
+    """The norm of a name of `TrunkConfig.norm`."""
+    if kind == "layernorm":
+        return nn.LayerNorm(width, eps=eps)
+    if kind == "batchnorm":
+        return TokenBatchNorm(width)
+    return Affine(width) if kind == "affine" else nn.Identity()
+
+
+class LayerScale(nn.Module):
+    """Learned per-channel gain on a residual branch (CaiT, Touvron et al. 2021, arXiv 2103.17239).
+
+    Starts at `init`, so a deep stack begins close to the identity and still has gradients in every branch
+    (a gain of exactly zero would not); or uniformly in [0, 2 init]. `learned=False` freezes it. `shift` adds a learned
+    constant: the post-operation affine map of ResMLP's equations, which its published counts do not have.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        init: float,
+        start: Literal["constant", "uniform"] = "constant",
+        learned: bool = True,
+        shift: bool = False,
+    ) -> None:
+        super().__init__()
+        self.init, self.start = init, start
+        self.gamma = nn.Parameter(torch.empty(width), requires_grad=learned)
+        self.shift = nn.Parameter(torch.empty(width)) if shift else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.start == "uniform":
+            nn.init.uniform_(self.gamma, 0.0, 2 * self.init)
+        else:
+            nn.init.constant_(self.gamma, self.init)
+        if self.shift is not None:
+            nn.init.zeros_(self.shift)
+
+    def forward(self, branch: Tensor) -> Tensor:  # [..., width]
+        return branch * self.gamma if self.shift is None else torch.addcmul(self.shift, branch, self.gamma)
+
+
+class ScalarGate(nn.Module):
+    """One learned scalar per branch: ReZero and SkipInit start it at 0, Fixup at 1 with a shift (compared in CaiT)."""
+
+    def __init__(self, init: float, shift: bool = False) -> None:
+        super().__init__()
+        self.init = init
+        self.gain = nn.Parameter(torch.empty(1))
+        self.shift = nn.Parameter(torch.empty(1)) if shift else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, self.init)
+        if self.shift is not None:
+            nn.init.zeros_(self.shift)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        return branch * self.gain if self.shift is None else branch * self.gain + self.shift
+
+
+class DropPath(nn.Module):
+    """Drops the whole branch of a sample with probability `rate` in training and rescales the rest."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor, keep: Tensor | None = None) -> Tensor:  # [batch, ...]
+        if keep is not None:  # drawn by the caller and shared: 0, or 1 / (1 - rate)
+            return branch * keep.to(branch.dtype)
+        if self.rate == 0.0 or not self.training:
+            return branch
+        # As torchvision.ops.stochastic_depth, whose import costs seconds.
+        keep = branch.new_empty(len(branch), *[1] * (branch.ndim - 1)).bernoulli_(1 - self.rate)
+        return branch * (keep / (1 - self.rate) if self.rate < 1 else keep)
+
+    def rows(self, tokens: Tokens) -> Tensor | None:
+        """One draw per image for packed tokens, as `forward` takes it: [capacity, 1]; none where all is kept."""
+        if self.rate == 0.0 or not self.training or tokens.offsets is None:
+            return None
+        keep = torch.rand(len(tokens.offsets) - 1, device=tokens.sequence.device) >= self.rate
+        row = torch.arange(len(tokens.sequence), device=keep.device)
+        image = torch.bucketize(row, tokens.offsets[1:], right=True).clamp(max=len(keep) - 1)
+        return (keep / (1 - self.rate))[image, None]
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+def layerscale_init_for_depth(depth: int) -> float:
+    """LayerScale's start by depth (CaiT, arXiv 2103.17239): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond.
+
+    >>> [layerscale_init_for_depth(d) for d in (12, 18, 24, 36)]
+    [0.1, 0.1, 1e-05, 1e-06]
+    """
+    return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+
+
+def drop_path_for_depth(depth: int) -> float:
+    """Uniform drop-path rate by depth at width 384 (CaiT, arXiv 2103.17239): max(0.1 (depth / 12 - 1), 0).
+
+    The printed formula, min(0.1 depth / 12 - 1, 0), is never positive; this one gives the rates of its own table.
+
+    >>> [round(drop_path_for_depth(d), 3) for d in (12, 24, 36, 48)]
+    [0.0, 0.1, 0.2, 0.3]
+    """
+    return max(0.1 * (depth / 12 - 1), 0.0)
+
+
+def drop_path_rates(rate: float, depth: int, rule: str) -> list[float]:
+    """The rate of every block: rising linearly to `rate`, or the same everywhere."""
+    if rule == "uniform" or depth == 1:
+        return [rate] * depth
+    return [rate * i / (depth - 1) for i in range(depth)]
 
 
 class LocalPatchInteraction(nn.Module):
@@ -62,9 +205,7 @@ class Mlp(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.fc1, self.fc2):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        small_normal(self.fc1, self.fc2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x)))
@@ -120,9 +261,7 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        keep: tuple[Tensor | None, Tensor | None] = (None, None)
-        if probe is not None:
-            keep = probe.keep(self.layer) or keep
+        keep = (None, None) if probe is None else probe.keep(self.layer)
         if tokens.offsets is not None:
             keep = (self.drop_path.rows(tokens), self.drop_path.rows(tokens))
         x = self.after_mixing(x, self._mixed(self.norm1(x), tokens, probe), keep[0])
@@ -165,6 +304,9 @@ class ParallelBranch(nn.Module):
     def operation(self) -> nn.Module:
         return self.get_submodule(self.name)
 
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        return self.drop_path(self.ls(self.operation(self.norm(x), *context)))
+
 
 class ParallelBlock(nn.Module):
     """Parallel mixing branches, then parallel channel branches (Touvron et al. 2022, arXiv 2203.09795).
@@ -179,44 +321,40 @@ class ParallelBlock(nn.Module):
         if config.local:
             raise ValueError("local patch interaction stands between two branches: parallel must be 1")
         self.layer = layer
-
-        def mixer() -> Mixer:
-            return build_mixer(config.mixer, config.width, config.heads, grid)
-
-        def mlp() -> Mlp:
-            return Mlp(config.width, int(config.width * config.mlp_ratio), config.activation)
-
-        self.attns = nn.ModuleList(ParallelBranch(config, mixer(), "attn", drop_path) for _ in range(config.parallel))
-        self.ffns = nn.ModuleList(ParallelBranch(config, mlp(), "mlp", drop_path) for _ in range(config.parallel))
+        mixers = (build_mixer(config.mixer, config.width, config.heads, grid) for _ in range(config.parallel))
+        self.attns = nn.ModuleList(ParallelBranch(config, mixer, "attn", drop_path) for mixer in mixers)
+        hidden = int(config.width * config.mlp_ratio)
+        mlps = (Mlp(config.width, hidden, config.activation) for _ in range(config.parallel))
+        self.ffns = nn.ModuleList(ParallelBranch(config, mlp, "mlp", drop_path) for mlp in mlps)
 
     @property
     def mixers(self) -> list[Mixer]:
-        found = [branch.operation for branch in self.attns if isinstance(branch, ParallelBranch)]
-        return [m for m in found if isinstance(m, Mixer)]
+        return [cast("Mixer", cast("ParallelBranch", branch).operation) for branch in self.attns]
 
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
-        mixed = []
-        for i, branch in enumerate(self.attns):
-            one = branch.attn(branch.norm(x), tokens, self.layer, probe if i == 0 else None)  # type: ignore[operator]
-            mixed.append(branch.drop_path(branch.ls(one)))  # type: ignore[operator]
+        mixed = [branch(x, tokens, self.layer, None if i else probe) for i, branch in enumerate(self.attns)]
         x = added(x, torch.stack(mixed).sum(0))
-        changed = [b.drop_path(b.ls(b.mlp(b.norm(x)))) for b in self.ffns]  # type: ignore[operator]
-        x = added(x, torch.stack(changed).sum(0))
+        x = added(x, torch.stack([branch(x) for branch in self.ffns]).sum(0))
         return tokens.but(x if probe is None else probe(f"tokens.{self.layer}", x))
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear, bool]]:
+    """First and last linear layer of every branch, and whether the first gives q, k and v."""
+    for part in module.modules():
+        if isinstance(part, QkvMixer):
+            yield part.qkv, part.proj, True
+        elif isinstance(part, Mlp):
+            yield part.fc1, part.fc2, False
 
 
 def xavier(module: nn.Module, depth: int) -> None:
     """Xavier weights in every linear layer. A deviation of 0.02 suits widths of several hundred; in a narrow model each
     layer would shrink its input several times, and learning starts slowly."""
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            for rows in part.qkv.weight.chunk(3):
-                nn.init.xavier_uniform_(rows)
-            nn.init.xavier_uniform_(part.proj.weight)
-        elif isinstance(part, Mlp):
-            nn.init.xavier_uniform_(part.fc1.weight)
-            nn.init.xavier_uniform_(part.fc2.weight)
+    for first, last, fused in _linear_layers(module):
+        for rows in first.weight.chunk(3 if fused else 1):
+            nn.init.xavier_uniform_(rows)
+        nn.init.xavier_uniform_(last.weight)
 
 
 @torch.no_grad()
@@ -225,27 +363,18 @@ def fixup(module: nn.Module, depth: int) -> None:
 
     The exponent is -1/(2m - 2) for m = 2 layers per branch. Scalar gains of 1 and shifts stand in the block.
     """
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            part.qkv.weight.mul_(depth**-0.5)
-            nn.init.zeros_(part.proj.weight)
-        elif isinstance(part, Mlp):
-            part.fc1.weight.mul_(depth**-0.5)
-            nn.init.zeros_(part.fc2.weight)
+    for first, last, _ in _linear_layers(module):
+        first.weight.mul_(depth**-0.5)
+        nn.init.zeros_(last.weight)
 
 
 @torch.no_grad()
 def t_fixup(module: nn.Module, depth: int) -> None:
     """T-Fixup: Xavier weights; values, projections and the channel branch scaled by 0.67 depth^(-1/4)."""
-    gain = 0.67 * depth**-0.25
     xavier(module, depth)
-    for part in module.modules():
-        if isinstance(part, QkvMixer):
-            part.qkv.weight.chunk(3)[2].mul_(gain)
-            part.proj.weight.mul_(gain)
-        elif isinstance(part, Mlp):
-            part.fc1.weight.mul_(gain)
-            part.fc2.weight.mul_(gain)
+    for first, last, fused in _linear_layers(module):
+        for weight in (first.weight.chunk(3)[2] if fused else first.weight, last.weight):
+            weight.mul_(0.67 * depth**-0.25)
 
 
 STARTS: dict[str, Callable[[nn.Module, int], None]] = {"xavier": xavier, "fixup": fixup, "t_fixup": t_fixup}

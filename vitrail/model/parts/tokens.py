@@ -1,17 +1,20 @@
-"""Tokens of a trunk, how intermediates are captured or replaced, and the trace of an adaptive forward pass."""
+"""Tokens of a trunk, how intermediates are captured or replaced, and the contract of adaptive policies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from vitrail.kernels.packing import unpack
 from vitrail.schema import near
+
+if TYPE_CHECKING:
+    from vitrail.model.parts.block import Block
 
 
 @dataclass
@@ -36,20 +39,6 @@ class Trace:
     blocks: tuple[BlockUse, ...] = ()
     losses: dict[str, Tensor] = field(default_factory=dict)
     overflow: Tensor | None = None
-
-
-def _register(cls: type[Any]) -> None:
-    names = [f.name for f in fields(cls)]
-    _pytree.register_pytree_node(
-        cls,
-        lambda value: ([getattr(value, n) for n in names], None),
-        lambda leaves, _: cls(*leaves),
-        serialized_type_name=f"vitrail.{cls.__name__}",
-    )
-
-
-_register(BlockUse)
-_register(Trace)
 
 
 @dataclass
@@ -110,26 +99,29 @@ class Tokens:
         dense = self.padded()
         batch, patches = len(dense.sequence), self.grid[0] * self.grid[1]
         if dense.index is None:
-            found = torch.ones(batch, patches, device=dense.sequence.device)
-            return found if dense.mask is None else dense.mask[:, dense.prefix :].to(found)
-        real = torch.ones_like(dense.index, dtype=torch.float32)
-        if dense.mask is not None:
-            real = dense.mask[:, dense.prefix :].to(torch.float32)
+            everything = torch.ones(batch, patches, device=dense.sequence.device)
+            return everything if dense.mask is None else dense.mask[:, dense.prefix :].to(everything)
+        real = torch.ones_like(dense.index) if dense.mask is None else dense.mask[:, dense.prefix :]
+        real = real.to(torch.float32)
         return torch.zeros(batch, patches, device=real.device).scatter_reduce(1, dense.index, real, "amax")
 
 
-def _flatten(tokens: Tokens) -> tuple[list[Any], Any]:
-    leaves = [tokens.sequence, tokens.mask, tokens.index, tokens.offsets, tokens.trace]
-    return leaves, (tokens.prefix, tokens.grid, tokens.most)
+def _register(cls: type[Any], *layout: str) -> None:
+    """Make a dataclass a pytree whose leaves are its fields, but for those of `layout`."""
+    names = [f.name for f in fields(cls) if f.name not in layout]
+    _pytree.register_pytree_node(
+        cls,
+        lambda value: ([getattr(value, n) for n in names], tuple(getattr(value, n) for n in layout)),
+        lambda leaves, constants: cls(
+            **dict(zip(names, leaves, strict=True)), **dict(zip(layout, constants, strict=True))
+        ),
+        serialized_type_name=f"vitrail.{cls.__name__}",
+    )
 
 
-def _unflatten(leaves: Any, layout: Any) -> Tokens:
-    sequence, mask, index, offsets, trace = leaves
-    return Tokens(sequence, layout[0], layout[1], mask, index, offsets, layout[2], trace)
-
-
-_pytree.register_pytree_node(Tokens, _flatten, _unflatten, serialized_type_name="vitrail.Tokens")
-
+_register(BlockUse)
+_register(Trace)
+_register(Tokens, "prefix", "grid", "most")
 
 Given = Tensor | Callable[[Tensor], Tensor]
 """What takes the place of a computed value: a tensor, or a function of that value (some heads of it)."""
@@ -149,7 +141,7 @@ class Probe:
         for name in (*want, *given):
             kept = name in given and name not in want and name.startswith("keep.") and name[5:] in layers
             if name not in known and not kept:
-                kinds = ", ".join(sorted({one.partition(".")[0] for one in known}))
+                kinds = ", ".join(sorted({full.partition(".")[0] for full in known}))
                 raise ValueError(f"no intermediate {name!r}{near(name, known)}; there are {kinds}; layers count from 0")
         self.want, self.given = frozenset(want), dict(given)
         self.captured: dict[str, Tensor] = {}
@@ -169,24 +161,69 @@ class Probe:
 
     def map(self, name: str, compute: Callable[[], Tensor]) -> Tensor | None:
         """An attention map where it is wanted or given, else None (the fused kernel runs)."""
-        if name in self.given:
-            given = self.given[name]
-            value = given if isinstance(given, Tensor) else given(compute())
-            if name in self.want:
-                self.captured[name] = value
-            return value
-        return self(name, compute()) if name in self.want else None
+        if not self.concerns(name):
+            return None
+        given = self.given.get(name)
+        value = given if isinstance(given, Tensor) else compute() if given is None else given(compute())
+        if name in self.want:
+            self.captured[name] = value
+        return value
 
-    def keep(self, layer: int) -> tuple[Tensor, Tensor] | None:
+    def keep(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What drop path multiplies the two branches of a block by, where that is given: [batch, 1, 1] each."""
         given = self.given.get(f"keep.{layer}")
-        return (given[0], given[1]) if isinstance(given, Tensor) else None
+        return (given[0], given[1]) if isinstance(given, Tensor) else (None, None)
 
 
-def reset(module: torch.nn.Module) -> None:
-    """Draw the initial weights of every part anew, inner parts first (after `to_empty` from the meta device)."""
-    for child in module.children():
-        reset(child)
-    draw = getattr(module, "reset_parameters", None)
-    if callable(draw):
-        draw()
+class AdaptivePolicy(nn.Module):
+    """Decides what of each block an image gets. Parameters, if it has any, are trained with the trunk."""
+
+    @property
+    def static(self) -> bool:
+        """Whether inference is the same device work for all images of a size, so that a CUDA graph may hold it."""
+        return False
+
+    def begin(self, tokens: Tokens) -> Passage:
+        """The way of one batch: a new object for every forward pass, so that nothing is left from the last one."""
+        raise NotImplementedError
+
+    def losses(self, trace: Trace) -> dict[str, Tensor]:
+        """Losses of the policy itself, by name and already weighted."""
+        return {}
+
+
+class Passage:
+    """One batch on its way: `run` for each block in order, then `end`, which hands over the trace."""
+
+    def __init__(self) -> None:
+        self.blocks: list[BlockUse] = []
+        self.losses: dict[str, Tensor] = {}
+        self.overflow: Tensor | None = None
+
+    def run(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> Tokens:
+        raise NotImplementedError
+
+    def end(self, tokens: Tokens) -> Tokens:
+        """Tokens for the final norm, with the trace."""
+        tokens.trace = Trace(tuple(self.blocks), self.losses, self.overflow)
+        return tokens
+
+    def used(
+        self,
+        block: Block,
+        entering: Tensor,
+        leaving: Tensor,
+        heads: Tensor | None = None,
+        branches: Tensor | None = None,
+    ) -> None:
+        """Record one block; all heads and both branches [batch, 2] were used where they are not given."""
+        ones = torch.ones_like(entering)
+        heads = ones * float(getattr(block.attn, "heads", 1)) if heads is None else heads
+        mixing, channels = (ones, ones) if branches is None else branches.unbind(1)
+        self.blocks.append(BlockUse(entering, leaving, heads, mixing, channels))
+
+
+def show_kept(probe: Probe | None, i: int, tokens: Tokens) -> None:
+    """Let a probe see which of the original patches are left after block i: `kept.i`, [batch, patches], 0 or 1."""
+    if probe is not None and f"kept.{i}" in probe.want:
+        probe(f"kept.{i}", tokens.kept())

@@ -1,4 +1,4 @@
-"""What a classifier needs of a trunk."""
+"""The contract of trunks: images to tokens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from vitrail.model.parts.tokens import Tokens
+from vitrail.model.parts.tokens import Given, Tokens
 
 
 class BaseTrunk(nn.Module):
     """Images to tokens: `encode(embed(images))`.
 
-    `width`: of the tokens. `own_head`: prefixes of parameters inside the trunk that are its own classifier's.
+    `width`: of the tokens. `layers`: depth, for layer-wise decay. `own_head`: prefixes of parameters inside the trunk
+    that are its own classifier's. `takes_prompts`: visual prompts can be put before its blocks. `opaque`: the error
+    where intermediates are asked for that it does not have.
     """
 
     width: int
-    layers: int = 0  # depth, for layer-wise decay
+    layers: int = 0
     own_head: tuple[str, ...] = ()
+    takes_prompts: bool = False
+    opaque: str = "this trunk gives no intermediates"
 
     def embed(self, images: Tensor) -> Tokens:
         """Images [batch, 3, height, width] to tokens before the first block."""
@@ -27,11 +31,13 @@ class BaseTrunk(nn.Module):
         self,
         tokens: Tokens,
         want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
+        given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
         """Final tokens, and the intermediates that `want` names; `given` replaces some; `until` stops early."""
-        raise NotImplementedError
+        if want or given or until is not None:
+            raise ValueError(self.opaque)
+        return tokens, {}
 
     @property
     def intermediates(self) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ class CifarResNetTrunk(BaseTrunk):
     """
 
     prefix = 0
+    opaque = "a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)"
 
     def __init__(self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None) -> None:
         super().__init__()
@@ -70,17 +71,6 @@ class CifarResNetTrunk(BaseTrunk):
         """The final feature map; it is not cut into stem and blocks."""
         last = self.feature_maps(images)[-1]
         return Tokens(last.flatten(2).transpose(1, 2), 0, (int(last.shape[2]), int(last.shape[3])))
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError("a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)")
-        return tokens, {}
 
     def forward(self, images: Tensor) -> Tokens:
         return self.embed(images)
@@ -127,10 +117,8 @@ class Plain(Residual):
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: Shortcut) -> None:
         super().__init__(inputs, width, stride, shortcut)
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def branch(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -143,12 +131,10 @@ class Bottleneck(Residual):
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: Shortcut) -> None:
         super().__init__(inputs, width, stride, shortcut)
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * EXPANSION, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * EXPANSION)
+        outputs = width * EXPANSION
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
 
     def branch(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))

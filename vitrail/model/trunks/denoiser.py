@@ -13,7 +13,6 @@ t, between 0 (the image) and 1 (next to pure noise), the input is z = signal(t) 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -50,10 +49,9 @@ class NoiseSchedule:
         # Made where it is used, by a few small kernels: a table on the host would have to be copied.
         betas = torch.linspace(first**0.5, last**0.5, steps, dtype=torch.float64, device=time.device).square()
         kept = torch.log1p(-betas).cumsum(0)
-        place = (time.to(torch.float64) * steps).clamp(0, steps - 1)
-        below = place.floor().clamp(max=steps - 2)
-        low = below.to(torch.int64)
-        log = kept[low] + (kept[low + 1] - kept[low]) * (place - below)
+        step = (time.to(torch.float64) * steps).clamp(0, steps - 1)
+        low = step.floor().clamp(max=steps - 2).to(torch.int64)
+        log = kept[low] + (kept[low + 1] - kept[low]) * (step - low)
         return (log / 2).exp().to(kind), (-torch.expm1(log)).sqrt().to(kind)
 
     def noised(self, images: Tensor, noise: Tensor, time: Tensor) -> Tensor:
@@ -62,25 +60,19 @@ class NoiseSchedule:
         return signal * images + share * noise
 
     def target(self, images: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What the network is to guess."""
-        if self.prediction == "eps":
-            return noise
+        """The network's prediction target."""
         signal, share = self._per_image(time, images)
-        return signal * noise - share * images
+        return noise if self.prediction == "eps" else signal * noise - share * images
 
-    def clean(self, seen: Tensor, guessed: Tensor, time: Tensor) -> Tensor:
-        """The image that follows from a noised one and the network's guess."""
+    def clean(self, seen: Tensor, predicted: Tensor, time: Tensor) -> Tensor:
+        """The image that follows from a noised one and the network's prediction."""
         signal, share = self._per_image(time, seen)
-        if self.prediction == "eps":
-            return (seen - share * guessed) / signal
-        return signal * seen - share * guessed
+        return (seen - share * predicted) / signal if self.prediction == "eps" else signal * seen - share * predicted
 
-    def noise(self, seen: Tensor, guessed: Tensor, time: Tensor) -> Tensor:
-        """The noise that follows from a noised image and the network's guess."""
-        if self.prediction == "eps":
-            return guessed
+    def noise(self, seen: Tensor, predicted: Tensor, time: Tensor) -> Tensor:
+        """The noise that follows from a noised image and the network's prediction."""
         signal, share = self._per_image(time, seen)
-        return share * seen + signal * guessed
+        return predicted if self.prediction == "eps" else share * seen + signal * predicted
 
     def signal_to_noise(self, time: Tensor) -> Tensor:
         """signal² / noise² at times of any shape."""
@@ -124,14 +116,15 @@ ROWS_AT_ONCE = 2560  # images that the network sees in one call when all classes
 
 
 class Denoiser(BaseTrunk):
-    """`network(images, time, label)` guesses noise or velocity, [batch, 3, height, width] in float32.
+    """`network(images, time, label)` predicts noise or velocity, [batch, 3, height, width] in float32.
 
     As the trunk of a `Classifier` it classifies, too: noise is added to an image, at fixed times and with fixed noise,
-    and the likeliest class is the one under which that noise is guessed best (Li and others 2023, "Your diffusion model
+    and the likeliest class is the one under which that noise is predicted best (Li et al. 2023, "Your diffusion model
     is secretly a zero-shot classifier"). That takes `classes * draws` calls per image.
     """
 
     edge_layers = ("last",)
+    opaque = "a denoiser gives no intermediates by name; it is a diffusion model, not a ViT"
 
     def __init__(self, config: DenoiserConfig, classes: int) -> None:
         super().__init__()
@@ -140,8 +133,8 @@ class Denoiser(BaseTrunk):
         self.width = classes  # of the tokens that the head sees
         widths = [config.width * m for m in config.multipliers]
         sides = [config.image_size >> level for level in range(len(widths))]
-        if config.image_size % self.shrinks:
-            low = config.image_size // self.shrinks * self.shrinks
+        if over := config.image_size % self.shrinks:
+            low = config.image_size - over
             raise ValueError(
                 f"model.image_size: {config.image_size} pixels cannot be halved {len(widths) - 1} times; use "
                 f"{low or self.shrinks} or {low + self.shrinks}"
@@ -160,22 +153,17 @@ class Denoiser(BaseTrunk):
 
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         self.down, self.shrink = nn.ModuleList(), nn.ModuleList()
-        left = [widths[0]]  # widths of what is left for the way back
-        channels = widths[0]
+        left = [widths[0]]  # widths of the skip connections
         for level, width in enumerate(widths):
             for _ in range(config.depth):
-                self.down.append(unit(channels, level))
-                channels = width
-                left.append(channels)
+                self.down.append(unit(left[-1], level))
+                left.append(width)
             if level < len(widths) - 1:
-                self.shrink.append(nn.Conv2d(channels, channels, 3, stride=2, padding=1))
-                left.append(channels)
-        self.middle = nn.ModuleList(
-            [
-                Unit(channels, channels, inner, config.drop, config.heads),
-                Unit(channels, channels, inner, config.drop, 0),
-            ]
-        )
+                self.shrink.append(nn.Conv2d(width, width, 3, stride=2, padding=1))
+                left.append(width)
+        channels = widths[-1]
+        middle = [Unit(channels, channels, inner, config.drop, heads) for heads in (config.heads, 0)]
+        self.middle = nn.ModuleList(middle)
         self.up, self.grow = nn.ModuleList(), nn.ModuleList()
         for level in reversed(range(len(widths))):
             for _ in range(config.depth + 1):
@@ -189,8 +177,7 @@ class Denoiser(BaseTrunk):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.label.weight, std=0.02)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)  # type: ignore[arg-type]
+        zeros(self.last)
 
     @property
     def shrinks(self) -> int:
@@ -226,22 +213,19 @@ class Denoiser(BaseTrunk):
         return self.last(F.silu(self.norm(x))).float()
 
     def errors(self, images: Tensor, label: Tensor, time: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean squared errors [batch] of what is guessed and of the noise that follows from it, in float32."""
+        """Mean squared errors [batch] of the prediction and of the noise that follows from it, in float32."""
         images, noise = images.float(), noise.float()
-        seen = self.schedule.noised(images, noise, time)
-        guessed = self(seen, time, label)
-        wrong = (guessed - self.schedule.target(images, noise, time)).square().mean((1, 2, 3))
+        predicted = self(self.schedule.noised(images, noise, time), time, label)
+        error = (predicted - self.schedule.target(images, noise, time)).square().mean((1, 2, 3))
         if self.schedule.prediction == "eps":
-            return wrong, wrong
-        return wrong, wrong * self.schedule.levels(time)[0].square()  # noise = share * seen + signal * guessed
-
-    # What a classifier asks of a trunk
+            return error, error
+        return error, error * self.schedule.levels(time)[0].square()  # noise = share * seen + signal * predicted
 
     def embed(self, images: Tensor) -> Tokens:
         """One token per image: for each class, minus the squared error of the noise, a mean over fixed draws."""
         batch, draws = len(images), self.config.draws
         at_once = max(1, ROWS_AT_ONCE // max(1, batch))
-        found = []
+        errors = []
         for first in range(0, self.classes, at_once):
             label = torch.arange(first, min(first + at_once, self.classes), device=images.device)
             rows = images.repeat_interleave(len(label), 0)
@@ -251,23 +235,12 @@ class Denoiser(BaseTrunk):
                 seed = torch.full((1,), draw, dtype=torch.int64, device=images.device)
                 noise = normal_noise(seed, *images.shape[1:]).expand(len(rows), -1, -1, -1)
                 total = total + self.errors(rows, label.repeat(batch), time, noise)[1]
-            found.append(total.view(batch, -1) / draws)
-        return Tokens(-torch.cat(found, 1)[:, None] * images[0].numel(), 0, (1, 1))
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError("a denoiser gives no intermediates by name; it is a diffusion model, not a ViT")
-        return tokens, {}
+            errors.append(total.view(batch, -1) / draws)
+        return Tokens(-torch.cat(errors, 1)[:, None] * images[0].numel(), 0, (1, 1))
 
 
 class DenoisingHead(Head):
-    """What the denoiser found is already a number for each class."""
+    """The denoiser's token already holds a number for each class."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -298,8 +271,7 @@ class Unit(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.conv2.weight)
-        nn.init.zeros_(self.conv2.bias)  # type: ignore[arg-type]
+        zeros(self.conv2)
 
     def forward(self, x: Tensor, given: Tensor) -> Tensor:  # [batch, inputs, rows, columns], [batch, given]
         branch = self.norm2(self.conv1(F.silu(self.norm1(x))))
@@ -309,7 +281,7 @@ class Unit(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every place looks at every other: [batch, width, rows, columns] to the same."""
+    """Every position attends to every other: [batch, width, rows, columns] to the same."""
 
     fused_layers: ClassVar[dict[str, int]] = {"qkv": 3}
 
@@ -322,8 +294,7 @@ class SelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.proj.weight)
-        nn.init.zeros_(self.proj.bias)  # type: ignore[arg-type]
+        zeros(self.proj)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, width, rows, columns = x.shape
@@ -331,6 +302,12 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.transpose(-1, -2).unbind(1)
         mixed = F.scaled_dot_product_attention(q, k, v)
         return x + self.proj(mixed.transpose(-1, -2).reshape(batch, width, rows, columns))
+
+
+def zeros(layer: nn.Module) -> None:
+    """Start all parameters of a layer at zero."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
 
 
 def norm(width: int) -> nn.GroupNorm:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import cast
 
 import torch
@@ -70,7 +71,7 @@ class Guide(nn.Module):
             )
         if isinstance(source, Trunk) and source.prompts is not None:
             raise ValueError(
-                "attention transfer: the teacher has prompts, and its attention places for them; use another"
+                "attention transfer: the teacher has prompts, and its attention rows for them; use another"
             )
         self.source = source.requires_grad_(False)
         for name in ("scale", "shift"):
@@ -91,11 +92,7 @@ class Guide(nn.Module):
         return super().train(False)
 
     def forward(
-        self,
-        images: Tensor,
-        index: Tensor | None = None,
-        keep: Mapping[str, Tensor] | None = None,
-        learn: bool = False,
+        self, images: Tensor, index: Tensor | None = None, keep: Mapping[str, Tensor] | None = None, learn: bool = False
     ) -> dict[str, Tensor]:
         """Transferred tensors for normalised images [batch, 3, height, width], for every layer and its chosen heads.
 
@@ -107,17 +104,17 @@ class Guide(nn.Module):
         with torch.no_grad():
             if isinstance(self.source, StoredTensors):
                 names = [f"{what}.{t}" for what in self.parts for _, t in config.layers]
-                found = {name: self.source(name, len(images), index) for name in names}
+                source = {name: self.source(name, len(images), index) for name in names}
             else:
-                found = self._look(images, keep or {})
+                source = self._captured(images, keep or {})
             heads = [t for _, t in config.heads]
             taken = {
-                f"{what}.{s}": found[f"{what}.{t}"] if what == "tokens" else pick(found[f"{what}.{t}"], heads)
+                f"{kind}.{s}": source[f"{kind}.{t}"] if kind == "tokens" else pick(source[f"{kind}.{t}"], heads)
                 for s, t in config.layers
-                for what in self.parts
+                for kind in self.parts
             }
             if self.shows_inputs:
-                taken |= {f"input.{s}": found[f"input.{t}"] for s, t in config.layers}
+                taken |= {f"input.{s}": source[f"input.{t}"] for s, t in config.layers}
             if config.maps and "attention" not in self.parts:
                 taken = {f"attention.{s}": make_map(taken[f"q.{s}"], taken[f"k.{s}"]) for s, _ in config.layers}
             return taken if config.aggregate == "none" else self._averaged(taken, learn)
@@ -127,9 +124,9 @@ class Guide(nn.Module):
         plain = self.config.target == "map" and not self.config.maps
         return self.inputs and plain and isinstance(self.source, Trunk)
 
-    def made_of(self, layer: int, said: Mapping[str, Tensor]) -> MadeOf | None:
+    def made_of(self, layer: int, taken: Mapping[str, Tensor]) -> MadeOf | None:
         """What q and k of one of the layers that take them are computed from; none where it was not requested."""
-        if f"input.{layer}" not in said:
+        if f"input.{layer}" not in taken:
             return None
         block = cast("Trunk", self.source).blocks[dict(self.config.layers)[layer]]
         mixer = cast("SoftmaxMixer", cast("Block", block).mixers[0])
@@ -137,9 +134,9 @@ class Guide(nn.Module):
         weight = pick(mixer.qkv.weight.detach().unflatten(0, (3, mixer.heads, -1))[:2], heads)
         bias = mixer.qkv.bias
         rows = None if bias is None else pick(bias.detach().unflatten(0, (3, mixer.heads, -1))[:2], heads)
-        return MadeOf(said[f"input.{layer}"], weight, rows)
+        return MadeOf(taken[f"input.{layer}"], weight, rows)
 
-    def _look(self, images: Tensor, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _captured(self, images: Tensor, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         trunk = cast("Trunk", self.source)
         images = images * self.scale + self.shift
         size = self.config.size
@@ -153,21 +150,19 @@ class Guide(nn.Module):
             return trunk.encode(tokens, names, _up_to(last + 1, keep), until=last + 1)[1]
         # Of the last block only q and k (or v) matter: its mixing and its channel branch are left out.
         ends = {f"{what}.{last}" for what in parts}
-        tokens, found = trunk.encode(tokens, names - ends, _up_to(last, keep), until=last)
+        tokens, captured = trunk.encode(tokens, names - ends, _up_to(last, keep), until=last)
         block = cast("Block", trunk.blocks[last])
         x = block.norm1(tokens.sequence)
-        made = cast("SoftmaxMixer", block.attn).project(x, tokens)
-        return found | {f"{what}.{last}": part for what, part in zip(("q", "k", "v", "input"), (*made, x), strict=True)}
+        q, k, v = cast("SoftmaxMixer", block.attn).project(x, tokens)
+        return captured | {f"q.{last}": q, f"k.{last}": k, f"v.{last}": v, f"input.{last}": x}
 
     def _averaged(self, maps: dict[str, Tensor], learn: bool) -> dict[str, Tensor]:
         kind = self.config.aggregate
-        if kind == "heads":
-            return {name: m.mean(1, keepdim=True).expand_as(m) for name, m in maps.items()}
-        if kind == "queries":
-            return {name: m.mean(2, keepdim=True).expand_as(m) for name, m in maps.items()}
+        if kind in ("heads", "queries"):
+            axis = 1 if kind == "heads" else 2
+            return {name: m.mean(axis, keepdim=True).expand_as(m) for name, m in maps.items()}
         if kind == "layers":
-            mean = torch.stack(list(maps.values())).mean(0)
-            return dict.fromkeys(maps, mean)
+            return dict.fromkeys(maps, torch.stack(list(maps.values())).mean(0))
         now = torch.stack([m.float().mean(0) for m in maps.values()])
         count = len(next(iter(maps.values())))
         if learn:
@@ -203,12 +198,13 @@ def pick(x: Tensor, heads: Sequence[int]) -> Tensor:
 
 def on_heads(value: Tensor, heads: Sequence[int], count: int) -> Given:
     """`value` in place of some of `count` heads: itself, or a function of what the others compute."""
-    places = {h: i for i, h in enumerate(heads)}
+    rows = {h: i for i, h in enumerate(heads)}
     if list(heads) == list(range(count)):
         return value
 
-    def merged(own: Tensor) -> Tensor:
-        return torch.stack([value[:, places[h]].to(own) if h in places else own[:, h] for h in range(count)], 1)
+    def merged(computed: Tensor) -> Tensor:
+        chosen = (value[:, rows[h]].to(computed) if h in rows else computed[:, h] for h in range(count))
+        return torch.stack(list(chosen), 1)
 
     return merged
 
@@ -234,8 +230,10 @@ class GuidedTokens(Tokens):
 class GuidedTrunk(Trunk):
     """A trunk whose attention is its guide's, in training and at inference (attention copy).
 
-    Its own names are those of a plain trunk; the guide is beside them.
+    Its names are those of a plain trunk, and `guide`.
     """
+
+    takes_prompts = False
 
     def __init__(self, config: Guided, prefix: int = 1, final_norm: bool = True, guide: Guide | None = None) -> None:
         super().__init__(config.student, prefix, final_norm)
@@ -256,17 +254,16 @@ class GuidedTrunk(Trunk):
         given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
-        said = tokens.given if isinstance(tokens, GuidedTokens) else {}
-        return super().encode(tokens, want, {**said, **(given or {})}, until)
+        of_guide = tokens.given if isinstance(tokens, GuidedTokens) else {}
+        return super().encode(tokens, want, {**of_guide, **(given or {})}, until)
 
 
 def guided(trunk: Trunk, guide: Guide) -> GuidedTrunk:
     """`trunk`, its parameters included, under a guide."""
     config = Guided(student=trunk.config, guide=guide.config)
     with torch.device("meta"):
-        made = GuidedTrunk(config, trunk.prefix, not isinstance(trunk.norm, nn.Identity), guide)
-    for name, part in (*trunk.named_children(), *trunk.named_parameters(recurse=False)):
-        setattr(made, name, part)
-    for name, value in trunk.named_buffers(recurse=False):
-        setattr(made, name, value)
-    return made.train(trunk.training)
+        student = GuidedTrunk(config, trunk.prefix, not isinstance(trunk.norm, nn.Identity), guide)
+    own = (trunk.named_children(), trunk.named_parameters(recurse=False), trunk.named_buffers(recurse=False))
+    for name, part in chain.from_iterable(own):
+        setattr(student, name, part)
+    return student.train(trunk.training)

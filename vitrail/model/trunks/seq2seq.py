@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.parts.block import Mlp
-from vitrail.model.parts.residual import Affine, LayerScale
+from vitrail.model.parts.block import Affine, LayerScale, Mlp
 
 MODEL_TYPE = "vitrail-seq2seq"
 """What stands for `model_type` in the description of an architecture; transformers does not know it."""

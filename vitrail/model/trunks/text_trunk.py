@@ -6,7 +6,7 @@ texts [batch, 3, length] as `vitrail.data.tokenizer` makes them; tokens [batch, 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ class TextTrunk(BaseTrunk):
     """
 
     prefix = 1
+    opaque = "a text model gives no intermediates; its layers are transformers' own"
 
     def __init__(self, config: TextBackbone) -> None:
         super().__init__()
@@ -38,14 +39,13 @@ class TextTrunk(BaseTrunk):
         self.backbone = build_encoder(config)
         described = cast("Any", self.backbone).config
         self.width = int(described.hidden_size)
-        self.depth = int(described.num_hidden_layers)
+        self.depth = self.layers = int(described.num_hidden_layers)
         # GPT's family has no segments, and RoBERTa's has one embedding for both sentences.
         two_sentences = int(getattr(described, "type_vocab_size", 0) or 0) > 1
         self.segments = (config.class_token != "last" and two_sentences) or getattr(described, "needs_segments", False)
-        self.layers = self.depth
 
     def tokeniser(self, stored: str) -> Tokeniser:
-        """What makes texts ready for this trunk, of the stored tokenizer."""
+        """The stored tokenizer, set up for this trunk."""
         described = cast("Any", self.backbone).config
         end = getattr(described, "eos_token_id", None)
         end = end[0] if isinstance(end, (list, tuple)) else end
@@ -59,9 +59,8 @@ class TextTrunk(BaseTrunk):
 
     def layer_of(self, name: str) -> int:
         """0 for embeddings, i + 1 for block i, then the final norm and the pooler."""
-        found = LAYER.search(name)
-        if found is not None:
-            return int(found[1]) + 1
+        if (block := LAYER.search(name)) is not None:
+            return int(block[1]) + 1
         return self.layers + 1 if name.removeprefix("backbone.").startswith(LATE) else 0
 
     def fill_buffers(self) -> None:
@@ -92,27 +91,14 @@ class TextTrunk(BaseTrunk):
             sequence = sequence.take_along_dim(order[..., None], 1)
         if self.config.pooler:
             sequence = torch.cat([out.pooler_output[:, None], sequence[:, 1:]], 1)
-        mask = (kinds == WORD) | (kinds == CLASS)
-        if self.config.sep_is_word:
-            mask = kinds != PADDING
+        mask = kinds != PADDING if self.config.sep_is_word else (kinds == WORD) | (kinds == CLASS)
         return Tokens(sequence, 1, (1, int(sequence.shape[1]) - 1), mask)
 
     def states(self, texts: Tensor) -> Any:
-        """What transformers' own model gives: `last_hidden_state` [batch, length, width], in the order of the words."""
+        """Outputs of transformers' model: `last_hidden_state` [batch, length, width], in the order of the tokens."""
         ids, segments, kinds = texts.unbind(1)
         more = {"token_type_ids": segments} if self.segments else {}
         return self.backbone(input_ids=ids, attention_mask=(kinds != PADDING).long(), return_dict=True, **more)
-
-    def encode(
-        self,
-        tokens: Tokens,
-        want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
-        until: int | None = None,
-    ) -> tuple[Tokens, dict[str, Tensor]]:
-        if want or given or until is not None:
-            raise ValueError("a text model gives no intermediates; its layers are transformers' own")
-        return tokens, {}
 
 
 def _last_first(kinds: Tensor) -> Tensor:
@@ -131,24 +117,28 @@ def transformers() -> Any:
     return package
 
 
+def transformers_config(architecture: Mapping[str, Any]) -> Any:
+    """transformers' configuration of a stored architecture."""
+    values = dict(architecture)
+    return transformers().AutoConfig.for_model(str(values.pop("model_type")), **values)
+
+
 def build_encoder(config: TextBackbone) -> nn.Module:
     """The architecture of `config`, with new weights."""
     if config.architecture["model_type"] == MODEL_TYPE:
         if config.pooler:
             raise ValueError(f"text:{config.name} has no pooler; leave model.trunk.pooler out")
         return SequenceResMlp(SequenceConfig(**config.architecture))
-    package = transformers()
-    values = dict(config.architecture)
-    described = package.AutoConfig.for_model(str(values.pop("model_type")), **values)
+    package, described = transformers(), transformers_config(config.architecture)
     if getattr(described, "is_encoder_decoder", False):
         raise ValueError(
             f"text:{config.name} ({described.model_type}) has an encoder and a decoder; use one that has either"
         )
     described.use_cache = False  # for text that is written word by word
     try:
-        made = package.AutoModel.from_config(described, add_pooling_layer=config.pooler)
+        backbone = package.AutoModel.from_config(described, add_pooling_layer=config.pooler)
     except TypeError:  # not all have one
-        made = package.AutoModel.from_config(described)
-    if config.pooler and getattr(made, "pooler", None) is None:
+        backbone = package.AutoModel.from_config(described)
+    if config.pooler and getattr(backbone, "pooler", None) is None:
         raise ValueError(f"text:{config.name} ({described.model_type}) has no pooler; leave model.trunk.pooler out")
-    return cast("nn.Module", made)
+    return cast("nn.Module", backbone)

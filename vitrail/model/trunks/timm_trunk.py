@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.config import TimmBackbone
 from vitrail.model.heads.head import Head
-from vitrail.model.parts.tokens import Probe, Tokens
+from vitrail.model.parts.tokens import Given, Probe, Tokens
 from vitrail.model.trunks.base import BaseTrunk
 from vitrail.schema import near
 
@@ -31,57 +32,20 @@ def is_plain_vit(backbone: nn.Module) -> bool:
     )
 
 
-def vit_intermediates(backbone: nn.Module) -> list[str]:
-    """Every name that `want` knows."""
-    names = []
-    for i, block in enumerate(_blocks(backbone)):
-        shown = hasattr(block, "attn") and hasattr(block.attn, "fused_attn") and hasattr(block.attn, "attn_drop")
-        names += [f"attention.{i}"] * shown + [f"tokens.{i}"]
-    return names
-
-
-def begin_vit(backbone: nn.Module, images: Tensor) -> Tensor:
-    """Images to tokens with positions, [batch, tokens, width]."""
-    vit = cast("Any", backbone)
-    return cast("Tensor", vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images)))))
-
-
-def run_vit(
-    backbone: nn.Module, x: Tensor, want: Collection[str], until: int | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The blocks and the final norm (not the norm where `until` stops before a block), and what was asked for."""
-    vit = cast("Any", backbone)
-    probe = Probe(want, {}, vit_intermediates(backbone))
-    blocks = _blocks(backbone)
-    if not want and until is None and vit.grad_checkpointing and vit.training:
-        from timm.models import checkpoint_seq
-
-        return cast("Tensor", vit.norm(checkpoint_seq(vit.blocks, x))), {}
-    for i, block in enumerate(blocks[:until]):
-        if f"attention.{i}" in probe.want:
-            with _unfused(block.attn, probe, f"attention.{i}"):
-                x = block(x)
-        else:
-            x = block(x)
-        x = probe(f"tokens.{i}", x)
-    return x if until is not None and until < len(blocks) else vit.norm(x), probe.captured
-
-
 @contextmanager
-def _unfused(attention: Any, probe: Probe, name: str) -> Iterator[None]:
-    """timm's own unfused path, whose map passes through `attn_drop`."""
-    before = attention.fused_attn
+def _captured_map(attention: Any, probe: Probe, name: str) -> Iterator[None]:
+    """Where the map is wanted: timm's own unfused path, whose map passes through `attn_drop`."""
+    if name not in probe.want:
+        yield
+        return
+    fused = attention.fused_attn
     hook = attention.attn_drop.register_forward_hook(lambda module, given, out: probe(name, out))
     attention.fused_attn = False
     try:
         yield
     finally:
-        attention.fused_attn = before
+        attention.fused_attn = fused
         hook.remove()
-
-
-def _blocks(backbone: nn.Module) -> list[Any]:
-    return list(cast("Any", backbone).blocks)
 
 
 NARROWING = 4
@@ -140,9 +104,9 @@ class StageAggregation(nn.Module):
             nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, maps: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
-        found = tuple(int(m.shape[1]) for m in maps)
-        if found != self.widths:
-            raise ValueError(f"the maps have {found} channels, the aggregation was built for {self.widths}")
+        widths = tuple(int(m.shape[1]) for m in maps)
+        if widths != self.widths:
+            raise ValueError(f"the maps have {widths} channels, the aggregation was built for {self.widths}")
         x = torch.cat([to_grid(m, grid) for m in maps], dim=1)
         inner = F.relu(self.bn1(self.conv1(x)))
         inner = F.relu(self.bn2(self.conv2(inner)))
@@ -167,15 +131,12 @@ class TimmTrunk(BaseTrunk):
 
     def __init__(self, backbone: nn.Module, config: TimmBackbone, own_head: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.config = config
+        self.backbone, self.config = backbone, config
         self.width = int(cast("Any", backbone).num_features)
         self.prefix = int(getattr(backbone, "num_prefix_tokens", 0))
-        self.own_head = own_head  # where its classifier lives, for `tune="head"`
-        self.edge_layers = own_head
-        self.fused_layers = {
-            name: 3 for name, _ in self.named_modules() if name.rpartition(".")[2] == "qkv"
-        }  # timm's name
+        self.own_head = self.edge_layers = own_head  # where its classifier lives, for `tune="head"`
+        names = [name for name, _ in self.named_modules()]
+        self.fused_layers = {name: 3 for name in names if name.rpartition(".")[2] == "qkv"}  # timm's name
         self.gather: StageAggregation | None = None
         self.taps: list[int] = []
         if config.stages:
@@ -203,7 +164,11 @@ class TimmTrunk(BaseTrunk):
     @property
     def intermediates(self) -> list[str]:
         """Every name that `want` knows: maps and tokens of a plain ViT."""
-        return vit_intermediates(self.backbone) if self.plain else []
+        names = []
+        for i, block in enumerate(cast("Any", self.backbone).blocks if self.plain else ()):
+            shown = hasattr(block, "attn") and hasattr(block.attn, "fused_attn") and hasattr(block.attn, "attn_drop")
+            names += [f"attention.{i}"] * shown + [f"tokens.{i}"]
+        return names
 
     def layer_of(self, name: str) -> int:
         return self._layer_of.get(name.removeprefix("backbone."), self.layers if name.startswith("gather.") else 0)
@@ -211,8 +176,7 @@ class TimmTrunk(BaseTrunk):
     def _stages(self, images: Tensor) -> list[Tensor]:
         """Outputs of the four stages, and of blocks inside the third, finest first."""
         if not self.taps:
-            found: list[Tensor] = cast("Any", self.backbone).forward_intermediates(images, intermediates_only=True)
-            return found[-4:]
+            return list(cast("Any", self.backbone).forward_intermediates(images, intermediates_only=True))[-4:]
         x, maps = cast("Any", self.backbone).stem(images), []
         for i, stage in enumerate(cast("Any", self.backbone).stages):
             x = stage.downsample(x)
@@ -239,8 +203,11 @@ class TimmTrunk(BaseTrunk):
             side = self.config.grid
             gathered = self.gather(self._stages(images), (side, side))
             return Tokens(gathered.flatten(2).transpose(1, 2), 0, (side, side))
-        begin = cast("Any", self.backbone).forward_features
-        features = begin_vit(self.backbone, images) if self.plain else begin(images)
+        vit = cast("Any", self.backbone)
+        if self.plain:  # tokens with positions; blocks and norm follow in `encode`
+            features = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+        else:
+            features = vit.forward_features(images)
         if not isinstance(features, Tensor):
             raise ValueError(f"timm:{self.config.name} gives several feature maps side by side and cannot be a trunk")
         if features.ndim == 4:
@@ -264,7 +231,7 @@ class TimmTrunk(BaseTrunk):
         self,
         tokens: Tokens,
         want: Collection[str] = (),
-        given: Mapping[str, Tensor] | None = None,
+        given: Mapping[str, Given] | None = None,
         until: int | None = None,
     ) -> tuple[Tokens, dict[str, Tensor]]:
         if given or ((want or until is not None) and not self.plain):
@@ -274,8 +241,16 @@ class TimmTrunk(BaseTrunk):
             )
         if not self.plain:
             return tokens, {}
-        out, captured = run_vit(self.backbone, tokens.sequence, want, until)
-        return tokens.but(out), captured
+        vit, x, probe = cast("Any", self.backbone), tokens.sequence, Probe(want, {}, self.intermediates)
+        if not want and until is None and vit.grad_checkpointing and vit.training:
+            from timm.models import checkpoint_seq
+
+            return tokens.but(vit.norm(checkpoint_seq(vit.blocks, x))), {}
+        for i, block in enumerate(list(vit.blocks)[:until]):
+            with _captured_map(getattr(block, "attn", None), probe, f"attention.{i}"):
+                x = block(x)
+            x = probe(f"tokens.{i}", x)
+        return tokens.but(x if until is not None and until < len(vit.blocks) else vit.norm(x)), probe.captured
 
 
 class OwnHead(Head):
@@ -303,19 +278,19 @@ class OwnHead(Head):
         known = any(torch.equal(parts[0].detach().cpu(), start.cpu()) for start in self._start if not start.is_meta)
         return known and parts[0].requires_grad
 
-    def _features(self, tokens: Tokens) -> Tensor:
+    def _classified(self, tokens: Tokens, pre_logits: bool) -> Tensor:
         form, x = _form(self._backbone[0]), tokens.sequence
-        if form == "tokens":
-            return x
         if form == "rows":
-            return x.reshape(len(x), *tokens.grid, -1)
-        return x.transpose(1, 2).reshape(len(x), -1, *tokens.grid)
+            x = x.reshape(len(x), *tokens.grid, -1)
+        elif form == "maps":
+            x = x.transpose(1, 2).reshape(len(x), -1, *tokens.grid)
+        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(x, pre_logits=pre_logits))
 
     def embed(self, tokens: Tokens) -> Tensor:
-        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens), pre_logits=True))
+        return self._classified(tokens, pre_logits=True)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return cast("Tensor", cast("Any", self._backbone[0]).forward_head(self._features(tokens)))[:, None]
+        return self._classified(tokens, pre_logits=False)[:, None]
 
 
 def _form(backbone: nn.Module) -> str:
@@ -327,12 +302,43 @@ def _form(backbone: nn.Module) -> str:
     return str(getattr(backbone, "form_of_features", promised))
 
 
-def known_to_timm(name: str) -> bool:
-    """Whether timm has a model of this name, the one that we add included."""
+SMALL = {
+    "input_size": (3, 32, 32),
+    "test_input_size": None,
+    "pool_size": (4, 4),
+    "crop_pct": 1.0,
+    "test_crop_pct": None,
+}
+
+
+def resnet18_32(pretrained: bool = False, **options: Any) -> nn.Module:
+    """ResNet-18 for 32-pixel images, registered with timm under this name.
+
+    timm's own begins with a 7x7 convolution of stride 2 and a pooling of stride 2, which leave one pixel of 32 at its
+    end. As usual for CIFAR, the first convolution here is 3x3 of stride 1 and the pooling is left out: 11.17 M
+    parameters with 10 classes, 0.56 GMACs, a last map of 4x4. All else, initial weights included, is timm's ResNet.
+    Raises `ValueError` where published weights are asked for: there are none.
+    """
     import timm
 
-    from vitrail.model.trunks import small_resnet  # noqa: F401, registers resnet18_32
+    if pretrained:
+        raise ValueError("resnet18_32 has no published weights; train it")
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(name, None)
+    model: Any = timm.create_model("resnet18", **options)
+    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **SMALL}
+    return model
 
+
+def known_to_timm(name: str) -> bool:
+    """Whether timm has a model of this name, `resnet18_32` included."""
+    import timm
+
+    if not timm.is_model("resnet18_32"):
+        timm.models.register_model(resnet18_32)
     return bool(timm.is_model(name))
 
 
@@ -355,32 +361,24 @@ def build_backbone(
         raise ValueError(unknown_name(config.name))
     options = dict(config.options)
     if config.narrow and config.width is not None:
-        widths = [int(info["num_chs"]) for info in _feature_info(config.name)]
-        options["dims"] = (*widths[:-1], config.width)
+        with torch.device("meta"):
+            stages: Sequence[Mapping[str, Any]] = cast("Any", timm.create_model(config.name)).feature_info
+        options["dims"] = (*(int(info["num_chs"]) for info in stages[:-1]), config.width)
     if config.image_size is not None:
         options["img_size"] = config.image_size
     try:
         with torch.device("cpu" if pretrained else device or "cpu"):
-            made: Any = timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options)
-        made.classifier_is_published = pretrained and made.pretrained_cfg.get("num_classes") == classes
-        return made, config
+            backbone: Any = timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options)
+        backbone.classifier_is_published = pretrained and backbone.pretrained_cfg.get("num_classes") == classes
+        return backbone, config
     except TypeError as error:
         if "img_size" in options and "img_size" in str(error):  # convolutional models take any size without being told
-            from dataclasses import replace
-
             return build_backbone(replace(config, image_size=None), classes, pretrained, device)
         raise ValueError(f"timm:{config.name} does not take {', '.join(options)}: {error}") from None
     except (OSError, RuntimeError) as error:
         if not pretrained:
             raise
         raise ValueError(no_weights(config.name, error)) from None
-
-
-def _feature_info(name: str) -> Sequence[Mapping[str, Any]]:
-    import timm
-
-    with torch.device("meta"):
-        return cast("Any", timm.create_model(name)).feature_info
 
 
 def no_weights(name: str, error: Exception) -> str:

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.model.adapters.methods import Prompts
-from vitrail.model.adaptive.adavit import AdavitPolicy
-from vitrail.model.adaptive.ats import AtsPolicy
-from vitrail.model.adaptive.avit import AvitPolicy
-from vitrail.model.adaptive.config import AdaptiveConfig, Adavit, Ats, Avit
-from vitrail.model.adaptive.policy import AdaptivePolicy
-from vitrail.model.config import TrunkConfig
-from vitrail.model.parts.block import STARTS, Block, ParallelBlock
-from vitrail.model.parts.positions import FourierPositions, resize_positions, sinusoid
-from vitrail.model.parts.residual import drop_path_rates, make_norm
-from vitrail.model.parts.stems import build_stem
-from vitrail.model.parts.tokens import Given, Probe, Tokens
+from vitrail.model.config import AdaptiveConfig, TrunkConfig
+from vitrail.model.parts.block import STARTS, Block, ParallelBlock, drop_path_rates, make_norm
+from vitrail.model.parts.stems import FourierPositions, build_stem, resize_positions, sinusoid
+from vitrail.model.parts.tokens import AdaptivePolicy, Given, Probe, Tokens
 from vitrail.model.trunks.base import BaseTrunk
+
+if TYPE_CHECKING:
+    from vitrail.model.adapters.methods import Prompts
+
+SMALL_GAIN = 0.01  # bf16 keeps 8 bits: what is added with a smaller gain loses most of its own
 
 
 def build_policy(config: AdaptiveConfig, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> AdaptivePolicy:
-    """Raises `ValueError` where the trunk is not one that the policy can work in."""
-    if isinstance(config, Ats):
-        return AtsPolicy(config, blocks, prefix)
-    if isinstance(config, Avit):
-        return AvitPolicy(config, blocks, prefix)
-    assert isinstance(config, Adavit)
-    return AdavitPolicy(config, trunk, blocks, prefix)
-
-
-SMALL_GAIN = 0.01  # bf16 keeps 8 bits: what is added with a smaller gain loses most of its own
+    """The policy of a configuration, by its kind. Raises `ValueError` where it cannot work in the trunk."""
+    module = import_module(f"vitrail.model.adaptive.{config.kind}")
+    policy: AdaptivePolicy = getattr(module, f"{config.kind.capitalize()}Policy")(config, trunk, blocks, prefix)
+    return policy
 
 
 class Trunk(BaseTrunk):
@@ -45,12 +37,11 @@ class Trunk(BaseTrunk):
     cannot carry class tokens.
     """
 
+    takes_prompts = True
+
     def __init__(self, config: TrunkConfig, prefix: int = 1, final_norm: bool = True) -> None:
         super().__init__()
-        self.config = config
-        self.prefix = prefix
-        self.width = config.width
-        self.layers = config.depth
+        self.config, self.prefix, self.width, self.layers = config, prefix, config.width, config.depth
         self.patch_embed = build_stem(config.stem, config.patch, config.width, config.activation)
         self.grid = self.patch_embed.grid(config.image_size, config.image_size)
         if config.class_token_at > config.depth:
@@ -85,7 +76,9 @@ class Trunk(BaseTrunk):
             self.policy = build_policy(config.adaptive, config, cast("list[Block]", self._blocks()), prefix)
         self.prompts: Prompts | None = None
         if config.prompts:
-            self.refuse_prompts()
+            from vitrail.model.adapters.methods import Prompts
+
+            self.reject_prompts()
             layers = config.depth if config.deep_prompts else 1
             self.prompts = Prompts(layers, config.prompts, config.width, config.patch)
         self.reset_parameters()
@@ -116,9 +109,9 @@ class Trunk(BaseTrunk):
         if self.prompts is not None:
             return [f"tokens.{i}" for i in range(len(self.blocks))]
         more = ("tokens",) if self.policy is None else ("tokens", "kept")
-        return [f"{what}.{i}" for i, block in enumerate(self._blocks()) for what in (*block.mixers[0].shows, *more)]
+        return [f"{kind}.{i}" for i, block in enumerate(self._blocks()) for kind in (*block.mixers[0].shows, *more)]
 
-    def refuse_prompts(self) -> None:
+    def reject_prompts(self) -> None:
         """Raises `ValueError` where prompts cannot work."""
         if not self._blocks()[0].mixers[0].takes_prefix:
             raise ValueError(
@@ -135,15 +128,12 @@ class Trunk(BaseTrunk):
         """Images [batch, 3, height, width] to tokens with positions."""
         grid = self.patch_embed.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images)
-        positions = None
-        if isinstance(self.pos_embed, FourierPositions):
-            positions = self.pos_embed(grid)
-        elif self.pos_embed is not None:
-            positions = resize_positions(self.pos_embed, self.placed_prefix, self.grid, grid)
         if self.placed_prefix:
             x = self._with_class_tokens(x)
-        if positions is not None:
-            x = x + positions
+        if isinstance(self.pos_embed, FourierPositions):
+            x = x + self.pos_embed(grid)
+        elif self.pos_embed is not None:
+            x = x + resize_positions(self.pos_embed, self.placed_prefix, self.grid, grid)
         if self.prefix and not self.placed_prefix and self.config.class_token_at == 0:
             x = self._with_class_tokens(x)
         prefix = self.prefix if self.config.class_token_at == 0 else 0
@@ -181,12 +171,11 @@ class Trunk(BaseTrunk):
     ) -> tuple[Tokens, dict[str, Tensor]]:
         """Run the blocks. With `until=k` stop before block k and leave out the final norm (teachers).
 
-        Prompts enter and leave here. With them `tokens.LAYER` is shown without their places, and nothing else is:
-        `ValueError`.
+        Prompts enter and leave here. With them only `tokens.LAYER` is shown, without prompts; else `ValueError`.
         """
         prompts = self.prompts
         if prompts is not None:
-            prompts.refuse(want, given or {})
+            prompts.reject(want, given or {})
             tokens = prompts.enter(tokens)
         probe = Probe(want, given or {}, self.intermediates) if want or given else None
         depth = len(self.blocks)

@@ -1,7 +1,7 @@
-"""Attentions of linear cost, to be compared with SimA: features of q times features of k, in either order.
+"""Attentions of linear cost in the number of tokens: SimA, XCA (channels attend to channels), and kernel attentions.
 
-q, k, v [batch, heads, tokens, dim]; out = f(q) (g(k)ᵀ v), divided by the row sums f(q) Σ g(k) where features are
-positive and not normalised.
+q, k, v [batch, heads, tokens, dim]. Kernel attentions: out = f(q) (g(k)ᵀ v), divided by the row sums f(q) Σ g(k) where
+features are positive and not normalised.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.kernels.sima_attention import EPS, product
+from vitrail.kernels.sima_attention import EPS, Norm, Order, normalised, product, ragged_sima, sima
 from vitrail.model.mixers.mixer import QkvMixer, without_padding
 from vitrail.model.parts.tokens import Probe, Tokens
 
@@ -104,3 +104,76 @@ class CosFormerMixer(KernelMixer):
         (row_cos, column_cos), (row_sin, column_sin) = angles.cos().unbind(0), angles.sin().unbind(0)
         pairs = (row_cos * column_cos, row_cos * column_sin, row_sin * column_cos, row_sin * column_sin)
         return torch.stack(pairs, -1)[:, None].to(like.dtype)
+
+
+class SimaMixer(QkvMixer):
+    """q̂ k̂ᵀ v, every channel of q and k divided by its norm over the image's own tokens (SimA).
+
+    Koohpayegani and Pirsiavash 2022, arXiv 2206.08898.
+
+    No exponential, and no 1/√d: entries of the map [batch, heads, tokens, tokens] may be negative and lie in
+    [-dim, dim]. Either product may come first, the result is the same.
+    """
+
+    shows = ("input", "q", "k", "v", "attention")
+    takes_packed = True
+
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True, norm: Norm = "l1", order: Order = "auto") -> None:
+        super().__init__(width, heads, qkv_bias)
+        self.norm, self.order = norm, order
+
+    def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
+        """The map q̂ k̂ᵀ; nothing flows from or to padding."""
+        return self.hat(q, tokens) @ self.hat(k, tokens).mT
+
+    def hat(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """q̂ of q, or k̂ of k; its l2 norm over channels is SimA's saliency of a token."""
+        return normalised(without_padding(x, tokens), self.norm)
+
+    def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
+        if probe is None or not probe.concerns(*(f"{kind}.{layer}" for kind in self.shows)):
+            packed = self.packed(x)
+            if tokens.offsets is not None:
+                return self.proj(ragged_sima(packed, tokens.offsets, self.norm).flatten(1))
+            if tokens.mask is not None:  # zeros add nothing to a norm, nor to k̂ᵀ v
+                packed = packed.masked_fill(~tokens.mask[..., None, None, None], 0.0)
+            return self.proj(sima(packed, self.norm, self.order).flatten(2))
+        q, k, v = self.shown(x, tokens, layer, probe)
+        attention = probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
+        if attention is not None:
+            return self.leave(attention.to(v) @ v)
+        return self.leave(product(self.hat(q, tokens), self.hat(k, tokens), v, self.order))
+
+
+class XcaMixer(QkvMixer):
+    """softmax(temperature q̂ᵀ k̂) [dim, dim] applied to the channels of v (XCiT, arXiv 2106.09681, eq. 3).
+
+    q̂ and k̂ have length 1 over the image's own tokens in every channel. Patches meet only in the sums q̂ᵀ k̂, which is
+    why XCiT adds `LocalPatchInteraction`. The map [batch, heads, dim, dim] is called `channels`.
+    """
+
+    shows = ("input", "q", "k", "v", "channels")
+
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
+        super().__init__(width, heads, qkv_bias)
+        self.temperature = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "temperature"):
+            nn.init.ones_(self.temperature)
+
+    def channels(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
+        """Which channels of v each channel of the output takes, rows that sum to 1."""
+        q, k = (normalised(without_padding(x, tokens), "l2") for x in (q, k))
+        return ((q.mT @ k) * self.temperature[:, None, None]).softmax(-1)
+
+    def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
+        q, k, v = self.shown(x, tokens, layer, probe)
+        channels = None
+        if probe is not None:
+            channels = probe.map(f"channels.{layer}", lambda: self.channels(q, k, tokens))
+        if channels is None:
+            channels = self.channels(q, k, tokens)
+        return self.leave(v @ channels.to(v.dtype).mT)

@@ -1,8 +1,12 @@
-"""Which weights of a network are hidden matrices: what an optimiser of matrices (Muon) may treat as such."""
+"""Functions of any network: initial weights, its hidden matrices (for Muon), and the same without adapters."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PIXELS = 3  # input channels of a convolution that reads images
@@ -38,7 +42,7 @@ def hidden_matrices(network: nn.Module) -> dict[str, int]:
         prefix = f"{name}." if name else ""
         edges |= {prefix + child for child in getattr(module, "edge_layers", ())}
         fused |= {prefix + child: parts for child, parts in getattr(module, "fused_layers", {}).items()}
-    found: dict[str, int] = {}
+    hidden: dict[str, int] = {}
     for name, module in network.named_modules():
         if not isinstance(module, LAYERS) and not getattr(module, "hidden_matrix", False):
             continue
@@ -50,5 +54,32 @@ def hidden_matrices(network: nn.Module) -> dict[str, int]:
         parts = fused.get(name, 1) * int(getattr(module, "groups", 1))
         weight = module._parameters.get("weight")
         if weight is not None and min(weight.shape[0] // parts, weight[0].numel()) > 1:
-            found[f"{name}.weight"] = parts
-    return found
+            hidden[f"{name}.weight"] = parts
+    return hidden
+
+
+def small_normal(*layers: nn.Module | None) -> None:
+    """Truncated normal weights of deviation 0.02 and biases of 0, in linear layers and convolutions among `layers`."""
+    for layer in layers:
+        if isinstance(layer, LAYERS):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def reset(module: nn.Module) -> None:
+    """Draw the initial weights of every part anew, inner parts first (after `to_empty` from the meta device)."""
+    for child in module.children():
+        reset(child)
+    draw = getattr(module, "reset_parameters", None)
+    if callable(draw):
+        draw()
+
+
+def without_adapters(model: M) -> M:
+    """The model itself where it has no adapters, otherwise a copy into which the one in use is merged."""
+    if "adapters" not in model._modules:
+        return model
+    from vitrail.model.adapters.apply import adapters_of, merged_copy
+
+    return model if adapters_of(model) is None else merged_copy(model)
