@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small import SMALL
+from small import SMALL, printed
 
 import vitrail
 from vitrail.model.build import create_model
@@ -60,21 +60,18 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_model("vit_tiny_32", classes=classes, **SMALL).save(folder)
 
 
-@pytest.fixture
-def interpreted() -> Callable[[str], str]:
-    """Runs a script with Triton's interpreter in place of an accelerator; returns what it prints."""
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[[str], str]]:
+    """Runs a script with Triton's interpreter in place of an accelerator; returns what it prints.
+
+    Every script has a process of its own, forked from one that has imported torch.
+    """
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-
-    def run(script: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    return run
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch._dynamo", "vitrail.model.build"])
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, forks, max_tasks_per_child=1) as processes:
+        patch.setenv("TRITON_INTERPRET", "1")
+        processes.submit(abs, 0).result()  # the server has this environment from its start
+        patch.undo()
+        yield lambda script: processes.submit(printed, script).result()
