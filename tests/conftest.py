@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small import SMALL, printed
+from processes import run_script
+from small import SMALL
 
 import vitrail
 from vitrail.model.build import create_model
@@ -60,18 +59,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_model("vit_tiny_32", classes=classes, **SMALL).save(folder)
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> Iterator[Callable[[str], str]]:
-    """Runs a script with Triton's interpreter in place of an accelerator; returns what it prints.
-
-    Every script has a process of its own, forked from one that has imported torch.
-    """
+@pytest.fixture
+def interpreted() -> Callable[[str], str]:
+    """Runs a script with Triton's interpreter in place of an accelerator; returns what it prints."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch._dynamo", "vitrail.model.build"])
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, forks, max_tasks_per_child=1) as processes:
-        patch.setenv("TRITON_INTERPRET", "1")
-        processes.submit(abs, 0).result()  # the server has this environment from its start
-        patch.undo()
-        yield lambda script: processes.submit(printed, script).result()
+
+    def run(script: str) -> str:
+        done = run_script(script, environment={"TRITON_INTERPRET": "1"})
+        assert done.code == 0, done.err[-2000:]
+        return done.out
+
+    return run

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stdout
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,6 @@ from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
 TEXTS = (*TEXT, *SEQUENCES, *LANGUAGE)
 """Recipes on text, trained in test_text.py, test_seq2seq.py and test_language_model.py."""
 SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
-
-
-def printed(script: str) -> str:
-    """What a script prints when this process runs it."""
-    with redirect_stdout(StringIO()) as stream:
-        exec(script, {"__name__": "__main__"})
-    return stream.getvalue()
 
 
 def shake(model: nn.Module) -> None:
