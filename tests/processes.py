@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from a server that has imported torch: none of them imports it again."""
+"""Scripts and functions in processes of their own, forked from a server that has imported torch already."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 INTERPRETER = "TRITON_INTERPRET"
 
@@ -37,6 +39,20 @@ def server() -> ProcessPoolExecutor:
         patch.setenv(INTERPRETER, "1")
         processes.submit(abs, 0).result()  # the server has this environment from its start
     return processes
+
+
+def start(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Begin a function of a module in a process."""
+    server()
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def run_ranks(function: Callable[..., None], *args: Any, world: int = 2) -> None:
+    """Run `function(rank, *args)` in so many processes; raises what one of them raises."""
+    server()
+    torch.multiprocessing.start_processes(function, args, nprocs=world, start_method="forkserver")
 
 
 def run_script(
