@@ -44,7 +44,8 @@ def server() -> ProcessPoolExecutor:
 def start(function: Callable[..., None], *args: Any) -> BaseProcess:
     """Begin a function of a module in a process."""
     server()
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
+    method = multiprocessing.get_start_method()
+    process = multiprocessing.get_context("forkserver").Process(target=_as_here, args=(method, function, *args))
     process.start()
     return process
 
@@ -52,7 +53,8 @@ def start(function: Callable[..., None], *args: Any) -> BaseProcess:
 def run_ranks(function: Callable[..., None], *args: Any, world: int = 2) -> None:
     """Run `function(rank, *args)` in so many processes; raises what one of them raises."""
     server()
-    torch.multiprocessing.start_processes(function, args, nprocs=world, start_method="forkserver")
+    ranks = (multiprocessing.get_start_method(), function, *args)
+    torch.multiprocessing.start_processes(_rank, ranks, nprocs=world, start_method="forkserver")
 
 
 def run_script(
@@ -60,7 +62,18 @@ def run_script(
 ) -> Ended:
     """Run a file, or code, as `python script words` does, with these variables added to the environment."""
     variables = {**{k: v for k, v in os.environ.items() if k != INTERPRETER}, **(environment or {})}
-    return server().submit(_run, script, words, variables, folder or Path.cwd()).result()
+    method = multiprocessing.get_start_method()
+    return server().submit(_as_here, method, _run, script, words, variables, folder or Path.cwd()).result()
+
+
+def _as_here(method: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function whose own processes (of data loaders) start as they do in the process of the tests."""
+    multiprocessing.set_start_method(method, force=True)
+    return function(*args)
+
+
+def _rank(rank: int, method: str, function: Callable[..., None], *args: Any) -> None:
+    _as_here(method, function, rank, *args)
 
 
 def _run(script: str | Path, words: Sequence[str], environment: Mapping[str, str], folder: Path) -> Ended:
