@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +23,14 @@ from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
 TEXTS = (*TEXT, *SEQUENCES, *LANGUAGE)
 """Recipes on text, trained in test_text.py, test_seq2seq.py and test_language_model.py."""
 SMALL = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
+
+
+def quick_of(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Cases of a parametrised test: those that are not among the quick ones are of the slow set."""
+    listed = list(cases)
+    assert all(case in listed for case in quick)
+    rows = [(case if isinstance(case, tuple) else (case,), case in quick) for case in listed]
+    return [pytest.param(*values, marks=() if is_quick else pytest.mark.slow) for values, is_quick in rows]
 
 
 def shake(model: nn.Module) -> None:
