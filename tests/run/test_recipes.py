@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import TEXTS, reduced_recipe
+from small import TEXTS, quick_of, quick_recipes, reduced_recipe
 from timm.data.mixup import mixup_target
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
@@ -194,8 +194,7 @@ def untrained(config: RunConfig) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in TEXTS])
+@pytest.mark.parametrize("name", quick_of((name for name in RECIPES if name not in TEXTS), quick_recipes()))
 def test_a_recipe_trains_for_two_steps(
     name: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
