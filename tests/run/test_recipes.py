@@ -183,6 +183,15 @@ def test_rates_without_labels_follow_the_batch() -> None:
         assert make_schedule(small.optim, 64, 10**4).peak == pytest.approx(config.optim.lr / 4)
 
 
+@pytest.mark.parametrize("name", {repr(recipe(name).model): name for name in RECIPES if name not in TEXTS}.values())
+def test_the_model_of_a_recipe_is_built_on_meta(name: str) -> None:
+    """Recipes with the same settings of the model are one case."""
+    chosen = recipe(name).model
+    head = {} if chosen.head is None else {"head": chosen.head}
+    model = create_model(chosen.name, device="meta", image_size=chosen.image_size, **head, **chosen.trunk)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def untrained(config: RunConfig) -> tuple[str, ...]:
     """How the names of weights begin that a recipe rightly leaves as they are."""
     if config.objective.kind == "attack" or config.model.adapter is not None or config.optim.tune != "full":
