@@ -2,15 +2,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two test processes with one thread each: small tensors gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Compiled test files and modules are kept: compiling them again costs every test process ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow checks lint types imports unit stats format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitrail train demo
 
-# Static checks run next to the tests.
+# Static checks run next to the tests. `make stats` prints how many minutes the last run took.
 test: $(VENV)/.installed-dev
-	$(MAKE) --jobs 2 checks unit
+	@start=$$(date +%s); $(MAKE) --jobs 2 checks unit && $(BIN)/python tools/stats.py --record "make test" $$start
 
 checks: lint types imports
 
@@ -24,13 +29,12 @@ types: $(VENV)/.installed-dev
 imports: $(VENV)/.installed-dev
 	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
-# Two test processes with one thread each: small tensors gain nothing from more.
 unit: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # Studies from end to end, whole trainings, every recipe, subprocesses that are killed.
 test-slow: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	@start=$$(date +%s); $(PYTEST) -m slow && $(BIN)/python tools/stats.py --record "make test-slow" $$start
 
 stats: $(VENV)/.installed-dev
 	$(BIN)/python tools/stats.py

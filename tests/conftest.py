@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import run_script
 from small import SMALL
 
 import vitrail
@@ -67,14 +66,8 @@ def interpreted() -> Callable[[str], str]:
         pytest.skip("triton is not installed")
 
     def run(script: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+        done = run_script(script, environment={"TRITON_INTERPRET": "1"})
+        assert done.code == 0, done.err[-2000:]
+        return done.out
 
     return run

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from processes import run_script
 
 STUDIES = Path(__file__).parents[1] / "studies"
 
 
 def call(script: Path, *words: str) -> str:
     """What a script prints on a CPU with one thread; it must end well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = run_script(script, *words, environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.code == 0, done.err
+    return done.out
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 OUTSIDE = ("max_head", "shift_mixer", "margin_objective", "confidence_evaluator", "stripes_source")
@@ -47,12 +47,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ["evaluate", out, "--protocol", "confidence", "--workers", "0", "--device", "cpu"],
         *(["list", what, "--json"] for what in ("heads", "mixers", "objectives", "evaluators", "data")),
     ]
-    environment = os.environ | {"VITRAIL_PARTS": ",".join(OUTSIDE)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parents[1])])
-    words = [sys.executable, "-c", RUN.format(commands=commands)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split("<end>\n")
+    environment = {"VITRAIL_PARTS": ",".join(OUTSIDE)}
+    done = run_script(RUN.format(commands=commands), environment=environment, folder=EXAMPLES)
+    assert done.code == 0, done.err[-3000:]
+    return done.out.split("<end>\n")
 
 
 def test_parts_from_outside_train_and_are_evaluated(printed: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The size and shape of the package in one table: `make stats`.
 
     python tools/stats.py [--json]
+    python tools/stats.py --record "make test" START    # appends the minutes since START, in seconds since the epoch
 
 Lines are `wc -l` of vitrail/**/*.py. A module counts as imported where an import statement of another module of the
 package names it, also inside a function. The supervised run is two steps on a folder of eight images.
@@ -14,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vitrail"
 SHARED_NAMES = ("__init__.py", "config.py", "run.py", "page.py")  # may stand in several folders
 LONG = 500
+MINUTES = ROOT / ".pytest_cache" / "minutes.json"  # one line per run of the tests
 RUN = """
 import sys
 from pathlib import Path
@@ -92,7 +95,22 @@ def modules_of_a_run() -> int:
     return int(done.stdout.splitlines()[-1].split()[1])
 
 
-def stats() -> dict[str, int | bool]:
+def record(command: str, start: int) -> None:
+    """Append how long a run of the tests took, and print it."""
+    minutes = round((time.time() - start) / 60, 1)
+    MINUTES.parent.mkdir(exist_ok=True)
+    with MINUTES.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"command": command, "minutes": minutes}) + "\n")
+    print(f"{command}: {minutes} minutes")
+
+
+def minutes() -> dict[str, float]:
+    """Minutes of the last run by command."""
+    lines = MINUTES.read_text(encoding="utf-8").splitlines() if MINUTES.exists() else []
+    return {f"minutes of {row['command']}": row["minutes"] for row in map(json.loads, lines)}
+
+
+def stats() -> dict[str, float | bool]:
     """All of it by name."""
     known = modules()
     lines = {name: len(path.read_text().splitlines()) for name, path in known.items()}
@@ -113,17 +131,23 @@ def stats() -> dict[str, int | bool]:
         "vitrail --help imports torch": imports_torch(
             f"{help_page}\n  sys.argv = ['vitrail', '--help']\n  from vitrail.__main__ import main\n  main()"
         ),
+        **minutes(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    found = stats()
-    if parser.parse_args().json:
-        print(json.dumps(found))
+    parser.add_argument("--record", nargs=2, metavar=("COMMAND", "START"))
+    args = parser.parse_args()
+    if args.record:
+        record(args.record[0], int(args.record[1]))
         return
-    for name, value in found.items():
+    table = stats()
+    if args.json:
+        print(json.dumps(table))
+        return
+    for name, value in table.items():
         print(f"{name:40} {value if isinstance(value, bool) else format(value, ',')}")
 
 

@@ -167,7 +167,7 @@ def test_what_is_said_of_names_fits_the_terminal(
     ("recipe_name", "model", "read"),
     [
         ("small-mae", "--model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2", "top-1 means nothing"),
-        ("small-byol", "--model.head.hidden 32", "top-1 is that of an online linear probe"),
+        ("small-byol", "--model.name vit_micro_28 --model.head.hidden 32", "top-1 is that of an online linear probe"),
     ],
 )
 def test_figures_of_models_that_do_not_classify_say_how_to_read_them(

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import run_script
+from study_calls import STUDIES, call
 from torch import Tensor
 
-STUDIES = Path(__file__).parents[2] / "studies"
 IMAGES = 1024  # of the quick test draw
 
 
@@ -26,10 +27,7 @@ IMAGES = 1024  # of the quick test draw
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the quick study of heads wrote."""
     out = tmp_path_factory.mktemp("study")
-    command = [sys.executable, str(STUDIES / "heads.py"), "--quick", "--seeds", "1", "--workers", "1", "--out", out]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    call(STUDIES / "heads.py", "--quick", "--seeds", "1", "--workers", "1", "--out", str(out))
     written: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
     return written
 
@@ -102,13 +100,11 @@ def test_word_means_spread_alike_whatever_the_covariance(draw: Callable[..., tup
         assert np.abs(found - np.eye(16)).max() < 5 * (2 / 1000) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_speed_run_times_and_judges(tmp_path: Path) -> None:
     out = tmp_path / "found.jsonl"
     for words in (["tune", "--only", "recipe", "mean"], ["judge", "--seeds", "2"]):
-        command = [sys.executable, str(STUDIES / "speedrun.py"), *words, "--smoke", "--out", str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
+        call(STUDIES / "speedrun.py", *words, "--smoke", "--out", str(out))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("split") for line in lines[:4]] == ["val", "val", "test", "test"]
     assert all(line["seconds"] >= line["training_seconds"] > 0 for line in lines[:4])
@@ -303,10 +299,9 @@ def test_a_study_ends_by_itself_at_sigterm(tmp_path: Path) -> None:
         "    rows.row('t', 'deaf', 'w', 0, deaf)",
         "    rows.row('t', 'next', 'w', 0, dict)",
     )
-    command = [sys.executable, "-c", "\n".join(lines)]
-    done = subprocess.run(command, cwd=STUDIES, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == UNFINISHED, done.stderr
-    assert "stopped; the same command goes on" in done.stderr
+    done = run_script("\n".join(lines), folder=STUDIES)
+    assert done.code == UNFINISHED, done.err
+    assert "stopped; the same command goes on" in done.err
     assert [row["subject"] for row in read_rows(tmp_path)] == ["deaf"]
 
 
@@ -393,10 +388,9 @@ def test_every_way_of_a_study_is_in_its_plan_and_every_name_there_is_a_way(monke
 
 
 def test_data_that_a_study_lacks_are_named_before_anything_begins(tmp_path: Path) -> None:
-    command = [sys.executable, str(STUDIES / "all.py"), "genie", "--data", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "genie needs cifar10.npz, cifar10_resnet56.safetensors" in done.stderr
+    done = run_script(STUDIES / "all.py", "genie", "--data", str(tmp_path))
+    assert done.code == 2
+    assert "genie needs cifar10.npz, cifar10_resnet56.safetensors" in done.err
 
 
 def test_studies_out_of_time_may_write_what_they_must(runner: Any, tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter
+from processes import server
 from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
@@ -37,10 +36,9 @@ def pixels_of_keys(keys: list[tuple[int, ...]]) -> list[np.ndarray]:
     return [augment(picture(30, 20), key).numpy() for key in keys]
 
 
-def test_the_same_key_gives_the_same_pixels_in_a_spawned_process_and_in_another_order():
+def test_the_same_key_gives_the_same_pixels_in_another_process_and_in_another_order():
     here = pixels_of_keys(KEYS)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        there = pool.apply(pixels_of_keys, (KEYS[::-1],))
+    there = server().submit(pixels_of_keys, KEYS[::-1]).result()
     for mine, other in zip(here, there[::-1], strict=True):
         np.testing.assert_array_equal(mine, other)
 

@@ -610,6 +610,7 @@ def test_what_is_given_stays_as_it_was():
     assert torch.equal(torch.default_generator.get_state(), state)
 
 
+@pytest.mark.slow  # styles of RandAugment are compiled in the quick set
 def test_it_is_one_graph_when_compiled():
     pixels, keys = tensor(noise(8, 20, 20)), keys_of(8)
     augment = DeviceAugment(EVERYTHING, PreprocessConfig(size=16))

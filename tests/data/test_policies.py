@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import server
 from scipy import stats
 from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
@@ -40,14 +40,17 @@ def pixels_of_keys(style: str, keys: list[tuple[int, ...]]) -> list[np.ndarray]:
     return [augment(picture(), key).numpy() for key in keys]
 
 
-def test_the_same_key_gives_the_same_pixels_in_a_spawned_process_and_in_another_order():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        for style in STYLES:
-            here = pixels_of_keys(style, KEYS)
-            there = pool.apply(pixels_of_keys, (style, KEYS[::-1]))
-            for mine, other in zip(here, there[::-1], strict=True):
-                np.testing.assert_array_equal(mine, other)
-            assert len({made.tobytes() for made in here}) > 1
+def pixels_of_styles(keys: list[tuple[int, ...]]) -> dict[str, list[np.ndarray]]:
+    return {style: pixels_of_keys(style, keys) for style in STYLES}
+
+
+def test_the_same_key_gives_the_same_pixels_in_another_process_and_in_another_order():
+    elsewhere = server().submit(pixels_of_styles, KEYS[::-1]).result()
+    for style in STYLES:
+        here = pixels_of_keys(style, KEYS)
+        for mine, other in zip(here, elsewhere[style][::-1], strict=True):
+            np.testing.assert_array_equal(mine, other)
+        assert len({made.tobytes() for made in here}) > 1
 
 
 def fail_after_drawing(image: Image.Image) -> Image.Image:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import multiprocessing
 import os
 import pickle
 import struct
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from hostile import colour, make_hostile
 from PIL import Image
+from processes import server
 
 from vitrail.config import from_mapping
 from vitrail.data.check.scan import cache_file, drop_bad, reject_if_too_many, scan
@@ -517,7 +517,7 @@ def read_first(split: Split) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "npz", "embedded:fashion", "synthetic:shapes?n=100"])
-def test_splits_travel_to_spawned_processes(tmp_path, kind):
+def test_splits_travel_to_other_processes(tmp_path, kind):
     uri: str | Path = kind
     if kind == "folder":
         uri = tree(tmp_path, {"a": 20, "b": 20})
@@ -527,8 +527,7 @@ def test_splits_travel_to_spawned_processes(tmp_path, kind):
     split = open_data(uri)["train"]
     split.read(0)  # what a process has opened must not travel
     assert len(pickle.dumps(split)) < 100 * len(split) + 2000
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(read_first, (split,)) == read_first(split)
+    assert server().submit(read_first, split).result() == read_first(split)
 
 
 # scanning

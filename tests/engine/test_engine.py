@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 from typing import cast
 
 import pytest
 import timm.optim
 import torch
+from processes import run_script
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -412,10 +411,9 @@ def test_a_run_folder_is_never_overwritten_and_has_one_writer(tmp_path) -> None:
         RunFolder.create(tmp_path / "run", "seed: 0\n")
     opens = f"RunFolder.open(Path({str(run.path)!r}))"
     second = f"from pathlib import Path; from vitrail.engine.run_folder import RunFolder; {opens}"
-    refused = subprocess.run([sys.executable, "-c", second], check=False, capture_output=True, text=True)
-    assert "another process is writing" in refused.stderr
+    assert "another process is writing" in run_script(second).err
     run.unlock()
-    subprocess.run([sys.executable, "-c", second], check=True)
+    assert run_script(second).code == 0
     RunFolder.open(tmp_path / "run").unlock()
     with pytest.raises(FileNotFoundError, match="no run folder"):
         RunFolder.open(tmp_path / "other")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import quick_of
 
 from vitrail.data.batch import Batch
 from vitrail.engine import step as step_module
@@ -86,7 +87,11 @@ def made(objective: Objective, step: int, batch: Batch) -> None:
     objective.after_step(step)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# One of each: local views, guessed labels, two passes, several losses, classes, positives of a bank.
+QUICK = ("dino", "cmsf semi", "moco both ways", "grafit", "supervised", "protonw")
+
+
+@pytest.mark.parametrize("name", quick_of(CONFIGS, QUICK))
 def test_a_step_after_those_that_warm_up_compiles_nothing(name: str) -> None:
     objective, still = compiled(name), StaticBatch(batch_of(0))
     for step in range(WARM_UP_STEPS):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from small import quick_of
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -125,15 +126,12 @@ def of_ragged(tokens: int, dim: int, dtype: torch.dtype) -> None:
 
 
 SIZES = ((197, 64), (577, 32), (577, 128))  # tokens, channels of a head
+CALLS = (of_sima, of_ragged_sima, of_ragged, of_match)
+CASES = [*((call, *size) for call in CALLS for size in SIZES), *((of_attention, tokens, 64) for tokens in (65, 197))]
+QUICK = [*((call, 197, 64) for call in CALLS), (of_attention, 65, 64)]  # every kernel at its usual size
 
 
-@pytest.mark.parametrize(
-    ("call", "tokens", "dim"),
-    [
-        *((call, tokens, dim) for call in (of_sima, of_ragged_sima, of_ragged, of_match) for tokens, dim in SIZES),
-        *((of_attention, tokens, 64) for tokens in (65, 197)),
-    ],
-)
+@pytest.mark.parametrize(("call", "tokens", "dim"), quick_of(CASES, QUICK))
 def test_no_tile_is_overwritten_while_a_product_reads_it(call: Kernel, tokens: int, dim: int, made: list[Made]) -> None:
     call(tokens, dim, torch.bfloat16)
     assert made

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import run_ranks
 from torch import Tensor
 
 from vitrail.data.batch import Batch, ViewSpec
@@ -175,7 +175,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def two(teacher: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
-    mp.spawn(one_rank, (str(folder), teacher), nprocs=WORLD)
+    run_ranks(one_rank, str(folder), teacher, world=WORLD)
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

@@ -278,6 +278,7 @@ def test_a_diffuser_with_an_exact_network_carries_noise_to_the_data(
 # All together
 
 
+@pytest.mark.slow
 def test_a_denoiser_learns_colours_makes_them_and_tells_them_apart() -> None:
     torch.manual_seed(1)
     model = small()

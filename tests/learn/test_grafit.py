@@ -355,6 +355,7 @@ def test_coarse_training_is_judged_on_fine_neighbours_and_can_be_evaluated_again
             "data.workers": 0,
             "optim.steps": 3,
             "engine.device": "cpu",
+            "model.trunk": {"depth": 8},
             "evaluators": ("knn", "retrieval"),
         },
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import run_ranks
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def one_rank(rank: int, folder: str, shares: list[list[int]]) -> None:
     ids=["odd number of images", "a rank without images"],
 )
 def test_two_processes_have_the_images_of_both(tmp_path: Path, shares: list[list[int]]) -> None:
-    mp.spawn(one_rank, (str(tmp_path), shares), nprocs=2)
+    run_ranks(one_rank, str(tmp_path), shares)
     alone = found(list(range(IMAGES)))
     for rank in range(2):
         together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

@@ -594,6 +594,7 @@ def living() -> int:
     return sum(isinstance(found, Tensor) for found in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters_switched_leave_nothing_behind() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(2, 4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import reduced_model
+from small import MODELS, covering_models, different_models, quick_of, reduced_model
 
 import vitrail
 from vitrail.data.config import PreprocessConfig
@@ -19,19 +19,8 @@ from vitrail.model.mixers.config import LinearPatches, PatchMlp
 from vitrail.model.zoo import ZOO
 from vitrail.schema import plain
 
-NAMES = [n for n, spec in ZOO.items() if not isinstance(spec.trunk, TimmBackbone)]  # those are large; see below
-
-
-def different() -> list[str]:
-    """The first of all rows that are the same once reduced (sizes of one family mostly are)."""
-    seen: dict[str, str] = {}
-    for name in NAMES:
-        options, size = reduced_model(name)
-        spec = create_model(name, device="meta", **options).spec
-        free = {"drop_path": 0, "drop_path_rule": 0, "layerscale": spec["trunk"].get("layerscale") is not None}
-        key = {**spec, "name": "", "trunk": {**spec["trunk"], **free}}
-        seen.setdefault(repr((key, size)), name)
-    return list(seen.values())
+# Rows that are the same once reduced are in the slow set.
+ROWS = quick_of(MODELS, different_models())
 
 
 def images_of(size: int, count: int = 2) -> torch.Tensor:
@@ -39,7 +28,7 @@ def images_of(size: int, count: int = 2) -> torch.Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 def test_every_model_trains_is_saved_and_loaded(name: str, tmp_path) -> None:
     options, size = reduced_model(name)
     model = create_model(name, **options)
@@ -59,7 +48,7 @@ def test_every_model_trains_is_saved_and_loaded(name: str, tmp_path) -> None:
         torch.testing.assert_close(model(images[:1]), model(images)[:1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", different())
+@pytest.mark.parametrize("name", quick_of(different_models(), covering_models()))
 def test_every_model_compiles_whole_and_is_exported(name: str) -> None:
     options, size = reduced_model(name)
     model = create_model(name, **options).eval()
@@ -73,7 +62,7 @@ def test_every_model_compiles_whole_and_is_exported(name: str) -> None:
         torch.testing.assert_close(exported.module()(images), expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 def test_every_model_takes_another_size_or_says_why_not(name: str) -> None:
     options, size = reduced_model(name)
     model = create_model(name, **options).eval()
@@ -90,7 +79,7 @@ def test_every_model_takes_another_size_or_says_why_not(name: str) -> None:
             assert model(larger).shape == (1, 3)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if isinstance(ZOO[n].trunk, TrunkConfig)])
+@pytest.mark.parametrize("name", [row for row in ROWS if isinstance(ZOO[row.values[0]].trunk, TrunkConfig)])
 def test_every_intermediate_can_be_captured_and_put_back(name: str) -> None:
     options, size = reduced_model(name)
     model = create_model(name, **options).eval()

@@ -28,10 +28,10 @@ TABLE = json.loads((Path(__file__).parents[2] / "vitrail" / "model" / "counts.js
 def counted(name: str, size: int | None = None, **options: object) -> Cost:
     """The generated table where it has the answer (a test below recomputes all of it), else a fresh count."""
     native = ZOO[name].trunk.image_size
-    if not options and size in (None, native) and native is not None:
+    attention = options.pop("attention_products", True)
+    if attention and not options and size in (None, native) and native is not None:
         row = TABLE[name]
         return Cost(row["parameters"], row["macs"], native, row["parameters"])
-    attention = options.pop("attention_products", True)
     return cost(create_model(name, device="meta", **options), size, attention_products=attention)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import run_ranks
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
@@ -138,7 +138,7 @@ def one_rank(rank: int, world: int, folder: str, shares: list[list[int]], multil
     ids=["odd number of images", "a rank without images"],
 )
 def test_two_processes_count_every_image_once(tmp_path: Path, shares: list[list[int]], multilabel: bool) -> None:
-    mp.spawn(one_rank, (2, str(tmp_path), shares, multilabel), nprocs=2)
+    run_ranks(one_rank, 2, str(tmp_path), shares, multilabel)
     alone = predict_all(small_model(), batches(list(range(IMAGES)), multilabel=multilabel))
     expected = classification(alone.logits, alone.target).scalars()
     for rank in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import TEXTS, reduced_recipe
+from small import TEXTS, quick_of, quick_recipes, reduced_recipe
 from timm.data.mixup import mixup_target
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
@@ -183,6 +183,15 @@ def test_rates_without_labels_follow_the_batch() -> None:
         assert make_schedule(small.optim, 64, 10**4).peak == pytest.approx(config.optim.lr / 4)
 
 
+@pytest.mark.parametrize("name", {repr(recipe(name).model): name for name in RECIPES if name not in TEXTS}.values())
+def test_the_model_of_a_recipe_is_built_on_meta(name: str) -> None:
+    """Recipes with the same settings of the model are one case."""
+    chosen = recipe(name).model
+    head = {} if chosen.head is None else {"head": chosen.head}
+    model = create_model(chosen.name, device="meta", image_size=chosen.image_size, **head, **chosen.trunk)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def untrained(config: RunConfig) -> tuple[str, ...]:
     """How the names of weights begin that a recipe rightly leaves as they are."""
     if config.objective.kind == "attack" or config.model.adapter is not None or config.optim.tune != "full":
@@ -194,8 +203,7 @@ def untrained(config: RunConfig) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in TEXTS])
+@pytest.mark.parametrize("name", quick_of((name for name in RECIPES if name not in TEXTS), quick_recipes()))
 def test_a_recipe_trains_for_two_steps(
     name: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,16 +116,19 @@ def test_runs_that_divided_differently_are_no_ensemble(made: Path, photos: Path,
     assert ensemble([made, other], divided(photos, tmp_path)).split == "test"
 
 
+WEIGHTS, TEACHER = "--model.weights", "--objective.kind distillation --objective.teacher"
+
+
 @pytest.mark.parametrize(
-    ("flags", "leaks"),
+    ("flags", "leaks", "setting"),
     [
-        ("--data.split_seed 5 --data.val_fraction 0.15 --data.test_fraction 0.3", False),
-        ("--data.split_seed 6", True),
-        ("--data.split_seed 5 --data.val_fraction 0.3 --data.test_fraction 0.3", True),
+        ("--data.split_seed 5 --data.val_fraction 0.15 --data.test_fraction 0.3", False, WEIGHTS),
+        ("--data.split_seed 6", True, WEIGHTS),
+        ("--data.split_seed 5 --data.val_fraction 0.15 --data.test_fraction 0.3", False, TEACHER),
+        ("--data.split_seed 5 --data.val_fraction 0.3 --data.test_fraction 0.3", True, TEACHER),
     ],
-    ids=["alike", "another seed", "a larger val"],
+    ids=["alike", "another seed", "a teacher, alike", "a teacher, a larger val"],
 )
-@pytest.mark.parametrize("setting", ["--model.weights", "--objective.kind distillation --objective.teacher"])
 def test_a_teacher_or_weights_that_learned_from_what_is_held_out_are_told(
     made: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, leaks: bool, setting: str
 ) -> None:

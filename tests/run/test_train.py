@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hostile import make_hostile
 from PIL import Image
+from processes import run_ranks, start
 from safetensors.torch import load_file
 from stopping import stop_after
 
@@ -59,6 +61,13 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert lines(first) == lines(second)
 
 
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, which no test may change."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return vitrail.train(configure(f"--data {photos} --out {out}"), quiet=True).path
+
+
 def test_a_run_leaves_its_folder_and_learns(photos: Path, tmp_path: Path) -> None:
     run = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'} --optim.epochs 30"), quiet=True)
     assert run.split == "test"
@@ -84,32 +93,22 @@ def test_a_run_leaves_its_folder_and_learns(photos: Path, tmp_path: Path) -> Non
     assert figures.scalars() == pytest.approx(run.figures.scalars())
 
 
-def test_a_run_repeats_from_its_own_config(photos: Path, tmp_path: Path) -> None:
-    first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
-    stored = {**load_yaml(first.path / "config.yaml"), "out": str(tmp_path / "b")}
-    second = vitrail.train(from_mapping(stored), quiet=True)
-    assert_same_run(first.path, second.path)
+def test_a_run_repeats_from_its_own_config(finished: Path, tmp_path: Path) -> None:
+    stored = {**load_yaml(finished / "config.yaml"), "out": str(tmp_path / "b")}
+    assert_same_run(finished, vitrail.train(from_mapping(stored), quiet=True).path)
 
 
-KILLED = """
-import sys, os
-import vitrail
-from vitrail.config import from_mapping, load_yaml
-from vitrail.engine.step import TrainStep
+def train_until_killed(config: RunConfig, kill_at: int) -> None:
+    feed = TrainStep.feed
 
-kill_at, how = int(sys.argv[2]), sys.argv[3]
-feed = TrainStep.feed
+    def killed(self: TrainStep, piece: Batch) -> bool:
+        done = feed(self, piece)
+        if self.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
 
-def killed(self, piece):
-    done = feed(self, piece)
-    if self.step == kill_at:
-        os.kill(os.getpid(), 9)
-    return done
-
-if how != "resume":
-    TrainStep.feed = killed
-    vitrail.train(from_mapping(load_yaml(sys.argv[1])), quiet=True)
-"""
+    TrainStep.feed = killed  # type: ignore[method-assign]
+    vitrail.train(config, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -123,22 +122,19 @@ if how != "resume":
 def test_kill_and_resume_equals_never_stopping(photos: Path, tmp_path: Path, flags: str, kill_at: int) -> None:
     shared = f"--data {photos} --data.augment.erasing 0.3 --data.augment.jitter 0.2 --model.drop_path 0.2 {flags}"
     whole = vitrail.train(configure(f"{shared} --out {tmp_path / 'whole'}"), quiet=True)
-    text = tmp_path / "config.yaml"
-    text.write_text(dump(configure(f"{shared} --out {tmp_path / 'killed'}")))
-    script = tmp_path / "train.py"
-    script.write_text(f"if __name__ == '__main__':\n{''.join('    ' + x for x in KILLED.splitlines(True))}")
-    done = subprocess.run([sys.executable, script, text, str(kill_at), "kill"], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = start(train_until_killed, configure(f"{shared} --out {tmp_path / 'killed'}"), kill_at)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "model").exists()
     resumed = vitrail.resume(tmp_path / "killed", quiet=True)
     assert_same_run(whole.path, resumed.path)
 
 
-def test_resume_of_a_finished_run_gives_the_same_run(photos: Path, tmp_path: Path) -> None:
-    first = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
-    before = lines(first.path)
-    again = vitrail.resume(first.path, quiet=True)
-    assert lines(again.path) == before
+def test_resume_of_a_finished_run_gives_the_same_run(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "run")
+    again = vitrail.resume(copy, quiet=True)
+    assert again.path == copy
+    assert lines(copy) == lines(finished)
 
 
 def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: Path) -> None:
@@ -152,16 +148,16 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: 
     assert_same_run(whole.path, vitrail.resume(tmp_path / "stopped", quiet=True).path)
 
 
-def test_a_torn_checkpoint_is_passed_over_on_resume(photos: Path, tmp_path: Path) -> None:
-    whole = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'a'}"), quiet=True)
-    other = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'b'}"), quiet=True)
-    newest = sorted((other.path / "checkpoint").iterdir())[-1]
+def test_a_torn_checkpoint_is_passed_over_on_resume(finished: Path, tmp_path: Path) -> None:
+    torn = shutil.copytree(finished, tmp_path / "run")
+    newest = sorted((torn / "checkpoint").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:-200])
-    assert_same_run(whole.path, vitrail.resume(other.path, quiet=True).path)
+    assert checkpoint.newest(torn / "checkpoint")[0].step < checkpoint.newest(finished / "checkpoint")[0].step
+    assert_same_run(finished, vitrail.resume(torn, quiet=True).path)
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import safetensors.torch
 
@@ -180,8 +176,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
         vitrail.train(configure(f"--data {photos} --out {out}"), quiet=True)
     assert checkpoint.newest(out / "checkpoint")[0].step == 3
     monkeypatch.undo()
-    whole = vitrail.train(configure(f"--data {photos} --out {tmp_path / 'whole'}"), quiet=True)
-    assert_same_run(whole.path, vitrail.resume(out, quiet=True).path)
+    assert_same_run(finished, vitrail.resume(out, quiet=True).path)
 
 
 def test_a_bad_batch_is_skipped_reported_and_training_goes_on(photos: Path, tmp_path: Path) -> None:
@@ -393,7 +388,7 @@ def test_when_one_process_is_told_to_stop_all_stop_a_step_later_far_from_any_log
     out = tmp_path / "run"
     flags = f"--data {photos} --out {out} --optim.steps 300 --engine.log_every 300 --engine.checkpoint_every 0"
     config = configure(f"{flags} --engine.evaluate_every 0 --engine.device cpu")
-    torch.multiprocessing.spawn(stopped_rank, (str(tmp_path), config), nprocs=2)
+    run_ranks(stopped_rank, str(tmp_path), config)
     assert [(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)] == ["4", "4"]
     assert checkpoint.steps_saved(out / "checkpoint") == [4]
 

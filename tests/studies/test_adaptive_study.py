@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import study_calls
 import torch
+from processes import run_script
 from study_calls import STUDIES, rows
 
 from vitrail.data.config import PreprocessConfig
@@ -155,10 +155,9 @@ def test_other_sizes_of_images_change_tokens_crops_and_patches_alike(
 def test_rows_of_other_images_or_attacks_are_not_mixed(tmp_path: Path, known: dict[str, int]) -> None:
     row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True, **known}
     (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
-    words = [sys.executable, str(STUDIES / "adaptive.py"), "--smoke", "--out", str(tmp_path), "--pixels", "128"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "holds rows of other images or attacks" in done.stderr
+    done = run_script(STUDIES / "adaptive.py", "--smoke", "--out", str(tmp_path), "--pixels", "128")
+    assert done.code != 0
+    assert "holds rows of other images or attacks" in done.err
 
 
 def test_a_table_says_mean_and_deviation_and_what_failed(of_study: None, tmp_path: Path) -> None:

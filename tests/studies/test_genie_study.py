@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import study_calls
 import torch
 from PIL import Image
+from processes import run_script
 from study_calls import STUDIES, found_in, rows
 
 from vitrail.generate.generation_methods import CANDIDATES
@@ -181,10 +181,9 @@ def test_r_is_as_much_noise_as_on_stable_diffusions_schedule_whatever_the_model_
 def test_rows_of_other_noise_are_not_mixed_with_these(tmp_path: Path) -> None:
     row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True}  # when r was the model's time
     (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
-    words = [sys.executable, str(STUDIES / "genie.py"), "--smoke", "--out", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "holds rows of other settings" in done.stderr
+    done = run_script(STUDIES / "genie.py", "--smoke", "--out", str(tmp_path))
+    assert done.code != 0
+    assert "holds rows of other settings" in done.err
 
 
 def test_images_are_made_from_other_classes_of_the_episode_and_of_labelled_images(few: Any) -> None:
