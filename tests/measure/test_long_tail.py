@@ -21,9 +21,9 @@ from vitrail.learn.config import DistillationConfig, GrafitConfig, SupervisedCon
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised, prior_shift
 from vitrail.measure.classification import classification
-from vitrail.measure.config import LongTailConfig
+from vitrail.measure.config import CLASS_COUNTS, LongTailConfig
 from vitrail.measure.evaluator import Loaders
-from vitrail.measure.long_tail import COUNTS, class_groups, group_of, long_tail
+from vitrail.measure.long_tail import class_groups, group_of, long_tail
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import recipe, with_values
@@ -288,7 +288,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_knows_its_training_counts_and_figures_by_group(trained: Path) -> None:
     data = vitrail.open_data("synthetic:shapes?n=400&size=32", long_tail=8.0)
     model = vitrail.load(trained)
-    assert model.stated[COUNTS] == np.bincount(data["train"].labels).tolist()
+    assert model.stated[CLASS_COUNTS] == np.bincount(data["train"].labels).tolist()
     final = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"many_third", "med_third", "few_third", "few"} <= set(final)
 
@@ -305,7 +305,7 @@ def test_generated_images_make_no_class_frequent(table: Path, tmp_path: Path) ->
         "model.trunk": {"depth": 1, "width": 48, "heads": 3, "patch": 8},
     }
     made = vitrail.train(with_values(recipe("small-livt"), changes), quiet=True)
-    assert dict(zip(made.model.classes, made.model.stated[COUNTS], strict=True)) == {"rare": 2, "usual": 8}
+    assert dict(zip(made.model.classes, made.model.stated[CLASS_COUNTS], strict=True)) == {"rare": 2, "usual": 8}
 
 
 def test_evaluate_shows_groups_where_training_counts_are_known(
@@ -333,5 +333,5 @@ def test_a_model_that_does_not_know_its_counts_says_so() -> None:
         with pytest.raises(ValueError, match="how many images of each class"):
             part("evaluator", name)(small(), data)
     known = small()
-    known.stated[COUNTS] = [500, 50, 5]
+    known.stated[CLASS_COUNTS] = [500, 50, 5]
     assert set(part("evaluator", "long_tail")(known, data)["numbers"]) == {"many", "med", "few"}

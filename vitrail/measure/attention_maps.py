@@ -9,22 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from vitrail.measure.compute import worst_case
 from vitrail.measure.evaluator import evaluation_mode
-from vitrail.model.adaptive.adavit import AdavitPolicy
-from vitrail.model.adaptive.ats import AtsPolicy
-from vitrail.model.adaptive.avit import AvitPolicy
-from vitrail.model.adaptive.budget import fixed_macs, trace_macs
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.model.mixers.linear_attention import SimaMixer
 from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.trunks.vit import Trunk
+
+if TYPE_CHECKING:
+    from vitrail.model.adaptive.ats import AtsPolicy
+    from vitrail.model.mixers.linear_attention import SimaMixer
 
 MOST_NUMBERS = 2**26  # of the maps of one batch, all layers together: 256 MiB
 PARTS = ("maps", "features", "saliency")  # kept tokens and probabilities are always collected
@@ -179,7 +177,7 @@ class CapturedBatch:
         want |= {name for name in known if name.startswith("kept.")}
         if self.sima is not None:
             want |= {f"{name}.{self.sima}" for name in ("q", "k", "tokens")}
-            if isinstance(model.policy, AvitPolicy):  # its map says which tokens are left
+            if policy_kind(model.policy) == "avit":  # its map says which tokens are left
                 want.add(f"attention.{self.sima}")
         # An adaptive batch that is captured in every block is padded, never packed, whatever its policy's form.
         with evaluation_mode(model), torch.inference_mode():
@@ -207,15 +205,15 @@ class CapturedBatch:
         weights, prefix, policy = self.captured[f"attention.{i}"], self.prefix(i), self.model.policy
         first = torch.ones(self.count, prefix, dtype=torch.bool, device=weights.device)
         queries = keys = self.kept(-1)
-        if isinstance(policy, AtsPolicy):
+        if policy_kind(policy) == "ats":
             queries, keys = self.kept(i), self.kept(i - 1)
             weights = spread_out(weights, queries, keys, prefix)
-        elif isinstance(policy, AvitPolicy):
+        elif policy_kind(policy) == "avit":
             queries = keys = self.kept(i - 1)
             # `kept` is of patches only; class tokens halt, too, and are the rest of those that entered.
             assert self.trace is not None
             first = first & (self.trace.blocks[i].entering - keys.sum(1) >= prefix)[:, None].to(first.device)
-        elif isinstance(policy, AdavitPolicy):
+        elif policy_kind(policy) == "adavit":
             queries = keys = self.kept(i)
         rows, columns = (torch.cat([first, patches], 1) for patches in (queries, keys))
         weights = shares(weights).masked_fill(~(rows[:, None, :, None] & columns[:, None, None]), 0.0)
@@ -231,9 +229,9 @@ class CapturedBatch:
         for i in range(self.depth):
             patches = self.captured[f"tokens.{i}"][:, self.prefix(i) :].float()
             real = torch.ones(patches.shape[:2], dtype=torch.bool, device=patches.device)
-            if isinstance(self.model.policy, AtsPolicy):  # those that are left come first
+            if policy_kind(self.model.policy) == "ats":  # those that are left come first
                 real = torch.arange(patches.shape[1], device=real.device) < self.kept(i).sum(1, keepdim=True)
-            elif isinstance(self.model.policy, AvitPolicy):
+            elif policy_kind(self.model.policy) == "avit":
                 real = self.kept(i - 1)
             total = torch.where(real[..., None], patches, 0.0).sum(1)
             means.append((total / real.sum(1, keepdim=True).clamp_min(1)).cpu())
@@ -244,7 +242,7 @@ class CapturedBatch:
         if self.sima is None:
             return None
         mixer, prefix = cast("SimaMixer", _mixers(self.trunk)[self.sima]), self.prefix(self.sima)
-        mask = self.maps(self.sima).keys if isinstance(self.model.policy, AvitPolicy) else None
+        mask = self.maps(self.sima).keys if policy_kind(self.model.policy) == "avit" else None
         layout = Tokens(self.captured[f"tokens.{self.sima}"], prefix, self.grid, mask)
         hats = [mixer.hat(self.captured[f"{name}.{self.sima}"], layout) for name in "qk"]
         q, k = (hat.float().square().sum((1, 3)).sqrt()[:, prefix:].cpu() for hat in hats)
@@ -335,6 +333,8 @@ class AttentionCollector:
     def _count_macs(self, trace: Trace) -> None:
         self.traces.append(trace)
         try:
+            from vitrail.model.adaptive.budget import fixed_macs, trace_macs
+
             if self._fixed_macs is None:
                 self._fixed_macs = fixed_macs(self.model, self.size)
             self.macs.append(trace_macs(self.model, trace, image_size=self.size, fixed=self._fixed_macs))
@@ -351,6 +351,8 @@ class AttentionCollector:
         if policy is None:
             macs = float(cost(self.model, self.size).macs)
         elif self.macs:
+            from vitrail.measure.compute import worst_case
+
             macs, macs_whole = float(torch.cat(self.macs).mean()), worst_case(self.model, self.size)
         return AttentionMaps(
             images=self.images,
@@ -418,18 +420,25 @@ def layers_without_maps(model: Classifier) -> str:
     return f"the mixer {model.trunk.config.mixer.kind} has no attention maps over patches"
 
 
+def policy_kind(policy: Any) -> str:
+    """ats, avit or adavit; empty where there is no policy."""
+    return "" if policy is None else str(policy.config.kind)
+
+
 def sima_layer(model: Classifier) -> int | None:
     """The last layer with SimA that shows its q and k; none where there is no such."""
     if not isinstance(model.trunk, Trunk) or model.trunk.prompts is not None:
         return None
+    from vitrail.model.mixers.linear_attention import SimaMixer
+
     layers = [i for i, mixer in enumerate(_mixers(model.trunk)) if isinstance(mixer, SimaMixer)]
     return layers[-1] if layers else None
 
 
 def stages(model: Classifier) -> tuple[int, ...]:
     """Blocks at which an adaptive policy decides; none where there is no policy."""
-    if isinstance(model.policy, AtsPolicy):
-        return tuple(sorted(model.policy.at))
+    if policy_kind(model.policy) == "ats":
+        return tuple(sorted(cast("AtsPolicy", model.policy).at))
     return () if model.policy is None else tuple(range(len(cast("Trunk", model.trunk).blocks)))
 
 

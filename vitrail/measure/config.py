@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from vitrail.schema import Count, Range, Whole
 
+CLASS_COUNTS = "class_counts"  # where a model's `stated` has the real training images of each class
+
 
 @dataclass(frozen=True)
 class EpisodeConfig:

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vitrail.measure.classification import Figures, SingleLabelFigures
-from vitrail.measure.config import LongTailConfig
+from vitrail.measure.config import CLASS_COUNTS, LongTailConfig
 from vitrail.measure.evaluator import Findings, Loaders, Model, ResultTable, Where, evaluate, evaluator
 from vitrail.quantities import percent
 from vitrail.schema import ConfigError, check
 
 GROUPS = ("many", "med", "few")
-COUNTS = "class_counts"  # where a model's `stated` keeps how many real images of each class it was trained on
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def long_tail(figures: Figures, counts: ArrayLike, config: LongTailConfig | None
 
 def training_counts(model: Any) -> list[int] | None:
     """Real training images of each class of a trained model, where it knows them."""
-    counts: list[int] | None = getattr(model, "stated", {}).get(COUNTS)
+    counts: list[int] | None = getattr(model, "stated", {}).get(CLASS_COUNTS)
     return counts
 
 

@@ -25,8 +25,8 @@ from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name
 from vitrail.files import refuse_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
+from vitrail.measure.config import CLASS_COUNTS
 from vitrail.measure.evaluator import Loaders, needs_of
-from vitrail.measure.long_tail import COUNTS
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
@@ -178,7 +178,7 @@ class Trainer:
             self.model.stated["template"] = template
         if data.classes and not data.multilabel:  # real images tell which classes are rare
             real = train.labels if train.generated is None else train.labels[~train.generated]
-            self.model.stated[COUNTS] = class_counts(real, len(data.classes)).tolist()
+            self.model.stated[CLASS_COUNTS] = class_counts(real, len(data.classes)).tolist()
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
         self.module = make_data_module(config, data, self.model, self.device, group)
         facts = TrainingFacts(
