@@ -388,7 +388,7 @@ def test_what_prompts_cannot_be_is_said(tmp_path: Path) -> None:
         merge(model)
     with pytest.raises(ValueError, match="timm's models have no prompts"):
         to_timm(model)
-    with pytest.raises(ValueError, match="peft's LoRA has no place"):
+    with pytest.raises(ValueError, match="peft's LoRA cannot hold"):
         export_peft(model, "default", tmp_path)
     with pytest.raises(ValueError, match="does not know prompts"):
         make_adaptive(model, "ats")

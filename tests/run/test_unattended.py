@@ -189,7 +189,9 @@ def test_a_run_that_began_with_more_processes_says_how_to_start_them(
             vitrail.train(configured(photos, run), quiet=True)
     state, _ = checkpoint.newest(run / "checkpoint")
     assert state is not None
-    assert from_mapping(state.facts["config"]) == from_mapping(load_yaml(run))
+    kept, stored = from_mapping(state.facts["config"]), from_mapping(load_yaml(run))
+    assert kept.optim == stored.optim
+    assert (kept.out, kept.engine.device, kept.data.workers) == (None, "auto", None)  # these may change
     state.facts["world"] = 4
     checkpoint.save(run / "checkpoint", state, 1)
     with pytest.raises(ValueError, match=r"begun by 4 processes and now there are 1.*torchrun --nproc_per_node 4"):

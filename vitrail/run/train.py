@@ -137,6 +137,12 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
         return trainer.run(state)
 
 
+def _without_machine(config: RunConfig) -> RunConfig:
+    """The settings that a checkpoint keeps: those that must not change."""
+    engine, data = replace(config.engine, device="auto"), replace(config.data, workers=None)
+    return replace(config, engine=engine, data=data, out=None)
+
+
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], problem: str) -> None:
     """Raises `ConfigError` that lists every setting of a run that differs, but for those that may."""
     stored = flat(json.loads(json.dumps(before)))
@@ -233,7 +239,7 @@ class Trainer:
             facts={
                 "data": fingerprint(self.data),
                 "world": group.world,
-                "config": plain(config),
+                "config": plain(_without_machine(config)),
                 **({"base": self.base_hash} if self.base_hash else {}),  # of an adapter
                 **self.module.facts(),
             },
