@@ -88,6 +88,9 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
+Pixels = Annotated[int, Range(1, 16_384)]  # a side of an image
+Width = Annotated[int, Range(1, 65_536)]
+Depth = Annotated[int, Range(1, 1000)]
 LARGEST = 1e18  # of any number in a configuration
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+from vitrail.schema import Count, Fraction, NotNegative, Pixels, Positive, Range, Whole
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
@@ -107,7 +107,7 @@ def check_possible(augment: AugmentConfig, size: int) -> None:
 class PreprocessConfig:
     """How an image becomes the model's input at evaluation and prediction. Travels with the model."""
 
-    size: Count = 224
+    size: Pixels = 224
     """Side of the square input."""
     crop_ratio: Annotated[float, Range(0.1, 1)] = 0.875
     """Side of the centre crop over the shorter side after resizing."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from vitrail.model.adapters.config import AdapterConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig, Softmax
-from vitrail.schema import Count, Fraction, NotNegative, Overrides, Positive, Whole
+from vitrail.schema import Count, Depth, Fraction, NotNegative, Overrides, Pixels, Positive, Whole, Width
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class TrunkConfig:
     """Images to tokens: a stem, a stack of residual blocks, a final norm."""
 
     kind: Literal["blocks"] = "blocks"
-    image_size: Count = 224
-    width: Count = 768
-    depth: Count = 12
+    image_size: Pixels = 224
+    width: Width = 768
+    depth: Depth = 12
     heads: Count = 12
     patch: Count = 16
     stem: StemConfig = field(default_factory=Patchify)
@@ -96,12 +96,12 @@ class CifarResNet:
     """A ResNet for 32-pixel images: 3x3 stem, three stages of widths 16, 32 and 64 (arXiv 1512.03385)."""
 
     kind: Literal["cifar_resnet"] = "cifar_resnet"
-    depth: Count = 20
+    depth: Depth = 20
     """6n + 2 with basic blocks, 9n + 2 with bottlenecks."""
     block: Literal["basic", "bottleneck"] = "basic"
     shortcut: Literal["pad", "project"] = "pad"
     """Basic blocks: zero-padded (option A) or projected (option B) shortcuts; bottlenecks always project."""
-    image_size: Count = 32
+    image_size: Pixels = 32
 
 
 NoiseScheduleName = Literal["cosine", "scaled_linear"]
@@ -113,12 +113,12 @@ class DenoiserConfig:
     """A class-conditional U-Net for small images: a diffusion model."""
 
     kind: Literal["denoiser"] = "denoiser"
-    image_size: Count = 32
-    width: Count = 96
+    image_size: Pixels = 32
+    width: Width = 96
     """Channels at the full side."""
     multipliers: tuple[Count, ...] = (1, 2, 2)
     """Channels of each level over `width`; each level has half the side of the one before."""
-    depth: Count = 2
+    depth: Depth = 2
     """Residual blocks of each level on the way down (one more on the way up)."""
     heads: Count = 4
     attention: tuple[Count, ...] = (8,)
@@ -138,7 +138,7 @@ class TimmBackbone:
 
     kind: Literal["timm"] = "timm"
     name: str = "resnet50"
-    image_size: Count | None = None
+    image_size: Pixels | None = None
     """None: the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Anything else that timm's constructor takes."""
@@ -146,7 +146,7 @@ class TimmBackbone:
     """Aggregate the features of all stages (as GA, arXiv 2310.16483) instead of the last alone."""
     taps: Whole = 0
     """With stages: maps taken inside the third stage, besides its end."""
-    width: Count | None = None
+    width: Width | None = None
     """With stages: width of the gathered features (none: of the last stage)."""
     narrow: bool = False
     """Make the last stage itself that wide, too (as in the released GA-ConvNeXts)."""
@@ -244,7 +244,7 @@ class ModelConfig:
     weights: str = "none"
     """none, timm (published weights of that name), a run or model folder, or a weights file; text: hub (those that the
     folder or name comes with; hub:fetch asks the network for what is not there)."""
-    image_size: Count | None = None
+    image_size: Pixels | None = None
     """Side of the square input (none: the model's own)."""
     head: HeadConfig | None = None
     """Head other than the model's own (`--model.head mean`)."""

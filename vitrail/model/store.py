@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from vitrail.files import json_text, replacing, write_text
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
 from vitrail.model.parts.modules import without_adapters
-from vitrail.schema import plain
+from vitrail.schema import ConfigError, Count, brief, build, plain
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def save_model(model: Classifier, folder: Path) -> Path:
 
 
 def write_description(model: Classifier, folder: Path, form: int, file: Path, **more: Any) -> Path:
-    """The JSON next to the weights. It names the size of their file, so a mixed pair is noticed."""
+    """The JSON next to the weights. It has size and checksum of their file, so that damage is noticed."""
     description = {
         "format": form,
         "vitrail": __version__,
@@ -120,6 +121,7 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
         "preprocess": plain(model.preprocess),
         "stated": model.stated,
         "bytes": file.stat().st_size,
+        "checksum": file_checksum(file),
         **({"files": list(model.files)} if model.files else {}),
         **more,
     }
@@ -145,17 +147,51 @@ def model_folder(path: str | Path) -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Description:
+    """The entries of `model.json` that are read, and their types."""
+
+    format: Count
+    spec: Mapping[str, Any]
+    classes: tuple[str, ...]
+    multilabel: bool
+    preprocess: Mapping[str, Any]
+    files: tuple[str, ...] = ()
+
+
 def read_description(folder: Path) -> dict[str, Any]:
-    """The JSON next to the weights."""
+    """The JSON next to the weights. Raises `ValueError` where an entry is missing or cannot be what it says."""
+    path = folder / DESCRIPTION
     try:
-        description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        if description["format"] > FORMAT:
-            raise ValueError(f"{folder} was written by a newer vitrail ({description['vitrail']}); update to read it")
-        for key in ("spec", "classes", "multilabel", "preprocess"):
-            description[key]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error})") from None
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [] if isinstance(description, dict) else ["it holds no entries"]
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if not wrong:
+        if isinstance(description.get("format"), int) and description["format"] > FORMAT:
+            raise ValueError(
+                f"{folder} was written by a newer vitrail ({description.get('vitrail')}); update to read it"
+            )
+        try:
+            entries = {field.name for field in fields(Description)} & description.keys()
+            read = build(Description, {name: description[name] for name in entries})
+            lists = {name: description.get(name, []) for name in ("classes", "files")}
+            wrong = [f"{name} is {brief(v)}, not a list" for name, v in lists.items() if not isinstance(v, list)]
+            wrong += ["two classes have one name"] if len(set(read.classes)) < len(read.classes) else []
+        except ConfigError as error:
+            wrong = error.problems
+    if wrong:
+        raise ValueError(f"{path} is damaged ({wrong[0]})")
     return description
+
+
+def file_checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    total = 0
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            total = zlib.crc32(block, total)
+    return total
 
 
 def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
@@ -169,6 +205,9 @@ def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
 
 
 def reject_mixed(description: dict[str, Any], file: Path) -> None:
-    """Raises `ValueError` for weights of another size than their description says."""
-    if file.is_file() and description.get("bytes") != file.stat().st_size:
-        raise ValueError(f"{file} is damaged or does not belong to the description next to it")
+    """Raises `ValueError` for weights of another size or checksum than their description says."""
+    if not file.is_file():
+        return
+    same = description.get("bytes") == file.stat().st_size
+    if not same or description.get("checksum", file_checksum(file)) != file_checksum(file):
+        raise ValueError(f"{file} is damaged or does not belong to the description next to it; copy the folder again")

@@ -49,7 +49,12 @@ def load_model(
             raise ValueError(f"{option}: {path} is a whole model, not an adapter of one; leave it out")
     store.reject_mixed(description, folder / store.WEIGHTS)
     tensors = store.read_tensors(folder / store.WEIGHTS)
-    model = _described(description, "meta")
+    try:
+        model = _described(description, "meta")
+    except (RuntimeError, TypeError, MemoryError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder / store.DESCRIPTION} describes no model that can be built ({reason})") from None
+    _check_tensors(model, tensors, folder / store.WEIGHTS)
     model.load_state_dict(tensors, strict=True, assign=True)
     for module in model.modules():  # what is computed and not stored still lives on the meta device
         fill = getattr(module, "fill_buffers", None)
@@ -57,6 +62,23 @@ def load_model(
             fill()
     model.stated, model.files = description.get("stated", {}), store.read_files(folder, description)
     return model.to(device or "cpu").eval()
+
+
+def _check_tensors(model: Classifier, tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Raises `ValueError` for tensors that are missing, unknown, of another shape, or not finite."""
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    wrong = [f"lacks {name}" for name in shapes if name not in tensors]
+    wrong += [f"has {name}, which the model has not" for name in tensors if name not in shapes]
+    wrong += [
+        f"has {name} of shape {tuple(tensors[name].shape)}, not {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"{file} does not fit the description next to it: it {wrong[0]}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{file} holds weights that are NaN or infinite (first: {name}); train or copy it again")
 
 
 def _described(description: Mapping[str, Any], device: str | None, pretrained: bool = False) -> Classifier:
