@@ -43,6 +43,11 @@ def test_numbers_are_finite(flag: str) -> None:
         from_mapping(parse_flags(flag.split())[1], RunConfig())
 
 
+def test_a_setting_of_another_kind_of_trunk_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"model.trunk.attention: deit_small has no such setting"):
+        from_mapping({"model": {"name": "deit_small", "trunk": {"attention": [3]}}}, RunConfig())
+
+
 def test_a_message_quotes_a_line_of_a_value() -> None:
     with pytest.raises(ConfigError) as error:
         from_mapping({"seed": list(range(10**6)), "model": {"name": ["x" * 10**6]}}, RunConfig())

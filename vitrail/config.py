@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,9 @@ def _sizes(config: RunConfig) -> list[str]:
     if config.model.name not in ZOO:
         return []
     native = ZOO[config.model.name].trunk
+    known = {field.name for field in fields(native)}
+    if unknown := [name for name in config.model.trunk if name not in known]:
+        return [f"model.trunk.{name}: {config.model.name} has no such setting{near(name, known)}" for name in unknown]
     if not isinstance(native, TrunkConfig):
         return []
     trunk = replace(native, **config.model.trunk)

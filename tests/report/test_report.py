@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import io
 import re
 from html.parser import HTMLParser
@@ -233,3 +234,13 @@ def test_thumbnails_are_small_and_tiny_images_are_exact(side: int, kind: str) ->
     assert max(image.size) == min(side, 160)
     if side == 28:
         np.testing.assert_array_equal(np.asarray(image), picture(28))
+
+
+def test_no_script_but_the_pages_own_may_run() -> None:
+    """Its content security policy names the script by its hash, so that one that came with a name would not run."""
+    page = render(Report("<script>alert(1)</script>", config="<script>alert(2)</script>"))
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert len(scripts) == 1
+    assert f"script-src 'sha256-{digest}'" in page
+    assert "script-src 'unsafe-inline'" not in page
