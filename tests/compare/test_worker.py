@@ -161,7 +161,7 @@ def left(name, *more):
 
 good = left("good")
 # Updates that are not finite end a run, after the collector was told not to look at what stays.
-words += ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.steps", "100"]
+words += ["--optim.lr", "1e17", "--optim.clip", "0", "--optim.steps", "100"]
 bad = left("bad", "--engine.log_every", "30", "--engine.evaluate_every", "0")
 pathlib.Path(f"{place}/left.json").write_text(json.dumps([good, bad]))
 """

@@ -233,3 +233,16 @@ def test_the_fewest_pieces_that_fit_are_found_and_kept(
     hold_at_most(0, monkeypatch)
     with pytest.raises(TooLarge, match="no piece of a batch fits into memory, not even 2 images"):
         vitrail.train(configured(photos, tmp_path / "none", "--engine.accumulate auto"), quiet=True)
+
+
+def test_a_loss_worse_than_that_of_class_frequencies_is_said_first(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ends, far from anything useful, with finite gradients to the last."""
+    run = vitrail.train(configured(photos, tmp_path / "high", "--optim.lr 5 --optim.clip 1"))
+    assert "is worse than that of predicting class frequencies alone, 1.1;" in capsys.readouterr().err
+    page = (run.path / "report.html").read_text()
+    assert page.index("is worse than that of predicting class frequencies") < page.index("are classified correctly")
+    run = vitrail.train(configured(photos, tmp_path / "usual", "--optim.steps 40 --optim.lr 3e-3"), quiet=True)
+    assert run.figures.loss < 1.08
+    assert "is worse than" not in (run.path / "report.html").read_text()

@@ -210,6 +210,18 @@ def _matthews(true: NDArray[Any], predicted: NDArray[Any], right: float) -> floa
     return float((right * total - truth @ guess) / math.sqrt(spread)) if spread > 0 else 0.0
 
 
+def prior_loss(training: Sequence[int] | Counts, support: Counts) -> float:
+    """Cross entropy of predicting the class frequencies of `training` [classes] for every image of `support` [classes].
+
+    Each class counts as one image more, so that one without training images has a probability.
+
+    >>> prior_loss([1, 1], np.array([5, 5]))  # log 2
+    0.6931471805599453
+    """
+    counts = np.asarray(training, np.float64) + 1
+    return float(-(support * np.log(counts / counts.sum())).sum() / support.sum())
+
+
 def average_precision(score: Floats, positive: NDArray[np.bool_]) -> float:
     """Area under the precision-recall steps of one class; equal scores are one step. NaN without a positive.
 

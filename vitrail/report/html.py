@@ -17,7 +17,13 @@ from markupsafe import Markup
 
 from vitrail.files import write_text
 from vitrail.measure.attention_maps import AttentionMaps
-from vitrail.measure.classification import MATRIX_CLASSES, Figures, MultiLabelFigures, SingleLabelFigures
+from vitrail.measure.classification import (
+    MATRIX_CLASSES,
+    Figures,
+    MultiLabelFigures,
+    SingleLabelFigures,
+    prior_loss,
+)
 from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability, whole_percent
@@ -220,6 +226,13 @@ def verdict(report: Report) -> str:
         names = figures.classes
         share = percent(images / figures.support[true], 0)
         words += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+    training = report.data.counts.get("train") if report.data is not None else None
+    prior = math.inf if training is None else prior_loss(training, figures.support)
+    if not figures.loss <= prior:
+        words = (
+            f"Its loss, {number(figures.loss)}, is worse than that of predicting class frequencies alone, "
+            f"{number(prior)}: training diverged, or the model is far too confident. {words}"
+        )
     return words
 
 

@@ -17,7 +17,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import RunSummary
-from vitrail.run.preflight import one_answer
+from vitrail.run.preflight import one_answer, worse_than_prior
 from vitrail.run.run_data import division
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
     if trainer.reference is not None:
         trainer.reference.close()
     if config.objective.kind in ("supervised", "distillation"):
-        loop.notes += (only := one_answer(predictions, data))
+        loop.notes += (only := [*one_answer(predictions, data), *worse_than_prior(metrics, data)])
         group.say(trainer.quiet, *only)
     model.stated |= {
         "recipe": config.recipe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vitrail.config import RunConfig, validate
@@ -14,11 +15,13 @@ from vitrail.engine.run_folder import refuse_untracked, unused
 from vitrail.files import refuse_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
+from vitrail.measure.classification import Figures, SingleLabelFigures, prior_loss
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled
 from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
 from vitrail.model.zoo import ZOO
+from vitrail.quantities import number
 from vitrail.recipes import RECIPES
 from vitrail.registry import kinds
 from vitrail.schema import ConfigError, near
@@ -203,4 +206,17 @@ def one_answer(predictions: Predictions, data: DataSet) -> list[str]:
     return [
         f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(predicted)]!r}, so nothing "
         "was learned; train longer, or with another optim.lr"
+    ]
+
+
+def worse_than_prior(metrics: Figures, data: DataSet) -> list[str]:
+    """A warning where the loss is above that of predicting class frequencies; not for several labels per image."""
+    if not isinstance(metrics, SingleLabelFigures):
+        return []
+    prior = prior_loss(np.bincount(data["train"].labels, minlength=len(data.classes)), metrics.support)
+    if metrics.loss <= prior:
+        return []
+    return [
+        f"warning: the loss, {number(metrics.loss)}, is worse than that of predicting class frequencies alone, "
+        f"{number(prior)}; training diverged (lower optim.lr) or the model is far too confident"
     ]
