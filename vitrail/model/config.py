@@ -47,8 +47,8 @@ class TrunkConfig:
     image_size: Pixels = 224
     width: Width = 768
     depth: Depth = 12
-    heads: Count = 12
-    patch: Count = 16
+    heads: Width = 12
+    patch: Pixels = 16
     stem: StemConfig = field(default_factory=Patchify)
     mixer: MixerConfig = field(default_factory=Softmax)
     mlp_ratio: NotNegative = 4.0
@@ -70,7 +70,7 @@ class TrunkConfig:
     layers 0) and T-Fixup (scaled by depth), which need no norm."""
     local: bool = False
     """Local patch interaction between the mixing and the channel branch (XCiT)."""
-    parallel: Count = 1
+    parallel: Depth = 1
     """Branches side by side in each block (2: ViT-H-26x2)."""
     drop_path: Fraction = 0.0
     drop_path_rule: Literal["linear", "uniform"] = "linear"
@@ -120,7 +120,7 @@ class DenoiserConfig:
     """Channels of each level over `width`; each level has half the side of the one before."""
     depth: Depth = 2
     """Residual blocks of each level on the way down (one more on the way up)."""
-    heads: Count = 4
+    heads: Width = 4
     attention: tuple[Count, ...] = (8,)
     """Sides, in places, of the levels with self-attention; the middle always has it."""
     drop: Fraction = 0.1

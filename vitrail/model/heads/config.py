@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from vitrail.schema import Count, Fraction, NotNegative, OneOf, Positive, Range, Whole
+from vitrail.schema import Count, Depth, Fraction, NotNegative, OneOf, Positive, Range, Whole, Width
 
 
 class HeadOptions:
@@ -23,9 +23,9 @@ class ClassToken(HeadOptions):
 
     kind: Literal["class_token"] = "class_token"
     drop: Fraction = 0.0
-    copies: Count = 1
+    copies: Depth = 1
     """Classifiers side by side, as a control for heads that have several."""
-    hidden: Count | None = None
+    hidden: Width | None = None
     """A linear layer to so many features before the classifier, as a control for heads that have more parameters."""
 
 
@@ -35,9 +35,9 @@ class Mean(HeadOptions):
 
     kind: Literal["mean"] = "mean"
     drop: Fraction = 0.0
-    copies: Count = 1
+    copies: Depth = 1
     """Classifiers side by side, as a control for heads that have several."""
-    hidden: Count | None = None
+    hidden: Width | None = None
     """A linear layer to so many features before the classifier, as a control for heads that have more parameters."""
     mlp: bool = False
     """BatchNorm and ReLU after the `hidden` layer: the classifier is an MLP (Grafit's transfer)."""
@@ -59,8 +59,8 @@ class ClassAttention(HeadOptions):
     """Layers in which a class token reads the patches by attention (CaiT, arXiv 2103.17239; XCiT, arXiv 2106.09681)."""
 
     kind: Literal["class_attention"] = "class_attention"
-    layers: Count = 2
-    heads: Count | None = None
+    layers: Depth = 2
+    heads: Width | None = None
     """Attention heads (none: the trunk's, or one for each 64 channels)."""
     mlp_ratio: Positive = 4.0
     layerscale: NotNegative | None = None
@@ -80,7 +80,7 @@ class ClassMlp(HeadOptions):
     """As class attention, with one learned linear map over patches in its place (ResMLP, arXiv 2105.03404)."""
 
     kind: Literal["class_mlp"] = "class_mlp"
-    layers: Count = 2
+    layers: Depth = 2
     mlp_ratio: Positive = 4.0
 
 
@@ -89,7 +89,7 @@ class AttentionPool(HeadOptions):
     """Attention pooling of the patches, with one learned query or one per class (PatchConvNet, arXiv 2112.13692)."""
 
     kind: Literal["attention_pool"] = "attention_pool"
-    heads: Count = 1
+    heads: Width = 1
     queries: Literal["one", "per_class"] = "one"
     mlp_ratio: Positive = 3.0
     layerscale: NotNegative | None = None
@@ -117,14 +117,14 @@ class SecondOrder(HeadOptions):
     """Power of the singular values."""
     singular_values: Count = 1
     """svpn_fast: singular values estimated one by one."""
-    iterations: Count = 1
+    iterations: Depth = 1
     """svpn_fast: power iterations for each."""
-    heads: Count = 6
-    rows: Count = 14
-    columns: Count = 14
+    heads: Width = 6
+    rows: Width = 14
+    columns: Width = 14
     center: Literal["none", "channel", "scalar"] = "none"
     """What is subtracted before the product: nothing (paper), channel means, one mean per head (authors' code)."""
-    root_steps: Count = 3
+    root_steps: Depth = 3
     """Newton-Schulz steps of the covariance's square root."""
     drop: Fraction = 0.0
     """Dropout on the pooled representation."""
@@ -138,14 +138,14 @@ class Gramian(HeadOptions):
     """Several small heads, each querying the features with its Gram matrix (Ryu et al. 2023, arXiv 2310.16483)."""
 
     kind: Literal["gramian"] = "gramian"
-    heads: Count = 5
-    gram_width: Count = 192
+    heads: Width = 5
+    gram_width: Width = 192
     """Width to which features are contracted before the Gram matrix."""
     gram_layer: bool = False
     """One ConvNeXt block at the contracted width."""
-    attention_width: Count | None = None
+    attention_width: Width | None = None
     """Inner width of class attention (none: a quarter of the features, a multiple of the attention heads)."""
-    attention_heads: Count = 8
+    attention_heads: Width = 8
     embed_groups: Count = 8
     """Groups of the map from Gram vector to class token."""
     mlp_groups: Count = 4
@@ -169,8 +169,8 @@ class Branches(HeadOptions):
     """Several copies of a network's last layers and a gate that weighs them (ONE, arXiv 1806.04606)."""
 
     kind: Literal["branches"] = "branches"
-    branches: Count = 3
-    blocks: Count | None = None
+    branches: Depth = 3
+    blocks: Depth | None = None
     """Blocks that each branch has for itself (none: the last third; a CIFAR ResNet: its last stage)."""
 
 
@@ -181,9 +181,9 @@ class Projected(HeadOptions):
     kind: Literal["projected"] = "projected"
     pool: Literal["mean", "class_token"] = "mean"
     projector: Literal["mlp", "linear", "none"] = "mlp"
-    width: Count = 256
+    width: Width = 256
     """Of the embedding."""
-    hidden: Count = 4096
+    hidden: Width = 4096
     """Of the projector's inner layer."""
     norm: bool = False
     """BatchNorm inside the projector (Grafit's parameter counts leave no room for it)."""
