@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -246,3 +249,42 @@ def test_a_loss_worse_than_that_of_class_frequencies_is_said_first(
     run = vitrail.train(configured(photos, tmp_path / "usual", "--optim.steps 40 --optim.lr 3e-3"), quiet=True)
     assert run.figures.loss < 1.08
     assert "is worse than" not in (run.path / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_lost_process_is_a_sentence_and_the_same_command_goes_on(photos: Path, tmp_path: Path) -> None:
+    """One of two processes is killed; the other ends by itself, and the command of both continues the run."""
+    words = [sys.executable, "-m", "vitrail", "train", "vit", *TINY.split(), "--data", str(photos), "--resume", "auto"]
+    words[words.index("--optim.steps") + 1] = "400"
+    words += ["--out", str(tmp_path / "run"), "--engine.checkpoint_every", "1"]
+
+    def both(port: int) -> list[subprocess.Popen[str]]:
+        group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [{**os.environ, **group, "RANK": r, "LOCAL_RANK": r, "GLOO_SOCKET_IFNAME": "lo"} for r in "01"]
+        return [subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) for env in ranks]
+
+    first, second = both(free_port())
+    wait_until(lambda: steps_saved(tmp_path / "run" / "checkpoint"))
+    second.kill()
+    _, said = first.communicate(timeout=120)
+    assert first.returncode == 2
+    assert "another process of this run ended" in said
+    assert "Traceback" not in said
+    done = both(free_port())
+    ends = [process.communicate(timeout=300)[1] for process in done]
+    assert [process.returncode for process in done] == [0, 0], ends
+    assert "resuming" in ends[0]
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
