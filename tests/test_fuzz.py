@@ -30,8 +30,9 @@ from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.check.scan import scan
 from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode
+from vitrail.files import checksum
 from vitrail.model.build import create_model
-from vitrail.model.store import DESCRIPTION, WEIGHTS, file_checksum
+from vitrail.model.store import DESCRIPTION, WEIGHTS
 from vitrail.recipes import RECIPES, recipe
 from vitrail.schema import plain
 from vitrail.schema import settings as all_settings
@@ -240,7 +241,7 @@ def test_weights_bytes(
     (folder / WEIGHTS).write_bytes(mutated((folder / WEIGHTS).read_bytes(), changes))
     if fitting:  # as by somebody who edits both
         description = json.loads((folder / DESCRIPTION).read_text())
-        description |= {"bytes": (folder / WEIGHTS).stat().st_size, "checksum": file_checksum(folder / WEIGHTS)}
+        description |= {"bytes": (folder / WEIGHTS).stat().st_size, "checksum": checksum(folder / WEIGHTS)}
         (folder / DESCRIPTION).write_text(json.dumps(description))
     loads(folder)
 

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="readable")
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as stream:
+        while block := stream.read(2**22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def odd_kind(path: str | Path) -> str:

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vitrail
+from vitrail.files import checksum
 from vitrail.model.build import create_model
-from vitrail.model.store import DESCRIPTION, WEIGHTS, file_checksum
+from vitrail.model.store import DESCRIPTION, WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Edit model.json; the checksum of the weights is made to fit."""
     description = json.loads((folder / DESCRIPTION).read_text())
-    description |= {"bytes": (folder / WEIGHTS).stat().st_size, "checksum": file_checksum(folder / WEIGHTS)}
+    description |= {"bytes": (folder / WEIGHTS).stat().st_size, "checksum": checksum(folder / WEIGHTS)}
     change(description)
     (folder / DESCRIPTION).write_text(json.dumps(description))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -249,6 +250,29 @@ def test_a_loss_worse_than_that_of_class_frequencies_is_said_first(
     run = vitrail.train(configured(photos, tmp_path / "usual", "--optim.steps 40 --optim.lr 3e-3"), quiet=True)
     assert run.figures.loss < 1.08
     assert "is worse than" not in (run.path / "report.html").read_text()
+
+
+def test_check_compares_the_checksums_of_runs_and_packs(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, packed = tmp_path / "run", tmp_path / "packed"
+    vitrail.train(configured(photos, run), quiet=True)
+    assert command(["pack", str(photos), str(packed)]) == 0
+    assert command(["check", str(run)]) == 0
+    assert command(["check", str(packed)]) == 0
+    capsys.readouterr()
+    damaged = {
+        run / "checkpoint" / f"step-{steps_saved(run / 'checkpoint')[-1]:09d}.safetensors": run,
+        run / "model" / "model.safetensors": run,
+        next(packed.rglob("*.bin")): packed,
+    }
+    for file, folder in damaged.items():
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 0x10
+        file.write_bytes(data)
+        assert command(["check", str(folder), "--json"]) == 2
+        faults = json.loads(capsys.readouterr().out)["faults"]
+        assert any(file.name in fault for fault in faults)
 
 
 @pytest.mark.slow

@@ -16,13 +16,16 @@ from vitrail.schema import Positional
 class CheckCommand:
     """Look for trouble in a data set: unreadable and odd images, duplicates, leaks between splits, rare classes.
 
-    Exit code: 0 nothing serious, 1 warnings with --strict, 2 errors.
+    Of a run, a model folder or a packed data set, every checksum is compared first. Exit code: 0 nothing serious, 1
+    warnings with --strict, 2 errors.
 
     Example: vitrail check photos/ --out sheet.png
+    Example: vitrail check runs/demo
     """
 
     data: Annotated[str, Positional("URI")]
-    """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes"""
+    """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes; or a
+    run or model folder"""
     out: Path | None = None  # write a sheet of pictures to this PNG
     strict: bool = False  # warnings count, too
     json: bool = False  # print one JSON object
@@ -32,10 +35,19 @@ class CheckCommand:
 
         from vitrail.data.check.check import check_data, picture_sheet
         from vitrail.data.open import open_data
+        from vitrail.data.sources.packed import is_packed
+        from vitrail.data.sources.packed import verify as verify_packed
 
+        folder = Path(self.data)
+        if any((folder / name).is_file() for name in ("config.yaml", "model.json", "model/model.json")):
+            from vitrail.run.evaluate import verify
+
+            return self._faults(verify(folder))
         if self.out is not None:
             refuse_unwritable(self.out, file=True)
         opened = open_data(self.data)
+        if is_packed(folder) and (faults := verify_packed(folder)):
+            return self._faults(faults)
         with progress("check", quiet=self.json) as bar:
             report = check_data(opened, progress=lambda done, total: bar(done, total, f"{done} images"))
         if self.out is not None:
@@ -48,6 +60,11 @@ class CheckCommand:
         pictures = [] if self.out is None else [f"pictures: {self.out}"]
         output(self.json, report.to_json(), table, *pictures)
         return report.exit_code(self.strict)
+
+    def _faults(self, faults: list[str]) -> int:
+        sound = f"{self.data}: everything is as it was written"
+        output(self.json, {"path": self.data, "faults": faults}, "\n".join(faults) or sound)
+        return 2 if faults else 0
 
 
 @dataclass(frozen=True)

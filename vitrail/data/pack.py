@@ -35,11 +35,10 @@ from vitrail.data.sources.packed import (
     Pack,
     PackedFile,
     PackedSplit,
-    checksum,
     open_packed,
     read_pack,
 )
-from vitrail.files import replacing, write_text
+from vitrail.files import checksum, replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 

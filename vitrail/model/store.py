@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.files import json_text, replacing, write_text
+from vitrail.files import checksum, json_text, replacing, write_text
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
 from vitrail.model.parts.modules import without_adapters
@@ -121,7 +120,7 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
         "preprocess": plain(model.preprocess),
         "stated": model.stated,
         "bytes": file.stat().st_size,
-        "checksum": file_checksum(file),
+        "checksum": checksum(file),
         **({"files": list(model.files)} if model.files else {}),
         **more,
     }
@@ -185,15 +184,6 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def file_checksum(file: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    total = 0
-    with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            total = zlib.crc32(block, total)
-    return total
-
-
 def read_files(folder: Path, description: dict[str, Any]) -> dict[str, str]:
     """Texts saved with the weights, by name, as `Classifier.files`. Raises `FileNotFoundError` for what is gone."""
     texts = {}
@@ -209,5 +199,5 @@ def reject_mixed(description: dict[str, Any], file: Path) -> None:
     if not file.is_file():
         return
     same = description.get("bytes") == file.stat().st_size
-    if not same or description.get("checksum", file_checksum(file)) != file_checksum(file):
+    if not same or description.get("checksum", checksum(file)) != checksum(file):
         raise ValueError(f"{file} is damaged or does not belong to the description next to it; copy the folder again")

@@ -14,6 +14,7 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
+from vitrail.engine.run_folder import read, steps_saved
 from vitrail.measure.classification import Figures, classification
 from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
 from vitrail.model.classifier import Classifier
@@ -95,6 +96,21 @@ def load(
     base is now (none: where it was), `bits` rounds what the adapter trained to 2 to 8 bits.
     """
     return load_model(path, device, base=base, bits=bits, merged=merged)
+
+
+def verify(path: str | Path) -> list[str]:
+    """A sentence for each damaged checkpoint of a run, and for its model where that is; none: all is well."""
+    faults, checkpoints = [], Path(path) / "checkpoint"
+    for step in steps_saved(checkpoints):
+        try:
+            read(checkpoints / f"step-{step:09d}.safetensors")
+        except ValueError as error:
+            faults.append(str(error))
+    try:
+        load(path)
+    except (ValueError, OSError) as error:
+        faults.append(str(error))
+    return faults
 
 
 def evaluate(

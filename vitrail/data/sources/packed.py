@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
+from vitrail.files import checksum
 from vitrail.schema import build
 
 FORMAT = 2
@@ -37,7 +37,6 @@ LISTING = "pack.json"
 UNFINISHED = "pack-unfinished.json"
 
 _MOST_MAPS = 256  # a mapped file counts as an open one, and many systems allow a process only 1024
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -145,15 +144,6 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> li
         if progress is not None:
             progress(done, total)
     return faults
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 class PackedReader:
