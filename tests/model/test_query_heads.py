@@ -150,6 +150,7 @@ def earlier_model(head: AttentionPool | ClassAttention, folder: Path) -> nn.Modu
     described = json.loads((folder / "model.json").read_text())
     described["spec"]["head"].pop("qkv_bias", None)  # had no name yet
     described["bytes"] = (folder / "model.safetensors").stat().st_size
+    del described["checksum"]  # earlier versions had none
     (folder / "model.json").write_text(json.dumps(described))
     return was.eval()
 
