@@ -29,6 +29,13 @@ def test_yaml_without_bottom_is_a_sentence(text: str, tmp_path: Path) -> None:
         load_yaml(tmp_path / "deep.yaml")
 
 
+@pytest.mark.parametrize("text", ['name: "\\UFFFFFFFF"', "name: 2001-99-99"])
+def test_yaml_with_absurd_escapes_or_dates_is_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"odd.yaml is not valid YAML"):
+        load_yaml(tmp_path / "odd.yaml")
+
+
 def test_yaml_in_another_encoding_names_its_file(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("name: café".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin.yaml is not UTF-8 text"):

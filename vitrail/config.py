@@ -112,7 +112,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path} is not UTF-8 text ({error.reason} at byte {error.start})"]) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:  # the last two: absurd escapes, dates
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ConfigError([f"{path} is not valid YAML: {reason}"]) from None
     if not isinstance(values, dict):

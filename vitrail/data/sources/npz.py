@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -25,13 +26,8 @@ from vitrail.data.dataset import FINEST, SPLIT_NAMES, DataSet, Location, Source,
 from vitrail.data.sources.table import repeated
 
 MOST_LABEL = 1000  # above ten times the number of images, from which on a label is taken for a mistake
-DAMAGED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    RuntimeError,
-    MemoryError,
-)  # RuntimeError: encrypted, unknown method
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, tokenize.TokenError, SyntaxError)
+"""What damaged archives raise: RuntimeError for encrypted members and unknown methods, the last two for headers."""
 
 
 class ArrayReader:

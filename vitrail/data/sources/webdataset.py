@@ -156,7 +156,7 @@ def _label(stream: IO[bytes], name: str) -> str:
     for label in value if isinstance(value, list) else [value]:
         if not isinstance(label, str | int) or isinstance(label, bool):
             raise ValueError(f"a label of {name} is {str(label)[:40]}, neither text nor a whole number")
-    return "|".join(map(str, value)) + "|" if isinstance(value, list) else str(value)
+    return "|".join(str(label).strip() for label in value) + "|" if isinstance(value, list) else str(value).strip()
 
 
 def _named(texts: list[str], file: Path) -> list[str]:
