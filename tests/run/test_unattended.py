@@ -41,6 +41,15 @@ def configured(photos: Path, out: Path, flags: str = "") -> RunConfig:
     return from_mapping(parse_flags(flags.split())[1], base)
 
 
+def stopped(step: int, photos: Path, out: Path, monkeypatch: pytest.MonkeyPatch, flags: str = "") -> Path:
+    """A run that was asked to stop after so many steps."""
+    with monkeypatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(Stopped):
+            vitrail.train(configured(photos, out, flags), quiet=True)
+    return out
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
@@ -102,11 +111,7 @@ def test_resume_auto_wants_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_configuration_that_was_edited_is_noticed_and_the_machine_may_change(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        with pytest.raises(Stopped):
-            vitrail.train(configured(photos, run), quiet=True)
+    run = stopped(3, photos, tmp_path / "run", monkeypatch)
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("lr: 0.0005", "lr: 10.0005"))
     with pytest.raises(ConfigError, match=r"optim.lr was 0.0005, now it is 10.0005"):
@@ -125,11 +130,7 @@ def test_settings_that_the_run_chose_itself_are_no_change() -> None:
 def test_what_a_kill_left_is_removed_when_the_run_is_resumed(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(6, patch)
-        with pytest.raises(Stopped):
-            vitrail.train(configured(photos, run, "--engine.checkpoint_every 0.4 --engine.keep 2"), quiet=True)
+    run = stopped(6, photos, tmp_path / "run", monkeypatch, "--engine.checkpoint_every 0.4 --engine.keep 2")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     checkpoints = run / "checkpoint"
@@ -186,11 +187,7 @@ def test_a_run_that_began_with_more_processes_says_how_to_start_them(
 ) -> None:
     from vitrail.engine import run_folder as checkpoint
 
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        with pytest.raises(Stopped):
-            vitrail.train(configured(photos, run), quiet=True)
+    run = stopped(3, photos, tmp_path / "run", monkeypatch)
     state, _ = checkpoint.newest(run / "checkpoint")
     assert state is not None
     kept, stored = from_mapping(state.facts["config"]), from_mapping(load_yaml(run))

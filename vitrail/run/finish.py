@@ -15,6 +15,7 @@ from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
 from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
+from vitrail.model.parts.modules import without_adapters
 from vitrail.run.evaluate import figures_of
 from vitrail.run.page import RunSummary
 from vitrail.run.preflight import one_answer, worse_than_prior
@@ -80,11 +81,9 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         line = {"step": loop.step, "epoch": round(loop.step * loop.batch / loop.images, 6), "split": split}
         folder.write_metrics({**line, "final": True, **metrics.scalars(), **others})
         adapter = _save(trainer, model, loop.notes)
-        if trainer.base_hash:
-            from vitrail.model.adapters.apply import merged_copy
         summary_of_run = RunSummary(
             folder,
-            merged_copy(model) if trainer.base_hash else model,
+            without_adapters(model),
             data,
             predictions,
             metrics,
