@@ -26,6 +26,14 @@ def fail(text: str, code: int = 2) -> int:
     return code
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the host or of a device was out: libraries below torch report it in words of their own."""
+    words = ("out of memory", "can't alloc", "alloc_failed", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )
+
+
 def aligned(rows: Iterable[tuple[str, str]], left: int | None = None) -> str:
     """Names and their texts in two columns of the terminal; the text of a name wider than `left` stands below it."""
     rows, width = list(rows), min(shutil.get_terminal_size().columns, 100)

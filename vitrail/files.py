@@ -10,10 +10,12 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import platform
+import re
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,11 @@ codecs.register_error("readable", _encoded)  # for open(..., errors="readable")
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path`; flushed and renamed over it when the block ends well, removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if path.parent not in _CLEANED:
+        remove_leftovers(path.parent.glob(".*.tmp"))
+        _CLEANED.add(path.parent)
+    name = os.fsdecode(os.fsencode(path.name)[:200])  # of at most 255 bytes
+    temporary = path.with_name(f".{name}.{_HOST}-{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.chmod(0o666 & ~_UMASK)  # some libraries write files that no other user may read
@@ -61,6 +67,30 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+LEFTOVER = re.compile(r"\..+?\.(?:([0-9a-f]{8})-)?(\d+)\.tmp", re.DOTALL)  # of `replacing`: name, host, process
+_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+_CLEANED: set[Path] = set()  # folders in which this process has written
+
+
+def remove_leftovers(paths: Iterable[Path], locked: bool = False) -> None:
+    """Remove temporary files of processes that were killed while they wrote; of other machines, only where a lock
+    says that none of them writes there."""
+    for path in paths:
+        match = LEFTOVER.fullmatch(path.name)
+        if match and not (_alive(int(match[2])) if match[1] in (None, _HOST) else not locked):
+            path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return process != os.getpid()
 
 
 def write_text(path: Path, text: str) -> None:

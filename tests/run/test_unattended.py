@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,8 +24,9 @@ from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.batch import Batch
 from vitrail.engine.device import choose_device
 from vitrail.engine.loop import Diverged, Stopped, TooLarge
-from vitrail.engine.run_folder import remove_leftovers, steps_saved, unused
+from vitrail.engine.run_folder import steps_saved, unused
 from vitrail.engine.step import TrainStep
+from vitrail.files import remove_leftovers, write_text
 from vitrail.recipes import recipe
 from vitrail.run.train import check_unchanged
 from vitrail.schema import ConfigError, parse_flags
@@ -147,6 +149,47 @@ def test_what_a_kill_left_is_removed_when_the_run_is_resumed(
     assert len(steps_saved(checkpoints)) == 2
 
 
+def test_the_next_writer_in_a_folder_removes_what_killed_ones_left(tmp_path: Path) -> None:
+    dead = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os; from vitrail.files import *\n"
+            "with replacing(Path('page.html')) as page:\n page.touch(); os.kill(os.getpid(), 9)",
+        ],
+        cwd=tmp_path,
+    )
+    assert dead.wait() == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(rf"\.page\.html\.[0-9a-f]{{8}}-{dead.pid}\.tmp", left.name)
+    alive = left.with_name(left.name.replace(str(dead.pid), str(os.getppid())))
+    elsewhere = left.with_name(f".page.html.00000000-{dead.pid}.tmp")
+    for path in (alive, elsewhere):
+        path.touch()
+    write_text(tmp_path / ("n" * 251 + ".txt"), "a name of 255 bytes")
+    assert not left.exists()
+    assert {alive, elsewhere} < set(tmp_path.iterdir())
+    remove_leftovers(tmp_path.iterdir(), locked=True)
+    assert [path for path in (alive, elsewhere) if path.exists()] == [alive]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't alloc"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_lack_of_memory_is_a_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raised(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("vitrail.cli._call", raised)
+    assert command(["list"]) == 2
+    assert "memory was out" in capsys.readouterr().err
+    error = RuntimeError("another matter")
+    with pytest.raises(RuntimeError, match="another matter"):
+        command(["list"])
+
+
 def test_a_folder_that_was_killed_before_its_configuration_counts_as_empty(photos: Path, tmp_path: Path) -> None:
     stub = tmp_path / "stub"
     stub.mkdir()
@@ -159,7 +202,7 @@ def test_a_folder_that_was_killed_before_its_configuration_counts_as_empty(photo
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".hidden").touch()
     assert not unused(tmp_path / "other")
-    remove_leftovers(tmp_path / "missing")
+    remove_leftovers((tmp_path / "missing").rglob("*"))
 
 
 @pytest.mark.parametrize("log_every", [1, 5, 20])

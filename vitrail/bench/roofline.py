@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from vitrail.console import out_of_memory
 from vitrail.measure.speed import Work, peak_memory, timed_calls
 
 MOST = {"cuda": 4096, "cpu": 64}  # batches beyond these are not faster; a CPU gives no sign before it is out of memory
@@ -160,14 +161,6 @@ def memory_is_short(device: torch.device) -> bool:
         return 2 * (peak_memory(device) or 0) > MEMORY_SHARE * whole
     except (AttributeError, ValueError, OSError):  # not known here: the cap alone holds
         return False
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory was out, also where a library below torch reports it in its own words."""
-    words = ("out of memory", "can't allocate memory", "alloc_failed", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    )
 
 
 def free_memory() -> None:

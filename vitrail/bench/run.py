@@ -24,6 +24,7 @@ from vitrail.bench.subjects import (
     owns_weights,
     with_attacked,
 )
+from vitrail.console import out_of_memory
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.measure import speed
@@ -285,7 +286,7 @@ def _try(subject: BenchSubject, form: Form, images: Sequence[Tensor], conditions
     try:
         _warm_up(subject, form, images, conditions)
     except Exception as error:
-        if roofline.out_of_memory(error):
+        if out_of_memory(error):
             return (
                 f"{_label(subject.name, form)} does not fit into memory at batch {subject.batch}; use a smaller batch"
             )

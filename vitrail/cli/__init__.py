@@ -15,7 +15,7 @@ from importlib import import_module
 from itertools import takewhile
 
 import vitrail.files  # noqa: F401, names of any bytes can be printed
-from vitrail.console import aligned, command_help, fail
+from vitrail.console import aligned, command_help, fail, out_of_memory
 from vitrail.schema import ConfigError, near, read_command
 from vitrail.version import __version__
 
@@ -74,6 +74,10 @@ def run(words: Sequence[str]) -> int:
         return 0
     except (ValueError, OSError, KeyError) as error:
         return fail(str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return fail("memory was out; end other programs, or take smaller batches, smaller images or a smaller model")
     except KeyboardInterrupt:
         return fail("interrupted", 130)
 

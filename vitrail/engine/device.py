@@ -124,12 +124,6 @@ def join() -> ProcessGroup:
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), local)
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error is a lack of memory, of a device or of the host (of which torch has no exception)."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
-
 def lost_peer(error: RuntimeError) -> bool:
     """Whether an error is that of a process whose peer is gone (gloo has no exception of its own)."""
     return dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.console import out_of_memory
 from vitrail.data.batch import Batch
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.engine.device import ProcessGroup, StopRequest, Vote, out_of_memory
+from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.files import write_text
+from vitrail.files import LEFTOVER, remove_leftovers, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
 
@@ -119,7 +119,7 @@ class RunFolder:
             raise FileNotFoundError(f"{path} is no run folder (it has no config.yaml)")
         run = cls(path)
         run.lock()
-        remove_leftovers(path)
+        remove_leftovers(path.rglob(".*.tmp"), locked=True)
         return run
 
     def lock(self) -> None:
@@ -242,27 +242,6 @@ def unused(path: Path) -> bool:
     if not path.is_dir():
         return not path.exists()
     return all(entry.name == ".lock" or LEFTOVER.fullmatch(entry.name) for entry in path.iterdir())
-
-
-LEFTOVER = re.compile(r"\..+\.(\d+)\.tmp")  # of `files.replacing`: a name and the process that writes it
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while they wrote."""
-    for path in folder.rglob(".*.tmp"):
-        match = LEFTOVER.fullmatch(path.name)
-        if match and not _alive(int(match[1])):
-            path.unlink(missing_ok=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's
-        return True
-    return process != os.getpid()
 
 
 def free_name(base: Path) -> Path:

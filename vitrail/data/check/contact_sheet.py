@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vitrail.data.dataset import BadImage, DataSet, Split
-from vitrail.files import readable
+from vitrail.files import readable, replacing
 
 TILE, GAP, LABEL, LINE = 96, 6, 180, 16
 CAPTION = 132  # width of what is written below a suspect
@@ -74,10 +73,8 @@ def draw_sheet(
         pen.text((x, y + TILE + LINE - 2), _fit(pen, suspect.reason, CAPTION, small), ALARM, small)
     if left_out:
         pen.text((GAP, sheet.height - 2 * LINE), f"and {left_out} more classes", INK, font)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    sheet.save(temporary, "PNG")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        sheet.save(temporary, "PNG")
     return path
 
 
