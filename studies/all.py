@@ -31,16 +31,10 @@ from plans import PLANS, Process, Row  # noqa: E402
 
 ENDED = "ended.txt"  # beside the rows of a study; remove it where rows or models were removed
 LAST_ROW = 0.4  # minutes in which a script may end what it is at
-CHAINED = {  # name: arguments of studies/chained.py
-    "resolution": ("resolution", "cifar100.npz"),
-    "attention": ("attention", "cifar100.npz", "cifar10.npz"),
-    "teachers": ("teachers", "cifar10.npz"),
-    "removed": ("removed", "cifar100.npz"),
-}
 STUDIES = (
     *("small-deit", "layerscale", "recipe-ablation", "heads-vit", "second-order", "cait-heads", "grafit"),
     *("resmlp-mixers", "teachers", "heads-resnet", "seeds", "augmentations", "bce", "grafit-weight", "recipe-swap"),
-    *("distillation", "resolution", "crop", "stem-pooling", "attention", "gramian", "removed"),
+    *("distillation", "resolution", "crop", "stem-pooling", "attention-only", "gramian", "removed"),
 )
 
 
@@ -62,9 +56,6 @@ def jobs_of(name: str, jobs: int, smoke: bool) -> list[Job]:
     extra = ("--smoke",) if smoke else ()
     if name in PLANS:
         return [of_rows(process, extra) for process in PLANS[name]()]
-    if name in CHAINED:
-        words = (sys.executable, str(HERE / "chained.py"), *CHAINED[name], "--jobs", str(jobs), *extra)
-        return [Job(name, words, jobs)]
     words = (sys.executable, "-m", "vitrail", "compare", str(HERE / f"{name}.yaml"), "--jobs", str(jobs))
     return [Job(name, (*words, "--seconds", "0", *extra), jobs)]
 
@@ -182,7 +173,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="stop everything then")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    known = {*CHAINED, *PLANS, *(path.stem for path in HERE.glob("*.yaml"))}
+    known = {*PLANS, *(path.stem for path in HERE.glob("*.yaml"))}
     for name in options.names:
         if name not in known:
             parser.error(f"no study {name!r}; there are {', '.join(sorted(known))}")

@@ -122,6 +122,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
+RUN_OF = "run:"  # begins a setting that stands for a run of a study (`vitrail.compare.study`)
 MOST_VALUES = 100_000  # of a YAML file
 
 
@@ -173,7 +174,9 @@ def validate(config: RunConfig) -> list[str]:
         problems.append("model.weights: timm has no text models; use hub, a folder or none")
     elif weights in ("hub", "hub:fetch") and (not text or name in OWN_TEXT):
         problems.append(f"model.weights: {weights} is for text:FOLDER or a transformers name, not for {name}")
-    elif weights not in ("none", "timm", "hub", "hub:fetch") and not Path(weights).exists():
+    elif weights not in ("none", "timm", "hub", "hub:fetch") and not (
+        weights.startswith(RUN_OF) or Path(weights).exists()
+    ):
         problems.append(f"model.weights: {weights!r} is neither none, timm nor an existing run folder or file")
     if config.optim.tune != "full" and weights == "none":
         problems.append(

@@ -31,6 +31,7 @@ class CompareCommand:
     also: Annotated[tuple[str, ...], "URI ..."] = ()  # further test sets on which every run is evaluated
     out: Path | None = None
     """folder of studies (none: runs/studies), or of the report on finished runs (none: runs/comparison)"""
+    minutes: float | None = None  # then runs save and stop, and the same command goes on (none: no limit)
     seconds: float = 1.0  # time of each variant's speed measurement (0: none)
     smoke: bool = False  # two steps of every variant on a few images, to see that all of a study can be run
     json: bool = False  # print one JSON object
@@ -46,8 +47,8 @@ class CompareCommand:
         first = Path(self.what[0])
         options: dict[str, Any] = {"seconds": self.seconds, "quiet": self.json}
         if len(self.what) > 1 or (first / "config.yaml").is_file():
-            if self.jobs is not None or self.devices is not None or self.smoke:
-                return fail("--jobs, --devices and --smoke are for studies; these runs are finished")
+            if self.smoke or any(flag is not None for flag in (self.jobs, self.devices, self.minutes)):
+                return fail("--jobs, --devices, --minutes and --smoke are for studies; these runs are finished")
             comparison, folder = compare_runs(
                 self.what, out=self.out, baseline=self.baseline, test_sets=self.also, **options
             )
@@ -58,7 +59,8 @@ class CompareCommand:
             study = smoke(study) if self.smoke else study
             root = self.out or (first.parent if first.is_dir() else STUDIES)  # a study's folder is among its runs
             try:
-                comparison, folder = compare_study(study, root=root, jobs=self.jobs, devices=self.devices, **options)
+                options |= {"jobs": self.jobs, "devices": self.devices, "minutes": self.minutes}
+                comparison, folder = compare_study(study, root=root, **options)
             except StudyStopped as stopped:
                 print(str(stopped), file=sys.stderr)
                 return 130

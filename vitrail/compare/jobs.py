@@ -8,6 +8,7 @@ folders, so a killed study resumes where it stopped, also next to others that sh
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -58,17 +59,20 @@ def run_missing(
     *,
     jobs: int | None = None,
     devices: Sequence[str] | None = None,
+    minutes: float | None = None,
     quiet: bool = False,
 ) -> dict[Path, str]:
-    """Begin or continue every run that is not finished, `jobs` at a time (none: one per device).
+    """Begin or continue every run that is not finished, `jobs` at a time (none: one per device). A run that stands on
+    others is begun when these are finished, and fails where one of them did.
 
     Each worker stays with its variant while that has runs to train; a new one takes the first run of the plan whose
     variant has fewest workers. So all variants go on side by side where there are as many jobs, and with fewer they
     come one after the other. After a run that failed, the rest of its variant is trained by a fresh worker.
 
     `folder` is the study's: it keeps the configurations and logs of the runs. Returns run folder -> reason of those
-    that failed. Raises `StudyStopped` on Ctrl-C or SIGTERM, after the running ones have saved.
+    that failed. Raises `StudyStopped` on Ctrl-C, SIGTERM or after so many minutes, when the running ones have saved.
     """
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     available: list[str | None] = [*(visible_devices() if devices is None else devices)] or [None]
     most = len(available) if jobs is None else jobs
     if most < 1:
@@ -82,7 +86,7 @@ def run_missing(
             while waiting or scheduler.slots:
                 scheduler.assign()
                 time.sleep(POLL_EVERY)
-                if stop.requested:
+                if stop.requested or time.monotonic() > end:
                     raise StudyStopped("stopped; the same command goes on where it was")
                 scheduler.collect()
         finally:
@@ -103,6 +107,11 @@ class _Scheduler:
 
     def assign(self) -> None:
         """Give every idle worker the next run of its variant, or replace it by one for another variant."""
+        for blocked in list(self.waiting):
+            if lost := [path for path in blocked.needs if path in self.failed]:
+                self.waiting.remove(blocked)
+                self.failed[blocked.path] = f"it stands on {lost[0]}, which failed: {self.failed[lost[0]]}"
+                self.progress.advance(1, f"{blocked.name} failed")
         for slot in [s for s in self.slots if s.job is None]:
             job = self._next(slot.variant) if slot.worker.alive else None
             if job is None:
@@ -132,7 +141,8 @@ class _Scheduler:
 
     def _next(self, variant: str | None = None) -> Planned | None:
         """Take the next run (of this variant) off the list."""
-        candidates = [p for p in self.waiting if variant in (None, p.variant)]
+        pending = {p.path for p in self.waiting} | {s.job.path for s in self.slots if s.job is not None}
+        candidates = [p for p in self.waiting if variant in (None, p.variant) and pending.isdisjoint(p.needs)]
         for job in sorted(candidates, key=lambda p: sum(s.variant == p.variant for s in self.slots)):
             run = RunFolder(job.path)
             if run.busy:

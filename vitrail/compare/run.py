@@ -26,6 +26,7 @@ from vitrail.model.store import model_folder, read_description
 from vitrail.run.data_module import reads_texts
 from vitrail.run.evaluate import evaluate, load
 from vitrail.run.preflight import missing_parts, refuse_missing_data
+from vitrail.run.protocols import evaluate_protocols
 from vitrail.schema import ConfigError, build, near
 
 BUDGETS = {
@@ -43,13 +44,15 @@ def compare_study(
     jobs: int | None = None,
     devices: Sequence[str] | None = None,
     seconds: float = 1.0,
+    minutes: float | None = None,
     quiet: bool = False,
 ) -> tuple[Comparison, Path]:
     """Run what is missing of a study, then compare; returns the comparison and the study's folder.
 
     Finished runs are never repeated, whichever study made them. `jobs` runs are trained at a time, spread over
-    `devices` (none: all that CUDA shows). Speed is measured for about `seconds` per variant when all runs are done (0:
-    not at all). Raises `ConfigError` for an invalid study, `vitrail.compare.jobs.StudyStopped` when interrupted.
+    `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. Speed is measured for about
+    `seconds` per variant when all runs are done (0: not at all). Raises `ConfigError` for an invalid study,
+    `vitrail.compare.jobs.StudyStopped` when interrupted.
     """
     if not isinstance(study, Study):
         study = read_study(study)
@@ -61,7 +64,8 @@ def compare_study(
     _check_parts(planned, study.test_sets)
     write_study(study, folder)
     _link(planned, folder)
-    failed = run_missing(planned, folder, jobs=jobs, devices=devices, quiet=quiet)
+    failed = run_missing(planned, folder, jobs=jobs, devices=devices, minutes=minutes, quiet=quiet)
+    planned = [p for p in planned if p.variant in study.variants]
     done = [p for p in planned if p.path not in failed]
     if not done:
         raise ValueError(f"no run of {study.name} could be finished: {next(iter(failed.values()))}")
@@ -71,6 +75,7 @@ def compare_study(
         study.baseline,
         folder,
         test_sets=study.test_sets,
+        protocols=study.evaluate,
         seconds=seconds,
         quiet=quiet,
         failures=[Failure(p.variant, p.seed, failed[p.path]) for p in planned if p.path in failed],
@@ -126,10 +131,12 @@ def _compare(
     test_sets: Sequence[str],
     seconds: float,
     quiet: bool,
+    protocols: Mapping[str, str | None] | None = None,
     **options: Any,
 ) -> tuple[Comparison, Path]:
     """Evaluate on further test sets, measure cost, compare, write `table.json` and `report.html`."""
     members = _with_test_sets(members, test_sets, folder, quiet)
+    members = _with_protocols(members, protocols or {}, folder, quiet)
     prices, conditions, notes = _prices(members, seconds, quiet)
     comparison = compare_members(name, members, baseline, prices=prices, conditions=conditions, notes=notes, **options)
     table: dict[str, Any] = {**comparison.to_json(), "environment": environment()}
@@ -168,7 +175,8 @@ def _check_parts(planned: Sequence[Planned], test_sets: Sequence[str]) -> None:
     for uri in sorted({p.config.data.uri for p in missing}.union(test_sets if missing else ())):
         refuse_missing_data(uri)
     variants = {p.variant: p.config for p in missing}
-    problems = [f"variants.{name}.{text}" for name, config in variants.items() for text in missing_parts(config)]
+    made = {p.path for p in planned}
+    problems = [f"variants.{name}.{text}" for name, config in variants.items() for text in missing_parts(config, made)]
     if problems:
         raise ConfigError(problems)
 
@@ -213,6 +221,31 @@ def _with_test_sets(members: Sequence[Member], uris: Sequence[str], folder: Path
                 of_run[uri] = scores["top1"] if "top1" in scores else scores["map"]
                 write_text(path, json.dumps(kept, indent=1))
     return [replace(member, elsewhere={uri: kept[member.path][uri] for uri in uris}) for member in members]
+
+
+def _with_protocols(
+    members: Sequence[Member], protocols: Mapping[str, str | None], folder: Path, quiet: bool
+) -> list[Member]:
+    """The same runs with the metrics of further protocols among their own; each is evaluated once and kept."""
+    path = folder / "protocols.json"
+    kept: dict[str, dict[str, dict[str, float]]] = {}
+    if protocols and path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    evaluated = []
+    for member in members:
+        of_run, metrics = kept.setdefault(member.path, {}), dict(member.metrics)
+        for name, uri in protocols.items():
+            key = name if uri is None else f"{name} on {uri}"
+            if key not in of_run:
+                if not quiet:
+                    _report(f"{member.variant}, seed {member.seed}: evaluated by {key}")
+                findings, _ = evaluate_protocols(member.path, member.data if uri is None else uri, [name])
+                of_run[key] = {k: float(v) for k, v in findings[name]["numbers"].items()}
+                write_text(path, json.dumps(kept, indent=1))
+            suffix = "" if uri is None else f" on {uri}"
+            metrics |= {f"{number}{suffix}": value for number, value in of_run[key].items()}
+        evaluated.append(replace(member, metrics=metrics))
+    return evaluated
 
 
 def _prices(members: Sequence[Member], seconds: float, quiet: bool) -> tuple[dict[str, Price], str, list[str]]:

@@ -8,6 +8,19 @@
     seeds: 3                         # 0, 1 and 2; or a list
     budget: epochs                   # epochs, time, macs: the same for all; none: as each variant says
     baseline: plain                  # what the others are compared with (none: the first)
+    test_sets: [other.npz]           # further data on which finished runs are evaluated
+    evaluate: [knn, linear]          # and protocols of `vitrail evaluate`, on a run's own data; or {knn: other.npz}
+
+One run may stand on another: `run:NAME` in a setting (weights, a teacher) is the run of that variant with the same
+seed, `run:NAME:0` that of seed 0. What is only needed for that stands under `first`, and is no row of the table:
+
+    first:
+      teacher: {model: {name: resnet18_32}}
+    variants:
+      alone: {}
+      taught: {objective: {kind: distillation, teacher: "run:teacher"}}
+
+Settings with a `recipe` are over that recipe and not over the base, but for its data and engine.
 
 Runs are named by a hash of all they depend on, so studies that have a run in common share it. Only what is not at its
 default enters the name, so a new version with more settings still finds the runs of the one before. Where a version
@@ -18,25 +31,28 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 
-from vitrail.config import RunConfig, from_mapping, load_yaml
+from vitrail.config import RUN_OF, RunConfig, from_mapping, load_yaml
 from vitrail.files import json_text, write_text
 from vitrail.recipes import RECIPES, recipe
+from vitrail.registry import kinds
 from vitrail.schema import ConfigError, build, near, plain
 
 Budget = Literal["epochs", "time", "macs", "none"]
 
 STUDIES = Path("runs") / "studies"
 MOST_SEEDS = 10_000
-KEYS = ("name", "base", "variants", "seeds", "budget", "baseline", "test_sets")
+KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate")
 SHARED = "run-"  # how folders of shared runs begin
+REFERENCE = re.compile(rf"{RUN_OF}([\w.+=-]+?)(?::(\d+))?")  # to the run of another variant
 # Settings of the machine, which do not change the result of a run.
 MACHINE = (
     ("out",),
@@ -62,16 +78,15 @@ class Study:
     budget: Budget = "epochs"
     baseline: str = ""  # empty: the first variant
     test_sets: Sequence[str] = ()  # further data on which finished runs are evaluated
+    first: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as variants, for others to stand on
+    evaluate: Mapping[str, str | None] = field(default_factory=dict)  # protocol -> data (none: the run's own)
     configs: Mapping[str, RunConfig] = field(init=False, repr=False)  # of each variant, before seed and budget
+    first_configs: Mapping[str, RunConfig] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = _problems(self)
-        configs: dict[str, RunConfig] = {}
-        for name, changes in self.variants.items():
-            try:
-                configs[name] = from_mapping(_over(self.base, _settings(changes)), self.base)
-            except ConfigError as error:
-                problems += [f"variants.{name}.{problem}" for problem in error.problems]
+        configs, first_configs = (self._configs(group, problems) for group in ("variants", "first"))
+        problems += _reference_problems({**configs, **first_configs}, self.first, self.variants)
         if self.budget == "epochs" and len({_length(c) for c in configs.values()}) > 1:
             problems.append("budget: epochs means the same length for all; use none to let variants differ in length")
         if not any(problem.startswith("variants.") for problem in problems):
@@ -82,8 +97,19 @@ class Study:
         if problems:
             raise ConfigError(problems)
         checked = {"configs": configs, "seeds": tuple(self.seeds), "test_sets": tuple(self.test_sets)}
-        for name, value in {**checked, "baseline": self.baseline or next(iter(self.variants))}.items():
+        checked |= {"first_configs": first_configs, "baseline": self.baseline or next(iter(self.variants))}
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _configs(self, group: str, problems: list[str]) -> dict[str, RunConfig]:
+        configs = {}
+        for name, changes in getattr(self, group).items():
+            try:
+                base = _start(self.base, _settings(changes))
+                configs[name] = from_mapping(_over(base, _settings(changes)), base)
+            except ConfigError as error:
+                problems += [f"{group}.{name}.{problem}" for problem in error.problems]
+        return configs
 
     def to_mapping(self) -> dict[str, Any]:
         """As `read_study` reads it; the base written out in full."""
@@ -99,8 +125,12 @@ SMOKE = {
 
 def smoke(study: Study) -> Study:
     """The same variants, two steps each on a few images with one seed: whether all of them can be trained at all."""
-    variants = {name: _merged(_settings(changes), SMOKE) for name, changes in study.variants.items()}
-    return replace(study, name=f"{study.name}-smoke", variants=variants, seeds=tuple(study.seeds)[:1], budget="none")
+    variants, first = (
+        {name: _merged(_settings(changes), SMOKE) for name, changes in group.items()}
+        for group in (study.variants, study.first)
+    )
+    seeds = tuple(study.seeds)[:1]
+    return replace(study, name=f"{study.name}-smoke", variants=variants, first=first, seeds=seeds, budget="none")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +149,7 @@ class Planned:
     seed: int
     config: RunConfig
     path: Path
+    needs: tuple[Path, ...] = ()  # runs that it stands on
 
     @property
     def name(self) -> str:
@@ -126,17 +157,73 @@ class Planned:
 
 
 def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -> list[Planned]:
-    """Every run of a study, seed by seed, so that all variants have results early (see `run_missing`).
+    """Every run of a study, seed by seed, so that all variants have results early (see `run_missing`); runs that others
+    stand on come before these.
 
     `lengths` holds what the budget rule set: `{"wide": {"epochs": 7.3}}`.
     """
-    runs = []
-    for seed in study.seeds:
-        for name, config in study.configs.items():
+    runs: dict[tuple[str, int], Planned] = {}
+    configs = {**study.first_configs, **study.configs}
+
+    def planned(name: str, seed: int) -> Planned:
+        if (name, seed) not in runs:
+            config = configs[name]
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
-            config = replace(config, seed=seed, out=None, optim=optim)  # noqa: PLW2901
-            runs.append(Planned(name, seed, config, run_folder(config, root)))
-    return runs
+            config = replace(config, seed=seed, out=None, optim=optim)
+            needs = {text: planned(of, seed if at is None else at).path for text, of, at in _references(config)}
+            if needs:
+                config = build(RunConfig, _replaced(plain(config), {text: str(path) for text, path in needs.items()}))
+            runs[name, seed] = Planned(name, seed, config, run_folder(config, root), tuple(needs.values()))
+        return runs[name, seed]
+
+    for seed in study.seeds:
+        for name in study.configs:
+            planned(name, seed)
+    return list(runs.values())
+
+
+def _references(config: RunConfig) -> list[tuple[str, str, int | None]]:
+    """(text, name, seed) of each setting that stands for the run of another variant."""
+    matches = (REFERENCE.fullmatch(text) for text in _texts(plain(config)))
+    return [(match[0], match[1], None if match[2] is None else int(match[2])) for match in matches if match]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+    elif isinstance(value, str):
+        yield value
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replaced(inner, texts) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(inner, texts) for inner in value]
+    return texts.get(value, value) if isinstance(value, str) else value
+
+
+def _reference_problems(
+    configs: Mapping[str, RunConfig], first: Mapping[str, Any], variants: Mapping[str, Any]
+) -> list[str]:
+    """Names that are none, circles, and runs under `first` that nothing stands on."""
+    named = {name: [of for _, of, _ in _references(config)] for name, config in configs.items()}
+    known = (*first, *variants)
+    problems = [
+        f"variants.{name}: {RUN_OF}{of} is none of the runs ({', '.join(known)}){near(of, known)}"
+        for name, needs in named.items()
+        for of in needs
+        if of not in known
+    ]
+    unused = set(first) - {of for needs in named.values() for of in needs}
+    problems += [f"first.{name}: no run stands on it; name it as {RUN_OF}{name}" for name in first if name in unused]
+    graph = TopologicalSorter({name: [of for of in needs if of in configs] for name, needs in named.items()})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        problems.append(f"variants: runs stand on one another in a circle ({' on '.join(error.args[1])})")
+    return problems
 
 
 def run_folder(config: RunConfig, root: Path) -> Path:
@@ -163,9 +250,15 @@ def _agree(wanted: Mapping[str, Any], stored: Mapping[str, Any], *above: str) ->
         if isinstance(value, Mapping) and isinstance(stored[key], Mapping):
             if not _agree(value, stored[key], *above, key):
                 return False
-        elif value != stored[key]:
+        elif _portable(value) != _portable(stored[key]):
             return False
     return True
+
+
+def _portable(value: Any) -> Any:
+    """A shared run is known by its name, wherever the folder of studies is."""
+    name = value.rpartition("/")[2] if isinstance(value, str) else ""
+    return name if re.fullmatch(rf"{SHARED}[0-9a-f]{{12}}(-\d+)?", name) else value
 
 
 def run_hash(config: RunConfig, *, seed: bool = True) -> str:
@@ -206,7 +299,7 @@ def _chosen(value: Any) -> Any:
         return [_chosen(v) for v in value]
     if isinstance(value, Mapping):
         return {k: _chosen(v) for k, v in value.items()}
-    return value
+    return _portable(value)
 
 
 def read_study(source: str | Path) -> Study:
@@ -228,11 +321,19 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
     """A study from plain values, as they stand in a YAML file."""
     problems = [f"{key}: no such setting of a study{near(str(key), KEYS)}" for key in values if key not in KEYS]
     problems += [f"{key}: a study needs it" for key in ("base", "variants") if key not in values]
-    variants = values.get("variants") or {}
-    if not isinstance(variants, Mapping):
-        problems.append(f"variants: expected names with settings below each, got {variants!r}")
-        variants = {}
-    variants = {str(name): {} if changes is None else changes for name, changes in variants.items()}
+    groups: dict[str, dict[str, Any]] = {}
+    for key in ("variants", "first"):
+        given = values.get(key) or {}
+        if not isinstance(given, Mapping):
+            problems.append(f"{key}: expected names with settings below each, got {given!r}")
+            given = {}
+        groups[key] = {str(name): {} if changes is None else changes for name, changes in given.items()}
+    protocols = values.get("evaluate") or {}
+    if isinstance(protocols, str | list):
+        protocols = dict.fromkeys([protocols] if isinstance(protocols, str) else map(str, protocols))
+    elif not isinstance(protocols, Mapping):
+        problems.append(f"evaluate: expected names of protocols, with data or without, got {protocols!r}")
+        protocols = {}
     seeds = values.get("seeds", 3)
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         if seeds > MOST_SEEDS:
@@ -250,8 +351,9 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
         study = Study(
             name=str(values.get("name", "study")),
             base=base,
-            variants=variants,
+            **groups,
             seeds=seeds,
+            evaluate=protocols,
             budget=values.get("budget", "epochs") or "none",
             baseline=str(values.get("baseline") or ""),
             test_sets=[sets] if isinstance(sets, str) else list(sets),
@@ -314,7 +416,10 @@ def _problems(study: Study) -> list[str]:
             f"budget: {study.budget!r} is not one of {', '.join(budgets)}{near(str(study.budget), budgets)}"
         )
     problems += _seed_problems(study.seeds)
-    for name, changes in study.variants.items():
+    problems += [f"first.{name}: a variant has that name, too" for name in study.first if name in study.variants]
+    known = kinds("evaluator")
+    problems += [f"evaluate: no protocol {n!r}{near(str(n), known)}" for n in study.evaluate if n not in known]
+    for name, changes in (*study.variants.items(), *study.first.items()):
         if not re.fullmatch(r"[\w.+=-]+", name):
             problems.append(f"variants: {name!r} becomes a file name; use letters, digits and . + = - _")
         if _settings(changes) is not changes:
@@ -328,6 +433,17 @@ def _problems(study: Study) -> list[str]:
         if lengths and study.budget in ("time", "macs"):
             problems.append(f"variants.{name}.optim.{lengths[0]}: budget {study.budget} sets it; leave one of them out")
     return problems
+
+
+def _start(base: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """What changes are made to: the base, or the recipe that they name, on the data and with the engine of the base."""
+    if "recipe" not in changes:
+        return base
+    name = str(changes["recipe"])
+    if name not in RECIPES:
+        raise ConfigError([f"recipe: no recipe {name!r}{near(name, RECIPES)}"])
+    named = recipe(name)
+    return replace(named, data=replace(named.data, uri=base.data.uri), engine=base.engine)
 
 
 def _settings(changes: Any) -> Mapping[str, Any]:

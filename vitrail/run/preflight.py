@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from vitrail.config import RunConfig, validate
+from vitrail.config import RUN_OF, RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device
@@ -64,26 +65,29 @@ def check_output(config: RunConfig, group: ProcessGroup) -> None:
         refuse_unwritable(config.out or "runs")
 
 
-def missing_parts(config: RunConfig) -> list[str]:
-    """A sentence for each part of a run that is not there, with the setting that names it."""
-    return [*_model(config.model), *_teacher(config.objective)]
+def missing_parts(config: RunConfig, made_before: Container[Path] = ()) -> list[str]:
+    """A sentence for each part of a run that is not there, with the setting that names it. `made_before` are folders
+    of runs that will be there."""
+    return [*_model(config.model, made_before), *_teacher(config.objective, made_before)]
 
 
-def _model(chosen: ModelConfig) -> list[str]:
+def _model(chosen: ModelConfig, made_before: Container[Path]) -> list[str]:
     name, weights = chosen.name, chosen.weights
     published = weights == "timm"
     if name.startswith("timm:") and (unknown := _timm("model.name", name, published=published)):
         return unknown
     if published and name in ZOO:
         return _timm("model.weights", f"timm:{ZOO[name].timm}", published=True) if ZOO[name].timm else _none_for(name)
-    if weights in ("none", "timm", "hub", "hub:fetch"):
+    if weights in ("none", "timm", "hub", "hub:fetch") or Path(weights) in made_before:
         return []
+    if weights.startswith(RUN_OF):
+        return [_of_a_study("model.weights", weights)]
     if not Path(weights).exists() or (name.startswith("text:") and not (Path(weights) / "config.yaml").is_file()):
         return []  # the former is said by `validate`; a folder of transformers says itself what it lacks
     return _stored("model.weights", Path(weights))
 
 
-def _teacher(objective: ObjectiveConfig) -> list[str]:
+def _teacher(objective: ObjectiveConfig, made_before: Container[Path]) -> list[str]:
     name = getattr(objective, "teacher", None)
     if name is None or (objective.kind == "attention_transfer" and name in ("", "random")):
         return []
@@ -91,7 +95,13 @@ def _teacher(objective: ObjectiveConfig) -> list[str]:
         return ["objective.teacher: name one: a run folder, timm:NAME, or a weights file of a CIFAR ResNet"]
     if name.startswith("timm:"):
         return _timm("objective.teacher", name, published=True)
-    return _stored("objective.teacher", Path(name))
+    if name.startswith(RUN_OF):
+        return [_of_a_study("objective.teacher", name)]
+    return [] if Path(name) in made_before else _stored("objective.teacher", Path(name))
+
+
+def _of_a_study(setting: str, name: str) -> str:
+    return f"{setting}: {name} names a run of a study file (vitrail compare); name a run folder or a file of weights"
 
 
 def _timm(setting: str, name: str, *, published: bool) -> list[str]:
