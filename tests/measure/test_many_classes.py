@@ -142,9 +142,11 @@ def test_no_tensor_of_an_evaluation_is_larger_than_the_logits_of_a_batch(images:
     assert metrics.recall.shape == (classes,)
 
 
-def test_float64_copies_are_of_few_scores_where_every_logit_is_kept() -> None:
+@pytest.mark.parametrize("every_logit", [False, True])
+def test_float64_copies_are_of_few_scores(every_logit: bool) -> None:
+    weight, target = torch.ones(1, 10_000), torch.arange(1000)
     with Sizes() as sizes:
-        classification(torch.zeros(1000, 10_000), torch.arange(1000))
+        evaluate(lambda rows: rows.flatten(1) @ weight, loader(target, size=500), every_logit=every_logit)
     assert sizes.largest_float64 <= 4_096_000
 
 

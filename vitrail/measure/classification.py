@@ -276,8 +276,14 @@ class ImageMetrics(NamedTuple):
 
 
 def image_metrics(scores: Tensor, target: Tensor, *, probabilities: bool = False) -> ImageMetrics:
-    """Of `scores` [images, classes], where they are; memory grows with images times classes, the result does not."""
-    rows, label = scores.double(), target.long().clamp(0, scores.shape[1] - 1)[:, None].to(scores.device)
+    """Of `scores` [images, classes] and labels [images], on the device of the scores."""
+    at_once, label = max(1, SCORES_AT_ONCE // scores.shape[1]), target.to(scores.device).long()
+    pieces = zip(scores.split(at_once), label.clamp(0, scores.shape[1] - 1)[:, None].split(at_once), strict=True)
+    parts = [_image_metrics(rows.double(), labels, probabilities) for rows, labels in pieces]
+    return ImageMetrics(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _image_metrics(rows: Tensor, label: Tensor, probabilities: bool) -> ImageMetrics:
     logs = rows.log() if probabilities else rows.log_softmax(1)
     score = rows.gather(1, label)
     before = (rows > score) | ((rows == score) & (torch.arange(rows.shape[1], device=rows.device) < label))
@@ -308,10 +314,7 @@ def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probab
             f"labels are {target.dtype} of shape {list(target.shape)}: class numbers [images], "
             "or 0/1 [images, classes] are needed"
         )
-    rows_at_once = max(1, SCORES_AT_ONCE // len(names))
-    pieces = zip(scores.split(rows_at_once), target.split(rows_at_once), strict=True)
-    parts = [image_metrics(rows, labels, probabilities=probabilities) for rows, labels in pieces]
-    return single_label_metrics(ImageMetrics(*map(torch.cat, zip(*parts, strict=True))), target, names)
+    return single_label_metrics(image_metrics(scores, target, probabilities=probabilities), target, names)
 
 
 def single_label_metrics(images: ImageMetrics, target: Tensor, names: Sequence[str]) -> SingleLabelFigures:
