@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vitrail.cli import run as command
+from vitrail.data.dataset import DataSet, Split
 from vitrail.data.open import open_data
-from vitrail.measure.evaluator import read_predictions
+from vitrail.measure.evaluator import Predictions, only_classes, read_predictions
+from vitrail.run.evaluate import _with_classes_of
+from vitrail.run.protocols import counted_as
 
 CLASSES = 21_841
 TRUNK = {"depth": 1, "width": 48, "heads": 3, "patch": 8}
@@ -113,3 +117,31 @@ def test_a_split_may_have_few_images_of_many_classes(tmp_path: Path) -> None:
     x, y = np.zeros((CLASSES, 1, 1, 3), np.uint8), np.arange(CLASSES)
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_val=x[:2], y_val=y[-2:])
     assert len(open_data(tmp_path / "a.npz").classes) == CLASSES
+
+
+class CountedName(str):
+    """A class name that counts how often any is compared."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_classes_are_matched_by_name_without_comparing_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 400
+    names = [CountedName(i) for i in range(count)]
+    index, logits = torch.arange(count), torch.eye(count)
+    predictions = Predictions(index, index, logits)
+    model = SimpleNamespace(multilabel=False, classes=tuple(names))
+    split = Split("test", None, index.numpy(), [""] * count, index.numpy())  # type: ignore[arg-type]
+    data = DataSet("", tuple(reversed(names)), {"test": split})
+    monkeypatch.setattr(CountedName, "comparisons", 0)
+    assert counted_as(predictions, names, names[::-1], "run").target.equal(index.flip(0))
+    assert only_classes(predictions, names, names[::-1]).target.equal(index.flip(0))
+    assert _with_classes_of(model, data)["test"].labels.tolist() == list(range(count))[::-1]  # type: ignore[arg-type]
+    assert CountedName.comparisons < 10 * count
