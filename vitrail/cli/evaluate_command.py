@@ -159,14 +159,13 @@ class EvaluateCommand:
 
     def _subset(self, model: Any, data: str) -> int:
         """Metrics where only these classes can be predicted, on the images that have one of them."""
-        from vitrail.measure.classification import classification
-        from vitrail.measure.evaluator import only_classes
+        from vitrail.measure.evaluator import metrics_of, only_classes
         from vitrail.report import tables
         from vitrail.run.evaluate import evaluate
 
-        _, predictions, split = evaluate(model, data, **self._options)
+        _, predictions, split = evaluate(model, data, every_logit=True, **self._options)
         kept = only_classes(predictions, model.classes, self.classes)
-        metrics, total = classification(kept.logits, kept.target, self.classes), len(predictions)
+        metrics, total = metrics_of(kept, self.classes), len(predictions)
         conditions = {"run": str(self.runs[0]), "data": data, "split": split, "left_out": total - len(kept)}
         images = f"{len(kept):,} of {total:,} images, {len(self.classes)} classes"
         parts = [tables.headline(metrics, f"{split} of {data}: {images}")]

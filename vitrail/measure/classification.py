@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 CALIBRATION_BINS = 15
 Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 MATRIX_CLASSES = 1000  # up to which a confusion matrix is stored and drawn as one
-ROWS_AT_ONCE = 4096  # float64 copies are made of this many rows only
+SCORES_AT_ONCE = 4_096_000  # float64 copies are made of this many scores only
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -172,13 +172,19 @@ def classification(
             f"scores have shape {list(scores.shape)}: one row per image and one column per class are needed, "
             "with at least one of each; check that the split is not empty"
         )
-    names = tuple(str(c) for c in range(scores.shape[1])) if classes is None else tuple(classes)
-    if len(names) != scores.shape[1]:
-        raise ValueError(f"scores have {scores.shape[1]} columns, but there are {len(names)} classes")
+    names = class_names(scores.shape[1], classes)
     if len(target) != len(scores):
         raise ValueError(f"there are {len(scores)} rows of scores, but {len(target)} labels")
     _check_scores(scores, probabilities)
     return (_multi_label if target.ndim == 2 else _single_label)(scores, target, names, probabilities)
+
+
+def class_names(count: int, classes: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of `count` classes, their numbers where none are given. Raises `ValueError` for another number of names."""
+    names = tuple(map(str, range(count))) if classes is None else tuple(classes)
+    if len(names) != count:
+        raise ValueError(f"scores have {count} columns, but there are {len(names)} classes")
+    return names
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
@@ -260,50 +266,75 @@ def read_figures(stored: Mapping[str, Any]) -> Figures:
     return kind(**{f.name: read(f.name) for f in fields(kind)})
 
 
+class ImageMetrics(NamedTuple):
+    """All that single-label metrics need of each image, [images] each."""
+
+    rank: Tensor  # of the label: how many classes come before it
+    guess: Tensor  # class
+    confidence: Tensor  # float64 probability of `guess`, NaN where scores are broken
+    loss: Tensor  # float64 cross entropy
+
+
+def image_metrics(scores: Tensor, target: Tensor, *, probabilities: bool = False) -> ImageMetrics:
+    """Of `scores` [images, classes] and labels [images], on the device of the scores."""
+    at_once, label = max(1, SCORES_AT_ONCE // scores.shape[1]), target.to(scores.device).long()
+    pieces = zip(scores.split(at_once), label.clamp(0, scores.shape[1] - 1)[:, None].split(at_once), strict=True)
+    parts = [_image_metrics(rows.double(), labels, probabilities) for rows, labels in pieces]
+    return ImageMetrics(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _image_metrics(rows: Tensor, label: Tensor, probabilities: bool) -> ImageMetrics:
+    logs = rows.log() if probabilities else rows.log_softmax(1)
+    score = rows.gather(1, label)
+    before = (rows > score) | ((rows == score) & (torch.arange(rows.shape[1], device=rows.device) < label))
+    best = rows.argmax(1, keepdim=True)  # the first of equals
+    chosen = logs.gather(1, best)[:, 0].exp()
+    return ImageMetrics(before.sum(1), best[:, 0], chosen, -logs.gather(1, label)[:, 0])
+
+
 def _check_scores(scores: Tensor, probabilities: bool) -> None:
     # Minus infinity is the logit of an impossible class; plus infinity and NaN come from a broken model.
-    bad = scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1)
-    if bad.any():
-        raise ValueError(
-            f"{int(bad.sum())} of {len(scores)} rows have scores that are NaN or infinite (first: row "
-            f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or "
-            "check its inputs"
-        )
+    _reject_broken(scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1))
     if probabilities and ((scores < 0) | (scores > 1 + 1e-6)).any():
         raise ValueError("probabilities must lie between 0 and 1; leave `probabilities` off to pass logits")
 
 
+def _reject_broken(bad: Tensor) -> None:
+    if bad.any():
+        raise ValueError(
+            f"{int(bad.sum())} of {len(bad)} rows have scores that are NaN or infinite (first: row "
+            f"{int(bad.nonzero()[0])}); the model has diverged or its input is broken: lower the learning rate or "
+            "check its inputs"
+        )
+
+
 def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabilities: bool) -> SingleLabelFigures:
-    classes, count = len(names), len(scores)
     if target.ndim != 1 or target.is_floating_point():
         raise ValueError(
             f"labels are {target.dtype} of shape {list(target.shape)}: class numbers [images], "
             "or 0/1 [images, classes] are needed"
         )
-    target = target.long()
+    return single_label_metrics(image_metrics(scores, target, probabilities=probabilities), target, names)
+
+
+def single_label_metrics(images: ImageMetrics, target: Tensor, names: Sequence[str]) -> SingleLabelFigures:
+    """Metrics of all images from those of each. Raises `ValueError` for labels outside the classes, broken scores."""
+    classes, count = len(names), len(target)
     outside = target[(target < 0) | (target >= classes)]
     if len(outside):
         raise ValueError(f"label {int(outside[0])} is outside the {classes} classes (0 to {classes - 1})")
-    parts = []
-    for rows, label in zip(scores.split(ROWS_AT_ONCE), target.split(ROWS_AT_ONCE), strict=True):
-        rows, label = rows.double(), label[:, None]  # noqa: PLW2901
-        logs = rows.log() if probabilities else rows.log_softmax(1)
-        score = rows.gather(1, label)
-        before = (rows > score) | ((rows == score) & (torch.arange(classes) < label))
-        best = rows.argmax(1, keepdim=True)  # the first of equals
-        parts.append((before.sum(1), best[:, 0], logs.gather(1, best)[:, 0].exp(), -logs.gather(1, label)[:, 0]))
-    ranks, guesses, confidence, loss = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
-    labels = target.numpy()
-    pairs, images = np.unique(labels * classes + guesses, return_counts=True)
-    cells = np.stack([pairs // classes, pairs % classes, images], 1)
+    _reject_broken(images.confidence.isnan())
+    ranks, guesses, confidence, labels = (t.numpy() for t in (*images[:3], target.long()))
+    pairs, number = np.unique(labels * classes + guesses, return_counts=True)
+    cells = np.stack([pairs // classes, pairs % classes, number], 1)
     hits = np.bincount(labels[labels == guesses], minlength=classes)
     right = int((ranks == 0).sum())
     bin_count, bin_confidence, bin_accuracy = _calibration(confidence, guesses == labels)
     gaps = np.abs(bin_confidence - bin_accuracy)
     return SingleLabelFigures(
-        classes=names,
+        classes=tuple(names),
         count=count,
-        loss=float(torch.from_numpy(loss).mean()),
+        loss=float(images.loss.mean()),
         **_per_class(hits, np.bincount(labels, minlength=classes), np.bincount(guesses, minlength=classes)),
         top1=right / count,
         top5=int((ranks < min(5, classes)).sum()) / count,

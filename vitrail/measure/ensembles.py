@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.measure.classification import Figures, SingleLabelFigures, classification
-from vitrail.measure.evaluator import Findings, Loaders, Model, Predictions, Where, batches, evaluator
+from vitrail.measure.classification import Figures, SingleLabelFigures
+from vitrail.measure.evaluator import Findings, Loaders, Model, Predictions, Where, batches, evaluator, metrics_of
 from vitrail.model.classifier import Classifier
 
 MOST_FOR_ALL_SUBSETS = 12  # 4,095 subsets
@@ -50,7 +50,10 @@ class Diversity:
 
 def diversity(stack: Tensor, target: Tensor, votes: Literal["hard", "soft"] = "hard") -> Diversity:
     """Strength and correlation of the classifiers of `stack`, from their votes or their probabilities (`soft`)."""
-    each = margins(stack, target, votes)
+    return _diversity(margins(stack, target, votes))
+
+
+def _diversity(each: Tensor) -> Diversity:
     spread = float(each.std(0, correction=0).mean()) ** 2
     variance = float(each.mean(1).var(correction=0))
     centred = each - each.mean(0)
@@ -143,16 +146,20 @@ def evaluate_members(model: Model, data: Loaders, **where: Unpack[Where]) -> Fin
     if not isinstance(model, Classifier) or model.multilabel:
         raise ValueError("members: strength and correlation are of classifiers that name one class per image")
     loader = batches(model, data.loaders[data.split], **where)
-    parts = [(model.stack(images).float().cpu(), batch.label.cpu()) for batch, images in loader]
-    stack, target = (torch.cat(column) for column in zip(*parts, strict=True))
+    auxiliary, parts = getattr(model.head, "auxiliary", None) is not None, []
+    for batch, images in loader:  # each is reduced at once: a stack of many classes is large
+        stack, target = _checked(model.stack(images), batch.label)
+        members = stack[:, :-1] if auxiliary else stack  # it stands last and has no part in the sum
+        fused = members.sum(1).argmax(-1) == target
+        parts.append((stack.argmax(-1) == target[:, None], fused, margins(members, target, votes="soft")))
+    right, right_fused, margin = (torch.cat(column) for column in zip(*parts, strict=True))
+    each, spread = right.double().mean(0), _diversity(margin)
     removed = {}
-    if getattr(model.head, "auxiliary", None) is not None:  # it stands last and has no part in the sum
-        removed["without_heads_top1"] = float(head_accuracy(stack, target)[-1])
-        stack = stack[:, :-1]
-    each, spread = head_accuracy(stack, target), diversity(stack, target, votes="soft")
-    numbers = {"members_top1": float(each.mean()), "members_together": fused_accuracy(stack, target), **removed}
+    if auxiliary:
+        removed["without_heads_top1"], each = float(each[-1]), each[:-1]
+    numbers = {"members_top1": float(each.mean()), "members_together": float(right_fused.double().mean()), **removed}
     numbers["strength"] = spread.strength
-    if stack.shape[1] > 1:
+    if len(each) > 1:
         numbers |= {"correlation": spread.correlation, "correlation_over_strength2": spread.ratio}
     table = {"members": {str(i): float(v) for i, v in enumerate(each)}}
     known = {name: value for name, value in numbers.items() if not math.isnan(value)}
@@ -220,6 +227,5 @@ class Together:
 
 def together(members: Mapping[str, Predictions], classes: Sequence[str] | None = None) -> Together:
     """Metrics of every named member and of their mean probabilities."""
-    each = {name: classification(member.logits, member.target, classes) for name, member in members.items()}
-    mean = averaged(list(members.values()))
-    return Together(each, classification(mean.logits, mean.target, classes))
+    each = {name: metrics_of(member, classes) for name, member in members.items()}
+    return Together(each, metrics_of(averaged(list(members.values())), classes))

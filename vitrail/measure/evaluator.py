@@ -1,7 +1,9 @@
 """The contract of evaluators, and what they share: predictions over a loader, subsets of classes, stored predictions.
 
 Nothing waits for the device inside the loop: results stay there and are fetched in large pieces. In a process group
-every rank predicts its own rows and all ranks get all rows, each exactly once.
+every rank predicts its own rows and all ranks get all rows, each exactly once. With one label per image and more than
+`LOGIT_CLASSES` classes each batch is reduced to what metrics need, so that memory does not grow with images times
+classes. With several labels it does: average precision of a class needs its logits of all images.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.counter import uniform
-from vitrail.measure.classification import Figures, SingleLabelFigures, classification
+from vitrail.measure.classification import (
+    Figures,
+    ImageMetrics,
+    SingleLabelFigures,
+    class_names,
+    classification,
+    image_metrics,
+    single_label_metrics,
+)
 from vitrail.model.store import read_tensors, write_tensors
 from vitrail.registry import part
 from vitrail.schema import near
@@ -57,6 +67,8 @@ Advance = Callable[[int], None]  # called with the number of images just handed 
 
 NOTHING = "there is nothing to evaluate: the loader gave no images; check that the split is not empty"
 FETCH_BYTES = 64 * 2**20  # results kept on the device before they are fetched
+LOGIT_CLASSES = 1000  # up to which predictions of one label per image keep the logits of every class
+TOP = 10  # of more classes the highest logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +87,41 @@ class Predictions:
     def probabilities(self) -> Tensor:  # [images, classes]
         return self.logits.sigmoid() if self.multilabel else self.logits.softmax(1)
 
+    @property
+    def guess(self) -> Tensor:  # [images] class, of one label per image
+        return self.logits.argmax(1)
+
     def __len__(self) -> int:
         return len(self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class CompactPredictions:
+    """Predictions of many classes, one label per image: per-image metrics and the highest logits, on the CPU."""
+
+    index: Tensor  # [images] stable index of each image in its source
+    target: Tensor  # [images] class
+    rank: Tensor  # [images] these four as in `ImageMetrics`
+    guess: Tensor
+    confidence: Tensor
+    loss: Tensor
+    top: Tensor  # [images, TOP] classes, highest logit first; equal ones in any order
+    top_logits: Tensor  # [images, TOP] float32
+    classes: Tensor  # [images] how many there are, the same for all images
+    multilabel = False
+
+    @property
+    def logits(self) -> Tensor:
+        raise ValueError(
+            f"of more than {LOGIT_CLASSES:,} classes only the highest {TOP} logits of an image are kept, and an "
+            "ensemble or a choice of classes needs all; evaluate with every_logit=True"
+        )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+AnyPredictions = Predictions | CompactPredictions
 
 
 @dataclass(frozen=True)
@@ -115,6 +160,7 @@ class Where(TypedDict, total=False):
     device: torch.device | str | None  # none: where the batches are
     autocast: torch.dtype | None
     progress: Advance | None
+    every_logit: bool  # keep the logits of every class, however many there are (default: false)
 
 
 class ResultTable(NamedTuple):
@@ -151,8 +197,9 @@ def needs_of(names: Iterable[str]) -> set[str]:
     return {need for name in names for need in getattr(part("evaluator", name), "needs", ())}
 
 
-def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> Predictions:
-    """Logits of `model`, in evaluation mode, for every image of `loader`, in float32 on the CPU.
+def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> AnyPredictions:
+    """Logits of `model`, in evaluation mode, for every image of `loader`, in float32 on the CPU; compact predictions
+    above `LOGIT_CLASSES` classes.
 
     Runs on `device` (none: where the batches are), under autocast where a dtype is given. In one process rows keep the
     loader's order; in a process group all ranks get the rows of all ranks, ordered by index. Every module's own
@@ -168,8 +215,11 @@ def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -
                 f"the model gave shape {list(logits.shape)} for {len(batch)} images; "
                 "logits [images, classes] are needed"
             )
-        waiting.append((batch.index, batch.label, logits))
-        waiting_bytes += logits.numel() * 4
+        compact = logits.shape[1] > LOGIT_CLASSES and batch.label.ndim == 1 and not where.get("every_logit")
+        classes = torch.full_like(batch.label, logits.shape[1])
+        kept = (*image_metrics(logits, batch.label), *logits.topk(TOP)[::-1], classes) if compact else (logits,)
+        waiting.append((batch.index, batch.label, *kept))
+        waiting_bytes += sum(column.nbytes for column in kept)
         if waiting_bytes >= FETCH_BYTES:
             pieces.append(_fetch(waiting))
             waiting, waiting_bytes = [], 0
@@ -178,31 +228,45 @@ def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -
     columns = rows_of_all(_fetch(pieces) if pieces else None)
     if columns is None:
         raise ValueError(NOTHING)
-    return Predictions(*(column.cpu() for column in columns))
+    columns = [column.cpu() for column in columns]
+    return Predictions(*columns) if len(columns) == 3 else CompactPredictions(*columns)
 
 
 def evaluate(
     model: Model, loader: Iterable[Batch], classes: Sequence[str] | None = None, **where: Unpack[Where]
 ) -> Figures:
     """Metrics of `model` on every image of `loader`; the same on every rank of a process group."""
-    predictions = predict_all(model, loader, **where)
-    return classification(predictions.logits, predictions.target, classes)
+    return metrics_of(predict_all(model, loader, **where), classes)
 
 
-def worst_mistakes(predictions: Predictions, most: int = 12) -> list[Mistake]:
+def metrics_of(predictions: AnyPredictions, classes: Sequence[str] | None = None) -> Figures:
+    """Metrics of predictions of either form; `classes` are numbers where no names are given."""
+    if isinstance(predictions, Predictions):
+        return classification(predictions.logits, predictions.target, classes)
+    images = ImageMetrics(predictions.rank, predictions.guess, predictions.confidence, predictions.loss)
+    return single_label_metrics(images, predictions.target, class_names(int(predictions.classes[0]), classes))
+
+
+def worst_mistakes(predictions: AnyPredictions, most: int = 12) -> list[Mistake]:
     """The errors with the highest confidence, at most one per image, most confident first."""
-    probability, target = predictions.probabilities, predictions.target
-    if predictions.multilabel:
-        confidence, guess = (probability - target.to(probability.dtype)).abs().max(1)
+    target = predictions.target
+    if isinstance(predictions, CompactPredictions):
+        guess, confidence, truth_probability = predictions.guess, predictions.confidence, (-predictions.loss).exp()
+        wrong, probability = guess != target, confidence
+    elif predictions.multilabel:
+        probabilities = predictions.probabilities
+        confidence, guess = (probabilities - target.to(probabilities.dtype)).abs().max(1)
         wrong, truth_probability = confidence > 0.5, 1 - confidence
+        probability = probabilities.gather(1, guess[:, None])[:, 0]
     else:
-        confidence, guess = probability.max(1)
-        wrong, truth_probability = guess != target, probability.gather(1, target[:, None])[:, 0]
+        confidence, guess = (probabilities := predictions.probabilities).max(1)
+        wrong, truth_probability = guess != target, probabilities.gather(1, target[:, None])[:, 0]
+        probability = confidence
     order = torch.where(wrong, confidence, -1.0).argsort(descending=True, stable=True)[: min(most, int(wrong.sum()))]
     mistakes = []
     for row in order.tolist():
         truth = target[row].nonzero()[:, 0].tolist() if predictions.multilabel else [int(target[row])]
-        shares = float(probability[row, guess[row]]), float(truth_probability[row])
+        shares = float(probability[row]), float(truth_probability[row])
         mistakes.append(Mistake(int(predictions.index[row]), tuple(truth), int(guess[row]), *shares))
     return mistakes
 
@@ -288,23 +352,23 @@ def draw_by_class(labels: Tensor, wanted: Callable[[int], int], seed: int) -> Te
     return torch.from_numpy(np.sort(order[rank < np.repeat(counts, sizes)])).to(labels.device)
 
 
-def only_classes(predictions: Predictions, classes: Sequence[str], kept: Sequence[str]) -> Predictions:
+def only_classes(predictions: AnyPredictions, classes: Sequence[str], kept: Sequence[str]) -> Predictions:
     """Logits of the `kept` classes only, in that order, for the images that have one of them.
 
     `classes` are those of the predictions. Labels are counted anew; images of other classes are left out, and where
     several labels may hold only the other labels are. Raises `ValueError` for an unknown class, or without images.
     """
-    names = list(classes)
-    unknown = [name for name in kept if name not in names]
+    number = {name: i for i, name in enumerate(classes)}
+    unknown = [name for name in kept if name not in number]
     if unknown:
-        raise ValueError(f"the model has no class {unknown[0]!r}{near(unknown[0], names)}")
+        raise ValueError(f"the model has no class {unknown[0]!r}{near(unknown[0], list(number))}")
     if not kept or len(set(kept)) != len(kept):
         raise ValueError(f"name each class that may be chosen once, not {', '.join(kept) or 'none'}")
-    columns = [names.index(name) for name in kept]
+    columns = [number[name] for name in kept]
     logits, target = predictions.logits[:, columns], predictions.target
     if predictions.multilabel:
         return Predictions(predictions.index, target[:, columns], logits)
-    renumbered = target.new_full((len(names),), -1)
+    renumbered = target.new_full((len(number),), -1)
     renumbered[columns] = renumbered.new_tensor(range(len(kept)))
     target = renumbered[target]
     has = target >= 0
@@ -324,7 +388,8 @@ class StoredPredictions:
     index: Tensor  # [images] stable index of each image in its source
     target: Tensor  # [images] class, or [images, classes] of 0/1
     guess: Tensor  # [images] class, or [images, classes] of 0/1, as decided before logits were rounded
-    logits: Tensor  # [images, classes] float16
+    logits: Tensor  # [images, classes] float16, or of `top`
+    top: Tensor | None = None  # [images, TOP] classes of `logits`, highest first, where these are not all
 
     @property
     def multilabel(self) -> bool:
@@ -340,14 +405,18 @@ class StoredPredictions:
         return len(self.index)
 
 
-def write_predictions(folder: Path, predictions: Predictions) -> Path:
+def write_predictions(folder: Path, predictions: AnyPredictions) -> Path:
     """Write predictions into a run folder, atomically: two bytes per logit, and the decisions exactly."""
     order = predictions.index.argsort(stable=True)
-    index, target, logits = predictions.index[order], predictions.target[order], predictions.logits[order]
+    index, target = predictions.index[order], predictions.target[order]
+    logits = (predictions.logits if isinstance(predictions, Predictions) else predictions.top_logits)[order]
     # Rounding makes ties, so decisions are stored apart; an infinite logit stays the extreme one.
-    guess = (logits > 0).to(torch.uint8) if predictions.multilabel else logits.argmax(1).to(torch.int32)
+    guess = (logits > 0).to(torch.uint8) if predictions.multilabel else predictions.guess[order].to(torch.int32)
     rounded = logits.clamp(-LARGEST, LARGEST).to(torch.float16)
     columns = {"index": index, "target": target.to(guess.dtype), "guess": guess, "logits": rounded}
+    if isinstance(predictions, CompactPredictions):
+        kinds = {"confidence": torch.float32, "loss": torch.float32, "rank": torch.int32, "top": torch.int32}
+        columns |= {name: getattr(predictions, name)[order].to(kind) for name, kind in kinds.items()}
     write_tensors(folder / PREDICTIONS, columns)
     return folder / PREDICTIONS
 
@@ -361,4 +430,5 @@ def read_predictions(folder: Path) -> StoredPredictions | None:
     missing = {"index", "target", "guess", "logits"} - columns.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; renew it with: vitrail train --resume {folder}")
-    return StoredPredictions(columns["index"], columns["target"].long(), columns["guess"].long(), columns["logits"])
+    target, guess = columns["target"].long(), columns["guess"].long()
+    return StoredPredictions(columns["index"], target, guess, columns["logits"], columns.get("top"))

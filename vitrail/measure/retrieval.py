@@ -23,6 +23,7 @@ RANKS = (1, 2, 4, 8)  # of R@k
 TEMPERATURE = 0.05
 BENCHMARK = (200, 0.1)  # neighbours and temperature of the usual benchmarks of self-supervised learning (lightly)
 Rows = tuple[Tensor, Tensor]  # features [rows, width] and labels [rows]
+QUERIES = 1024  # whose votes for every class are counted at once
 CERTAIN = 1e-6  # probabilities of a coarse class are kept this far from 0 and 1
 
 
@@ -118,8 +119,10 @@ def knn_accuracy(
     cosines, rows = nearest(queries, memory, most, own)
     accuracies = {}
     for k in neighbours:
-        shares = neighbour_probabilities(cosines[:, :k], rows[:, :k], memory_labels, classes, temperature)
-        accuracies[k] = float((shares.argmax(1) == labels).float().mean())
+        pieces = zip(cosines[:, :k].split(QUERIES), rows[:, :k].split(QUERIES), strict=True)
+        shares = (neighbour_probabilities(*piece, memory_labels, classes, temperature) for piece in pieces)
+        guess = torch.cat([piece.argmax(1) for piece in shares])
+        accuracies[k] = float((guess == labels).float().mean())
     return accuracies
 
 

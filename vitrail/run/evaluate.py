@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,8 +15,18 @@ from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import read, steps_saved
-from vitrail.measure.classification import Figures, classification
-from vitrail.measure.evaluator import Advance, Predictions, UnlabelledFigures, evaluation_mode, predict_all, rows_of_all
+from vitrail.measure.classification import Figures
+from vitrail.measure.evaluator import (
+    NOTHING,
+    AnyPredictions,
+    Predictions,
+    UnlabelledFigures,
+    Where,
+    batches,
+    metrics_of,
+    predict_all,
+    rows_of_all,
+)
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.head import writes_texts
@@ -27,53 +37,35 @@ from vitrail.schema import ConfigError, check, near
 
 
 def figures_of(
-    model: Classifier,
-    loader: Batches,
-    classes: Sequence[str],
-    *,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    progress: Advance | None = None,
-) -> tuple[Figures, Predictions]:
+    model: Classifier, loader: Batches, classes: Sequence[str], **where: Unpack[Where]
+) -> tuple[Figures, AnyPredictions]:
     """Accuracy and the like of a classifier, and every prediction. Perplexity and BLEU of a language model, spread and
     rank of embeddings where images have no labels; predictions are then of no class: logits [examples, 0]."""
     if tuple(classes) == (UNLABELLED,):
-        return _apart(model, loader, device=device, autocast=autocast, progress=progress)
+        return _apart(model, loader, **where)
     if writes_texts(model):
         from vitrail.measure.language import language_figures
 
-        figures = language_figures(model, loader, device=device, autocast=autocast, progress=progress)
+        figures = language_figures(model, loader, **where)
         return figures, _of_no_class(figures.count)
-    predictions = predict_all(model, loader, device=device, autocast=autocast, progress=progress)
-    return classification(predictions.logits, predictions.target, classes), predictions
+    predictions = predict_all(model, loader, **where)
+    return metrics_of(predictions, classes), predictions
 
 
 def _of_no_class(count: int) -> Predictions:
     return Predictions(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.zeros(count, 0))
 
 
-@torch.inference_mode()
-def _apart(
-    model: Classifier,
-    loader: Batches,
-    *,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    progress: Advance | None,
-) -> tuple[UnlabelledFigures, Predictions]:
+def _apart(model: Classifier, loader: Batches, **where: Unpack[Where]) -> tuple[UnlabelledFigures, Predictions]:
     from vitrail.learn.selfsupervised import spread_and_rank
 
     index, embeddings = [], []
-    with evaluation_mode(model), torch.autocast(device.type, autocast, enabled=autocast is not None):
-        for batch in loader:
-            embeddings.append(model.outputs(batch.images.to(device, non_blocking=True)).representation.float())
-            index.append(batch.index.to(device))
-            if progress is not None:
-                progress(len(batch))
+    for batch, images in batches(model, loader, **where):
+        embeddings.append(model.outputs(images).representation.float())
+        index.append(batch.index.to(images.device))
     rows = rows_of_all((torch.cat(index), torch.cat(embeddings)) if embeddings else None)
     if rows is None:
-        raise ValueError("there is nothing to evaluate: the loader gave no images; check that the split is not empty")
-
+        raise ValueError(NOTHING)
     count, (spread, rank) = len(rows[1]), (float(v) for v in spread_and_rank(rows[1]))
     none = np.zeros(0)
     figures = UnlabelledFigures(
@@ -125,12 +117,14 @@ def evaluate(
     device: str = "auto",
     precision: str = "auto",
     quiet: bool = True,
-) -> tuple[Figures, Predictions, str]:
+    every_logit: bool = False,
+) -> tuple[Figures, AnyPredictions, str]:
     """Figures of a saved model on a split (none: test, or val where there is no test) of any data with its classes.
 
     Returns the figures, every prediction, and the split. Data that come undivided are divided as the model's run
     divided its own. Classes are matched by name; an unknown class is an error.
     `crop_ratio` and `image_size` take the place of the model's own (none). A run is evaluated with its last weights.
+    Of more than 1,000 classes predictions keep the highest logits only, unless `every_logit` is set.
     """
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
@@ -153,9 +147,8 @@ def evaluate(
         Progress("evaluate", len(rows), quiet=quiet) as bar,
     ):
         autocast = choose_precision(precision, chosen)
-        figures, predictions = figures_of(
-            model, loader, model.classes, device=chosen, autocast=autocast, progress=bar.advance
-        )
+        where: Where = {"device": chosen, "autocast": autocast, "progress": bar.advance, "every_logit": every_logit}
+        figures, predictions = figures_of(model, loader, model.classes, **where)
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
     return figures, predictions, split
@@ -240,14 +233,15 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     for level in data.levels:  # trained on a coarser level of the same data
         if level.classes == model.classes:
             return choose_level(data, level.name)
-    unknown = [name for name in data.classes if name not in model.classes]
+    number = {name: i for i, name in enumerate(model.classes)}
+    unknown = [name for name in data.classes if name not in number]
     if unknown:
         raise ValueError(
             f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
             f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; evaluate its embeddings on any classes: "
             "vitrail evaluate RUN --data DATA --protocol knn,linear"
         )
-    positions = np.array([model.classes.index(name) for name in data.classes])
+    positions = np.array([number[name] for name in data.classes])
     splits = {}
     for name, split in data.splits.items():
         if data.multilabel:

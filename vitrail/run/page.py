@@ -18,7 +18,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.engine.run_folder import RunFolder
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluator import Predictions, UnlabelledFigures, worst_mistakes
+from vitrail.measure.evaluator import AnyPredictions, UnlabelledFigures, worst_mistakes
 from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -45,7 +45,7 @@ class RunSummary:
     folder: RunFolder
     model: Classifier
     data: DataSet
-    predictions: Predictions
+    predictions: AnyPredictions
     figures: Figures
     split: str
     skipped: Sequence[tuple[str, str]]
@@ -152,7 +152,7 @@ def measured_cost(
     )
 
 
-def mistakes(data: DataSet, split: str, predictions: Predictions, most: int = 12) -> list[ErrorPicture]:
+def mistakes(data: DataSet, split: str, predictions: AnyPredictions, most: int = 12) -> list[ErrorPicture]:
     """The surest errors, with their pictures."""
     rows = {int(index): row for row, index in enumerate(data[split].index)}
     pictures = []

@@ -17,7 +17,7 @@ from vitrail.files import refuse_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
 from vitrail.measure.classification import Figures, SingleLabelFigures, prior_loss
-from vitrail.measure.evaluator import Predictions
+from vitrail.measure.evaluator import AnyPredictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled
 from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
@@ -208,9 +208,9 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
     return notes
 
 
-def one_answer(predictions: Predictions, data: DataSet) -> list[str]:
+def one_answer(predictions: AnyPredictions, data: DataSet) -> list[str]:
     """A warning where a model predicts one class for every image; several labels per image are not checked."""
-    predicted = predictions.logits.argmax(1).unique() if not predictions.multilabel else torch.empty(0)
+    predicted = predictions.guess.unique() if not predictions.multilabel else torch.empty(0)
     if len(predicted) != 1 or len(predictions) < 2:
         return []
     return [

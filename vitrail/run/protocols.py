@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.measure.ensembles import Together, together
-from vitrail.measure.evaluator import Findings, Loaders, Predictions, needs_of, only_classes
+from vitrail.measure.evaluator import AnyPredictions, Findings, Loaders, Predictions, needs_of, only_classes
 from vitrail.model.classifier import Classifier
 from vitrail.registry import kinds, part
 from vitrail.run.evaluate import _with_classes_of, evaluate, load
@@ -126,6 +126,7 @@ def ensemble(
 ) -> Ensemble:
     """Figures of saved models and of their mean probabilities on the same images; `control` likewise.
 
+    Every logit of every image and member is held in memory, as the mean needs all probabilities.
     With `classes` only these can be chosen. `options` as for `evaluate`. Raises `ValueError` for fewer than two models,
     or a control of another size.
     """
@@ -140,7 +141,7 @@ def ensemble(
     for run in dict.fromkeys(str(run) for run in (*runs, *control)):
         model = load(run)
         _refuse_other_images(open_for(model, data), opened, split, run, str(runs[0]))
-        _, predictions, _ = evaluate(model, opened, split=split, **options)
+        _, predictions, _ = evaluate(model, opened, split=split, every_logit=True, **options)
         members[run] = counted_as(predictions, model.classes, known, run)
     if classes:
         members = {run: only_classes(predictions, known, classes) for run, predictions in members.items()}
@@ -162,16 +163,17 @@ def _refuse_other_images(trained: DataSet, opened: DataSet, split: str, run: str
         )
 
 
-def counted_as(predictions: Predictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:
+def counted_as(predictions: AnyPredictions, classes: Sequence[str], wanted: Sequence[str], run: str) -> Predictions:
     """Predictions with their classes in another model's order. Raises `ValueError` where the classes are others."""
     if tuple(classes) == tuple(wanted):
-        return predictions
+        return Predictions(predictions.index, predictions.target, predictions.logits)
     if sorted(classes) != sorted(wanted):
         other = sorted(set(classes) ^ set(wanted))
         raise ValueError(f"{run} has other classes than the first run, as {other[0]!r}; an ensemble needs the same")
-    columns = torch.tensor([list(classes).index(name) for name in wanted])
+    number = {name: i for i, name in enumerate(classes)}
+    columns = torch.tensor([number[name] for name in wanted])
     target = predictions.target[:, columns] if predictions.multilabel else columns.argsort()[predictions.target]
-    return replace(predictions, logits=predictions.logits[:, columns], target=target)
+    return Predictions(predictions.index, target, predictions.logits[:, columns])
 
 
 def _members(predictions: Mapping[str, Predictions], runs: Sequence[str | Path]) -> dict[str, Predictions]:

@@ -200,7 +200,7 @@ def influence(run: RunSummary, texts: EncodedTexts) -> Markup:
     if run.data.multilabel:
         return Markup("")
     rows = {int(index): row for row, index in enumerate(split.index)}
-    guess = run.predictions.logits.argmax(1)
+    guess = run.predictions.guess
     right = (guess == run.predictions.target).tolist()
     places = [i for i, hit in enumerate(right) if hit][: STRIPS // 2]
     places += [i for i, hit in enumerate(right) if not hit][: STRIPS - len(places)]

@@ -139,13 +139,13 @@ def _names(given: NDArray[Any] | None, labels: Mapping[str, NDArray[Any]], what:
     """The names of classes: those given, or numbers up to the largest label."""
     if given is not None:
         return tuple(str(name) for name in np.asarray(given).ravel())
-    count = 0
+    count, images = 0, sum(len(y) for y in labels.values() if y.ndim)
     for split, y in labels.items():
         if y.dtype.kind in "iub" and y.size and y.ndim:
             most = y.shape[1] - 1 if y.ndim == 2 else int(y.max())
-            if most > MOST_LABEL + 10 * len(y):
+            if most > MOST_LABEL + 10 * images:
                 row = int(y.argmax())
-                raise ValueError(f"{what}_{split}[{row}] is {most}, for {len(y)} images; labels count classes from 0")
+                raise ValueError(f"{what}_{split}[{row}] is {most}, for {images} images; labels count classes from 0")
             count = max(count, most + 1)
     return tuple(str(i) for i in range(count))
 
