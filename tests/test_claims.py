@@ -1,0 +1,105 @@
+"""The overview of claims says what its two files say, and its verdicts follow from figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+STUDY = {"study": "s", "data": "D", "model": "M", "epochs": 100, "page": "training.md"}
+
+
+@pytest.fixture(scope="module")
+def claims() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("claims", ROOT / "tools" / "claims.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["claims"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def seeds(row: str, *values: float) -> list[dict[str, Any]]:
+    return [{"study": "s", "row": row, "seed": i, "metrics": {"top-1": v}} for i, v in enumerate(values)]
+
+
+def judged(claims: ModuleType, lines: list[dict[str, Any]], **claim: Any) -> tuple[str, str]:
+    given = {"study": "s", "metric": "top-1", "row": "a", **claim}
+    text, verdict = claims.judged(given, claims.Rows([STUDY, *lines]))
+    return text, verdict
+
+
+def test_the_page_is_what_its_files_say(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["claims.py", "--check"])
+    assert claims.main() == 0, "run: python tools/claims.py"
+
+
+def test_every_row_is_of_a_study_whose_page_exists() -> None:
+    folder = ROOT / "docs" / "results"
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    studies = {line["study"]: line for line in lines if "row" not in line}
+    assert {line["study"] for line in lines} == set(studies)
+    for study in studies.values():
+        name, _, anchor = study["page"].partition("#")
+        heads = re.findall(r"^#+ (.*)", (folder / name).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+        assert not anchor or anchor in anchors, study["page"]
+    used = {
+        (c["study"], c[k])
+        for c in yaml.safe_load((folder / "claims.yaml").read_text())
+        for k in ("row", "above")
+        if k in c
+    }
+    assert used <= {(line["study"], line["row"]) for line in lines if "row" in line}
+
+
+def test_a_difference_beyond_twice_its_error_is_a_verdict(claims: ModuleType) -> None:
+    far = seeds("a", 70.0, 70.2, 70.4) + seeds("b", 68.0, 68.2, 68.4)
+    text, verdict = judged(claims, far, above="b")
+    assert verdict == "holds"
+    assert text == "top-1 70.2 ± 0.2 against 68.2 ± 0.2; D, M, 100 epochs, 3 seeds"
+    assert judged(claims, far, row="b", above="a")[1] == "does not"
+    assert judged(claims, far, above="b", lower_is_better=True)[1] == "does not"
+    assert judged(claims, far, above="b", by=3)[1] == "does not"
+    near = seeds("a", 70.0, 70.2, 70.4) + seeds("b", 69.8, 70.0, 70.2)  # 0.2 apart, with an error of 0.16
+    assert judged(claims, near, above="b")[1] == "open"
+
+
+def test_a_row_of_one_seed_has_the_spread_of_its_study_or_none(claims: ModuleType) -> None:
+    alone = seeds("a", 70.0) + seeds("b", 69.0)
+    assert judged(claims, alone, above="b")[1] == "open"  # nothing is known of the spread
+    assert judged(claims, [*alone, *seeds("c", 50.0, 50.2)], above="b")[1] == "holds"
+    assert judged(claims, [*alone, *seeds("c", 50.0, 54.0)], above="b")[1] == "open"
+    lucky = seeds("a", 70.0, 70.0) + seeds("b", 69.0, 69.0) + seeds("c", 50.0, 54.0, 52.0)
+    assert judged(claims, lucky, above="b")[1] == "open"  # equal seeds do not make a spread of 0
+
+
+def test_short_runs_and_none_leave_a_claim_open(claims: ModuleType) -> None:
+    far = seeds("a", 70.0, 70.2) + seeds("b", 68.0, 68.2)
+    assert judged(claims, far, above="b", epochs=300)[1] == "open (short runs: holds)"
+    assert judged(claims, far, above="b", epochs=100)[1] == "holds"
+    assert claims.judged({}, claims.Rows([])) == ("not run", "open")
+
+
+def test_means_that_were_kept_without_their_seeds_count(claims: ModuleType) -> None:
+    lines = [
+        {"study": "s", "row": name, "seeds": 3, "metrics": {"top-1": mean}, "std": {"top-1": 0.3}}
+        for name, mean in (("a", 75.4), ("b", 74.0))
+    ]
+    assert judged(claims, lines, above="b") == (
+        "top-1 75.4 ± 0.3 against 74.0 ± 0.3; D, M, 100 epochs, 3 seeds",
+        "holds",
+    )
+    assert judged(claims, lines, at_least=75.0)[1] == "holds"
+    assert judged(claims, lines, at_least=75.2)[1] == "open"
+    with pytest.raises(ValueError, match="no row 'z' of 's'"):
+        judged(claims, lines, row="z", at_least=1)
