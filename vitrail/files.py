@@ -78,6 +78,14 @@ def checksum(path: Path) -> int:
     return value
 
 
+def file_size(path: Path) -> int:
+    """Bytes of a file, or -1 where it is not there."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return -1
+
+
 def odd_kind(path: str | Path) -> str:
     """What a path is that is neither a file nor a folder (a link to one is what it leads to); empty for these, and for
     what is not there. Opening a pipe or a device may wait for ever."""

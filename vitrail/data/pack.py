@@ -298,15 +298,8 @@ def _identity(data: DataSet) -> str:
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(pickle.dumps(split.reader, protocol=4))  # by contract small, and all that pixels depend on
         if isinstance(split.reader, FileReader):
-            digest.update(json.dumps([_size(split.reader.path(int(i))) for i in split.index]).encode())
+            digest.update(json.dumps(split.reader.stamps(split.index)).encode())
     return digest.hexdigest()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (OSError, ValueError):
-        return -1
 
 
 def _begun(out: Path, plan: dict[str, Any]) -> bool:

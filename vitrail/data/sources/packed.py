@@ -203,6 +203,12 @@ class PackedReader:
         places: NDArray[np.int64] = (np.cumsum(readable) - 1)[rows]
         return places
 
+    def stamps(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The listed checksum of the shard of each image."""
+        opened = self._open
+        shards = np.searchsorted(opened.starts, opened.offsets[opened.rows(index)], side="right") - 1
+        return np.array([shard.crc32 for shard in opened.listed.shards], np.int64)[shards]
+
     @property
     def unreadable(self) -> NDArray[np.int64]:
         """Stable indices of images without pixels."""

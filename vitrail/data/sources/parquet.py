@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +34,22 @@ _GROUPS_KEPT = 4  # groups of rows that stay in memory, in every process
 class HubReader:
     """Reads image number i: row `row[i]` of group `group[i]` of the file `files[place[i]]`."""
 
-    decodes: ClassVar[bool] = True  # so that a scan has something to find
     files: tuple[str, ...]
     column: str
     place: NDArray[np.int64]  # [images]
     group: NDArray[np.int64]  # [images]
     row: NDArray[np.int64]  # [images]
 
-    def __call__(self, index: int) -> Image.Image:
+    def stored(self, index: int) -> bytes:
+        """The encoded image. Raises `BadImage` where there is none."""
         file = self.files[self.place[index]]
         cell = _group(file, int(self.group[index]), self.column)[int(self.row[index])].as_py()
         if not cell or not cell.get("bytes"):
             raise BadImage(self.key(index), "no bytes in the table")
-        return decode(cell["bytes"], self.key(index))
+        return bytes(cell["bytes"])
+
+    def __call__(self, index: int) -> Image.Image:
+        return decode(self.stored(index), self.key(index))
 
     def key(self, index: int) -> str:
         """What names an image to a person."""
