@@ -38,7 +38,7 @@ from vitrail.data.sources.packed import (
     open_packed,
     read_pack,
 )
-from vitrail.files import checksum, replacing, write_text
+from vitrail.files import FORMAT_VERSION, checksum, replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
@@ -199,7 +199,8 @@ def pack(
         what = f"size {size} must be 0 (keep) or more" if size < 0 else f"workers {workers} must be at least 1"
         raise ValueError(f"{what}, see `vitrail pack --help`")
     data = replace(data, splits={name: replace(split, name=name) for name, split in data.splits.items()})
-    plan = {"format": FORMAT, "source": data.uri, "identity": _identity(data), "size": size}
+    plan = {"format": FORMAT, "format_version": FORMAT_VERSION, "source": data.uri}
+    plan |= {"identity": _identity(data), "size": size}
     try:
         with _held(out):
             if _begun(out, plan):
