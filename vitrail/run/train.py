@@ -202,6 +202,7 @@ class Trainer:
             len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
         )
         self.module.prepare(self.objective.views, self.sampler)
+        self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
