@@ -199,14 +199,7 @@ def packed(folder: Path, changed: bool) -> Path:
     return folder / "packed"
 
 
-def texts(folder: Path, changed: bool) -> Path:
-    rows = [f"text {'x' if changed and i == 0 else 'y'} {i}\t{i % 2}\ttrain" for i in range(12)]
-    rows += [f"text {i}\t{i % 2}\tval" for i in range(4)]
-    (folder / "a.tsv").write_text("\n".join(["text\tlabel\tsplit", *rows]))
-    return Path(f"text:{folder / 'a.tsv'}")
-
-
-@pytest.mark.parametrize("make", [arrays, tar, table, packed, texts])
+@pytest.mark.parametrize("make", [arrays, tar, table, packed])
 def test_every_source_has_contents(make: Callable[[Path, bool], Path], tmp_path: Path) -> None:
     found = []
     for name, changed in (("one", False), ("two", False), ("other", True)):

@@ -105,10 +105,8 @@ def contents(train: Split, digests: Digests) -> tuple[tuple[str, ...], list[str]
     if hasattr(reader, "pixels"):
         chosen = sampled(index, MOST_BYTES / reader.pixels(int(index[0])).nbytes).tolist()
         encoded = [_digest(reader.pixels(i)) if c else "" for i, c in zip(index.tolist(), chosen, strict=True)]
-    elif hasattr(reader, "texts"):
-        encoded = [json.dumps(reader(i)) for i in index.tolist()]
     if not stamps.any() and not any(encoded):
-        return (), []  # drawn from a seed, or checked by the package that they come with
+        return (), []  # drawn from a seed, checked by the package that they come with, or texts, which have their own
     bounds = np.arange(min(count, GROUPS) + 1) * count // min(count, GROUPS)
     groups = [stamps[a:b].tobytes() + json.dumps(encoded[a:b]).encode() for a, b in pairwise(bounds.tolist())]
     hashed = sum(map(bool, encoded))
