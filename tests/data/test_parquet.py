@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,6 +218,11 @@ def test_a_group_of_rows_that_lies_is_not_believed(tmp_path: Path, monkeypatch: 
     beyond = replace(reader, row=reader.row + 4)
     with pytest.raises(BadImage, match="damaged"):
         beyond(0)
+    with monkeypatch.context() as patch:
+        groups = [SimpleNamespace(num_rows=rows) for rows in (14, -8, 4)]
+        patch.setattr(pq.ParquetFile, "metadata", property(lambda _: SimpleNamespace(row_group=groups.__getitem__)))
+        with pytest.raises(ValueError, match="it claims 26 rows, and has 10 labels"):
+            open_source(str(file))
     read = pq.ParquetFile.read
     monkeypatch.setattr(pq.ParquetFile, "read", lambda file, columns: read(file, columns).slice(1))
     with pytest.raises(ValueError, match="it claims 10 rows, and has 9 labels"):
