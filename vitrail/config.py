@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import yaml
 
 from vitrail.data.config import AugmentConfig, DataConfig, conflicts
 from vitrail.engine.config import EngineConfig, OptimConfig
+from vitrail.files import reject_later
 from vitrail.learn.config import (
     AttentionTransferConfig,
     DiffusionConfig,
@@ -105,6 +108,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         path = path / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"no configuration at {path}")
+    if path.name == "config.yaml" and (beside := path.with_name("environment.json")).is_file():
+        with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            reject_later(path.parent, json.loads(beside.read_text(encoding="utf-8")))
     try:
         text = path.read_text(encoding="utf-8")
         if _nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_VALUES:

@@ -24,6 +24,27 @@ _UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(_UMASK)
 
 
+FORMAT_VERSION = 1  # of what is stored: models, adapters, patches, checkpoints, runs, packed data, results of studies
+
+
+class LaterVersion(ValueError):
+    """A file of a later version of vitrail."""
+
+
+def reject_later(path: object, stored: Any, layout: int = FORMAT_VERSION) -> None:
+    """Raises `LaterVersion` where `format_version`, or a file's own `format`, is above what is read.
+
+    Earlier versions wrote no `format_version`.
+    """
+    for name, newest in (("format_version", FORMAT_VERSION), ("format", layout)):
+        version = stored.get(name) if isinstance(stored, dict) else None
+        if isinstance(version, int) and version > newest:
+            raise LaterVersion(
+                f"{path} was written by a later version of vitrail (format {version}, this one reads up to {newest}); "
+                "update vitrail"
+            )
+
+
 def readable(name: str) -> str:
     """A name as it is shown: bytes that are no UTF-8, control characters and changes of direction are escaped.
 
@@ -106,6 +127,14 @@ def checksum(path: Path) -> int:
         while block := stream.read(2**22):
             value = zlib.crc32(block, value)
     return value
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, or -1 where it is not there."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return -1
 
 
 def odd_kind(path: str | Path) -> str:

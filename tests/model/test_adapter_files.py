@@ -185,7 +185,7 @@ def newer(path: Path) -> None:
         (flipped, "is damaged (its checksum does not match)"),
         (nothing, "is damaged or no adapter file"),
         (foreign, "is no adapter file of vitrail"),
-        (newer, "was written by a newer vitrail"),
+        (newer, "was written by a later version of vitrail"),
         (Path.unlink, "no adapter at"),
     ],
 )

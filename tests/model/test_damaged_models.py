@@ -104,7 +104,11 @@ def test_tensors_that_do_not_fit_are_named(
         (lambda d: d["spec"]["trunk"].update(parallel=10**9), "describes no model that can be built|out of range"),
         (lambda d: d["spec"]["trunk"].update(colour="red"), "describes no model that can be built|no such setting"),
         (lambda d: d["preprocess"].update(size=10**6), "size: 1000000 is out of range"),
-        (lambda d: d.update(format=99), "was written by a newer vitrail"),
+        (lambda d: d.update(format=99), r"by a later version of vitrail \(format 99, this one reads up to 2\); update"),
+        (
+            lambda d: d.update(format_version=7),
+            r"later version of vitrail \(format 7, this one reads up to 1\); update",
+        ),
     ],
 )
 def test_descriptions_that_cannot_be_are_named(

@@ -228,7 +228,7 @@ def test_a_damaged_model_is_one_sentence(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"model\.json is damaged"):
         load_model(tmp_path)
     description.write_text(json.dumps({**json.loads(text), "format": 99}))
-    with pytest.raises(ValueError, match="newer vitrail"):
+    with pytest.raises(ValueError, match="later version of vitrail"):
         load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="no model at"):
         load_model(tmp_path / "elsewhere")

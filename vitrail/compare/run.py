@@ -19,7 +19,7 @@ from vitrail.compare.page import write_comparison
 from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
 from vitrail.config import RunConfig, load_yaml
 from vitrail.engine.run_folder import RunFolder, environment, free_name
-from vitrail.files import json_text, refuse_unwritable, write_text
+from vitrail.files import FORMAT_VERSION, json_text, refuse_unwritable, write_text
 from vitrail.measure.evaluator import read_predictions
 from vitrail.model.cost import cost
 from vitrail.model.store import model_folder, read_description
@@ -139,7 +139,7 @@ def _compare(
     members = _with_protocols(members, protocols or {}, folder, quiet)
     prices, conditions, notes = _prices(members, seconds, quiet)
     comparison = compare_members(name, members, baseline, prices=prices, conditions=conditions, notes=notes, **options)
-    table: dict[str, Any] = {**comparison.to_json(), "environment": environment()}
+    table = {"format_version": FORMAT_VERSION, **comparison.to_json(), "environment": environment()}
     write_text(folder / "table.json", json_text(table, indent=1))
     write_comparison(folder / "report.html", comparison, table["environment"])
     return comparison, folder

@@ -160,7 +160,8 @@ class DataConfig:
     limit: Count | None = None
     """Use at most this many training images, a stratified draw by `split_seed`."""
     check: Literal["full", "off"] = "full"
-    """Decode every image once before training (remembered between runs), or trust them."""
+    """Decode and hash every image once before training (remembered between runs), or trust them: a resumed run then
+    notices images that were replaced only by their sizes."""
     bad_limit: Fraction = 0.01
     """Largest share of unreadable images that a run accepts."""
     crop_ratio: Annotated[float, Range(0.1, 1)] | None = None

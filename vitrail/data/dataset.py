@@ -101,6 +101,7 @@ class DataSet:
     levels: tuple[Level, ...] = ()  # of a taxonomy, finest first; none where labels have one level only
     multilabel: bool = False
     notes: tuple[str, ...] = field(default=())  # what a person should know: held-out splits, ignored files
+    contents: tuple[str, ...] = ()  # digests of the training images of a run
 
     @property
     def unlabelled(self) -> bool:

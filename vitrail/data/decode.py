@@ -6,7 +6,9 @@ when their pixels are asked for.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 import re
 import threading
 import warnings
@@ -21,6 +23,7 @@ from vitrail.data.dataset import BadImage
 from vitrail.files import odd_kind
 
 MAX_PIXELS = 100_000_000
+_LARGE = 2**26  # bytes
 
 _ORIENTATION = 0x0112  # EXIF tag
 _UPRIGHT = {
@@ -36,7 +39,11 @@ _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIF
 
 
 def decode(
-    source: Path | bytes | BinaryIO, key: str, max_pixels: int = MAX_PIXELS, at_least: int | None = None
+    source: Path | bytes | BinaryIO,
+    key: str,
+    max_pixels: int = MAX_PIXELS,
+    at_least: int | None = None,
+    digest: hashlib.blake2b | None = None,
 ) -> Image.Image:
     """The upright RGB image in a file or in bytes; raises `BadImage(key, reason)` for anything that is not one.
 
@@ -46,11 +53,11 @@ def decode(
 
     `at_least` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, as long as both sides stay at least that long. It
     saves most of the time for large photographs. It changes pixels slightly: the reduction is a mean over blocks in the
-    frequency domain rather than the resampling filter that would follow.
+    frequency domain rather than the resampling filter that would follow. `digest` is updated with all bytes of a file.
     """
     try:
         with _QUIET:
-            return _decode(source, key, max_pixels, at_least)
+            return _decode(source, key, max_pixels, at_least, digest)
     except BadImage:
         raise
     except Exception as error:  # damaged files make Pillow raise nearly every exception type there is
@@ -85,12 +92,25 @@ def stored_mode(path: Path) -> str:
         return ""
 
 
-def _decode(source: Path | bytes | BinaryIO, key: str, max_pixels: int, at_least: int | None) -> Image.Image:
+def _decode(
+    source: Path | bytes | BinaryIO,
+    key: str,
+    max_pixels: int,
+    at_least: int | None,
+    digest: hashlib.blake2b | None = None,
+) -> Image.Image:
     if isinstance(source, Path):
         kind = "a folder" if source.is_dir() else odd_kind(source)
         if kind:
             raise BadImage(key, f"{kind}, not a file")
         with source.open("rb") as opened:
+            if digest is not None and os.fstat(opened.fileno()).st_size < _LARGE:  # read once, and decoded from memory
+                data = opened.read()
+                digest.update(data)
+                return _decode(data, key, max_pixels, at_least)
+            while digest is not None and (block := opened.read(2**20)):
+                digest.update(block)
+            opened.seek(0)
             return _decode(opened, key, max_pixels, at_least)
     stream: BinaryIO = io.BytesIO(source) if isinstance(source, bytes) else source
     start = stream.tell()

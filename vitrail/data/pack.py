@@ -38,7 +38,7 @@ from vitrail.data.sources.packed import (
     open_packed,
     read_pack,
 )
-from vitrail.files import checksum, replacing, write_text
+from vitrail.files import FORMAT_VERSION, checksum, replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
@@ -199,7 +199,8 @@ def pack(
         what = f"size {size} must be 0 (keep) or more" if size < 0 else f"workers {workers} must be at least 1"
         raise ValueError(f"{what}, see `vitrail pack --help`")
     data = replace(data, splits={name: replace(split, name=name) for name, split in data.splits.items()})
-    plan = {"format": FORMAT, "source": data.uri, "identity": _identity(data), "size": size}
+    plan = {"format": FORMAT, "format_version": FORMAT_VERSION, "source": data.uri}
+    plan |= {"identity": _identity(data), "size": size}
     try:
         with _held(out):
             if _begun(out, plan):
@@ -298,15 +299,8 @@ def _identity(data: DataSet) -> str:
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(pickle.dumps(split.reader, protocol=4))  # by contract small, and all that pixels depend on
         if isinstance(split.reader, FileReader):
-            digest.update(json.dumps([_size(split.reader.path(int(i))) for i in split.index]).encode())
+            digest.update(json.dumps(split.reader.stamps(split.index)).encode())
     return digest.hexdigest()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (OSError, ValueError):
-        return -1
 
 
 def _begun(out: Path, plan: dict[str, Any]) -> bool:

@@ -323,7 +323,7 @@ class Loop:
     def restore(self, state: checkpoint.State) -> None:
         """Continue from a checkpoint. Raises `ValueError` where it belongs to another run."""
         for key, value in self._kept_facts().items():
-            if key != "config" and state.facts.get(key) != value:  # settings are compared before the data are read
+            if key not in ("config", "contents") and state.facts.get(key) != value:  # these are compared before
                 if key == "world":
                     raise ValueError(
                         f"the run was begun by {state.facts.get(key)} processes and now there are {value}, which would "

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.files import LEFTOVER, remove_leftovers, write_text
+from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, reject_later, remove_leftovers, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
 
@@ -156,7 +156,10 @@ class RunFolder:
         self.unlock()
 
     def write_environment(self, extra: Mapping[str, Any]) -> None:
-        write_text(self.path / "environment.json", json.dumps({**environment(), **extra}, indent=1))
+        write_text(
+            self.path / "environment.json",
+            json.dumps({"format_version": FORMAT_VERSION, **environment(), **extra}, indent=1),
+        )
 
     def log(self, text: str) -> None:
         """A line of log.txt."""
@@ -291,7 +294,8 @@ def steps_saved(folder: Path) -> list[int]:
 
 def save(folder: Path, state: State, keep: int) -> Path:
     """Write a checkpoint, then remove all but the newest `keep`; no older one is removed before the new one is safe."""
-    header = {"format": FORMAT, "step": state.step, "facts": state.facts, "checksum": _checksum(state.tensors)}
+    header = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": state.step, "facts": state.facts}
+    header["checksum"] = _checksum(state.tensors)
     path = _file(folder, state.step)
     write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
     prune(folder, state.step, keep)
@@ -315,6 +319,7 @@ def read(path: Path) -> State:
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"checkpoint {path} is damaged or not ours ({reason})") from None
+    reject_later(f"checkpoint {path}", header, FORMAT)
     if header.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}")
     if header["checksum"] != _checksum(tensors):
@@ -328,6 +333,8 @@ def newest(folder: Path) -> tuple[State | None, list[str]]:
     for step in reversed(steps_saved(folder)):
         try:
             return read(_file(folder, step)), damaged
+        except LaterVersion:
+            raise
         except ValueError as error:
             damaged.append(str(error))
     return None, damaged

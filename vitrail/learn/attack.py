@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.files import json_text, replacing, write_text
+from vitrail.files import FORMAT_VERSION, json_text, reject_later, replacing, write_text
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.adaptive.adavit import AdavitPolicy
@@ -221,7 +221,7 @@ def save_patch(folder: Path, change: Universal, provenance: Mapping[str, Any]) -
     write_tensors(folder / LEVELS, {"levels": change.levels})
     with replacing(folder / PICTURE) as temporary:
         Image.fromarray(change.picture()).save(temporary, format="png")
-    facts = {"format": FORMAT, **change.describe(), **provenance}
+    facts = {"format": FORMAT, "format_version": FORMAT_VERSION, **change.describe(), **provenance}
     write_text(folder / PROVENANCE, json_text(facts, indent=1))
 
 
@@ -235,8 +235,7 @@ def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, d
         raise FileNotFoundError(f"no patch in {folder} (it has no {PROVENANCE}); make one with: vitrail attack RUN")
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if facts["format"] > FORMAT:
-            raise ValueError(f"{path} was written by a newer vitrail; update to read it")
+        reject_later(path, facts, FORMAT)
         change: Universal
         if facts["change"] == "perturbation":
             change = UniversalPerturbation(facts["eps"], facts["image_size"], 0, preprocess)

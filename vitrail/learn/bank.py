@@ -145,6 +145,8 @@ class ShardedBank(Bank):
     written to a last row that is never read, so that nothing has to be decided on the host.
     """
 
+    complete_batches = True  # with an image less on one process, `of_all` would receive what it does not expect
+
     def __init__(self, size: int, width: int, second: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(size, width, second, dtype)
         if size < processes():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.files import checksum, json_text, replacing, write_text
+from vitrail.files import FORMAT_VERSION, checksum, json_text, reject_later, replacing, write_text
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
 from vitrail.model.parts.modules import without_adapters
@@ -113,6 +113,7 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
     """The JSON next to the weights. It has size and checksum of their file, so that damage is noticed."""
     description = {
         "format": form,
+        "format_version": FORMAT_VERSION,
         "vitrail": __version__,
         "spec": model.spec,
         "classes": list(model.classes),
@@ -167,10 +168,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if not wrong:
-        if isinstance(description.get("format"), int) and description["format"] > FORMAT:
-            raise ValueError(
-                f"{folder} was written by a newer vitrail ({description.get('vitrail')}); update to read it"
-            )
+        reject_later(path, description, FORMAT)
         try:
             entries = {field.name for field in fields(Description)} & description.keys()
             read = build(Description, {name: description[name] for name in entries})

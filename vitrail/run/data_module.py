@@ -42,6 +42,7 @@ class DataModule:
 
     compiles = True  # whether steps are compiled and captured as a graph where nothing is said
     notes: tuple[str, ...] = ()  # about the examples, before the run
+    complete = False  # whether a training batch must have all of its images
 
     def __init__(
         self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
@@ -167,6 +168,7 @@ class ImageModule(DataModule):
             rank=self.group.rank,
             world=self.group.world,
             views=self.augments,
+            complete=self.complete,
         )
         return DeviceLoader(spec, self.images) if self.on_device else TrainLoader(spec)
 

@@ -58,7 +58,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         metrics, predictions = figures_of(model, loader, data.classes, **where)
         known = ("perplexity", "bleu") if writes_texts(model) else ("classification",)
         others = trainer.evaluate(model, loader, split, [name for name in config.evaluators if name not in known])
-        skipped = [*skipped, *loader.skipped]
+        skipped = [row for rows in group.gather([*skipped, *loader.skipped]) for row in rows]
     if trainer.reference is not None:
         trainer.reference.close()
     if config.objective.kind in ("supervised", "distillation"):

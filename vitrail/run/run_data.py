@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitrail.config import DataConfig, RunConfig
-from vitrail.data.check.scan import Bad, drop_bad, leak_notes, reject_if_too_many, scan
-from vitrail.data.dataset import DataSet
+from vitrail.data.check.scan import Bad, Digests, drop_bad, examine, leak_notes, reject_if_too_many, sampled
+from vitrail.data.dataset import DataSet, Split
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.progress import Progress
@@ -57,6 +60,7 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
     bad: list[Bad] = []
+    digests: Digests = {}
     if chosen.check == "full" and group.main and not data.holds_texts:
         total = sum(len(s) for s in data.splits.values())
         with Progress("check images", total, quiet=quiet) as bar:
@@ -64,14 +68,15 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
             def seen(done: int, _: int) -> None:
                 bar.advance(done - bar.done, f"{done} read")
 
-            bad = scan(data, progress=seen)
+            bad, digests = examine(data, progress=seen)
     bad = group.gather(bad)[0]
     reject_if_too_many(bad, sum(len(s) for s in data.splits.values()), chosen.bad_limit, chosen.uri)
     for key, reason in bad:
         group.say(quiet, f"skipped {key}: {reason}")
     data = drop_bad(data, bad)
     copied = leak_notes(data) if chosen.check == "full" and group.main else ()
-    return replace(data, notes=(*data.notes, *copied)), bad
+    known, notes = group.gather(contents(data["train"], digests) if group.main else None)[0]
+    return replace(data, notes=(*data.notes, *copied, *notes), contents=known), bad
 
 
 def fingerprint(data: DataSet) -> str:
@@ -82,6 +87,49 @@ def fingerprint(data: DataSet) -> str:
     digest.update(train.index.tobytes())
     digest.update(train.labels.tobytes())
     return digest.hexdigest()[:16]
+
+
+GROUPS = 1000  # of consecutive training images, one digest each
+MOST_BYTES = 2**28  # of arrays that are hashed; of more a sample of images
+
+
+def contents(train: Split, digests: Digests) -> tuple[tuple[str, ...], list[str]]:
+    """Digests of the training images, each of one image or, of more than 1,000, of a group; and a note on any sample.
+
+    `digests` are those of a scan; without one, files (and images in tar files) count by their sizes alone. Arrays are
+    hashed in any case, and packed ones have their listed checksums. Nothing depends on where files are or on their age.
+    """
+    reader, index, count = train.reader, train.index, len(train)
+    stamps = np.asarray(reader.stamps(index), "<i8") if hasattr(reader, "stamps") else np.zeros(count, "<i8")
+    encoded = [digests.get((train.name, i), "") for i in index.tolist()]
+    if hasattr(reader, "pixels"):
+        chosen = sampled(index, MOST_BYTES / reader.pixels(int(index[0])).nbytes).tolist()
+        encoded = [_digest(reader.pixels(i)) if c else "" for i, c in zip(index.tolist(), chosen, strict=True)]
+    if not stamps.any() and not any(encoded):
+        return (), []  # drawn from a seed, checked by the package that they come with, or texts, which have their own
+    bounds = np.arange(min(count, GROUPS) + 1) * count // min(count, GROUPS)
+    groups = [stamps[a:b].tobytes() + json.dumps(encoded[a:b]).encode() for a, b in pairwise(bounds.tolist())]
+    hashed = sum(map(bool, encoded))
+    note = f"contents: {hashed:,} of {count:,} training images are hashed, for the comparison on resume"
+    known = tuple(hashlib.blake2b(group, digest_size=8).hexdigest() for group in groups)
+    return known, [note] if 0 < hashed < count else []
+
+
+def _digest(pixels: NDArray[np.uint8]) -> str:
+    return hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=8).hexdigest()
+
+
+def check_contents(before: Sequence[str], data: DataSet, run: Path) -> None:
+    """Raises `ValueError` that names the first training images that are not what they were in a checkpoint."""
+    changed = [i for i, (was, now) in enumerate(zip_longest(before, data.contents)) if was != now]
+    if changed:
+        keys, groups = data["train"].keys, len(before)
+        first, last = (keys[n * len(keys) // groups - (n > changed[0])] for n in (changed[0], changed[0] + 1))
+        where = first if first == last else f"one from {first} to {last}"
+        raise ValueError(
+            f"{data.uri} holds other training {data.things} than when the run began, the first that differs being "
+            f"{where}; put them back, or begin another run with --config {run} --out FOLDER"
+        )
 
 
 def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:

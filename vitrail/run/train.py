@@ -38,7 +38,7 @@ from vitrail.registry import part
 from vitrail.run.data_module import Batches, make_data_module, reject_other_kind, reject_other_task
 from vitrail.run.finish import Run, finish
 from vitrail.run.preflight import check_machine, check_output, check_settings, missing_parts, warnings_before
-from vitrail.run.run_data import fingerprint, learned_before, own_data_of, read_data
+from vitrail.run.run_data import check_contents, fingerprint, learned_before, own_data_of, read_data
 from vitrail.schema import ConfigError, plain
 
 MOVABLE = ("out", "engine.device", "data.workers")  # settings that a resumed run may change
@@ -128,6 +128,8 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
             checkpoint.prune(folder.checkpoints, state.step, config.engine.keep)
             begun = state.facts.get("config", plain(config))  # earlier versions did not keep it
             check_unchanged(begun, plain(config), f"{folder.config} was changed since the run began")
+            if state.facts.get("data") == fingerprint(data):  # else the loop reports what differs
+                check_contents(state.facts.get("contents", data.contents), data, folder.path)  # earlier versions: none
             config = replace(config, model=earlier_layout(config.model, state.tensors))
         trainer = Trainer(config, data, bad, group, quiet, folder)
         group.say(quiet, *damaged)
@@ -200,6 +202,7 @@ class Trainer:
             len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
         )
         self.module.prepare(self.objective.views, self.sampler)
+        self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
@@ -240,6 +243,7 @@ class Trainer:
                 "data": fingerprint(self.data),
                 "world": group.world,
                 "config": plain(_without_machine(config)),
+                **({"contents": list(self.data.contents)} if self.data.contents else {}),
                 **({"base": self.base_hash} if self.base_hash else {}),  # of an adapter
                 **self.module.facts(),
             },
@@ -249,6 +253,8 @@ class Trainer:
             if state is not None:
                 loop.restore(state)
             if group.main:
+                for note in self.data.notes:
+                    self.folder.log(note)
                 self.folder.cut_metrics(loop.step)
                 if config.engine.track == "tensorboard":
                     self.folder.tracker = TensorBoard(self.folder.path, loop.step)

@@ -2,7 +2,8 @@
 
 Every image is decoded once. Results are kept in the user's cache folder, by path, size and time of change, so that a
 second run reads only what is new. Images inside larger files (tar, Parquet) are decoded every time: pack them. Sources
-made of arrays have nothing to decode and are not scanned. Copies are looked for among files alone, in the time that it
+made of arrays have nothing to decode and are not scanned. The bytes that are read are hashed on the way: by these
+digests a resumed run notices images that were replaced. Copies are looked for among files alone, in the time that it
 takes to ask for their sizes; `vitrail check` compares decoded pixels and finds near copies as well.
 """
 
@@ -14,7 +15,7 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -23,19 +24,24 @@ from typing import TypeVar
 
 import numpy as np
 import PIL
+from numpy.typing import NDArray
 
+from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import MAX_PIXELS, decode
 from vitrail.data.sources.folder import FileReader
 
 Bad = tuple[str, str]  # key, reason
-Seen = dict[str, tuple[int, int, str]]  # path -> size, time of change in nanoseconds, reason ("" for a good image)
+Digests = dict[tuple[str, int], str]  # split, stable index -> digest of the encoded image
+Seen = dict[str, tuple[int, int, str, str]]
+"""Path -> size, time of change in nanoseconds, reason ("" for a good image), digest ("" where it was not taken)."""
 
 Progress = Callable[[int, int], None]  # done, total
 T = TypeVar("T")
 R = TypeVar("R")
 
 _BLOCK = 64  # images per task: large enough to hide the cost of handing over
+MOST_HASHED = 100_000  # files of a split; of more a sample is hashed
 _AT_LEAST = 32  # all bytes of a JPEG are read at any size; only the last, cheap step is done at this one
 
 
@@ -49,25 +55,45 @@ def scan(
     Pillow decodes outside the interpreter lock, so threads are enough. `progress(done, total)` is called from time to
     time, counting images that are not remembered from an earlier scan.
     """
+    return examine(splits, workers, progress)[0]
+
+
+def examine(
+    splits: Split | DataSet | Iterable[Split], workers: int | None = None, progress: Progress | None = None
+) -> tuple[list[Bad], Digests]:
+    """What `scan` gives, and digests of the encoded images; of more than `MOST_HASHED` files those of a sample."""
     if isinstance(splits, Split):
         splits = [splits]
     elif isinstance(splits, DataSet):
         splits = splits.splits.values()
     splits = list(splits)
     listed = [(s, s.reader) for s in splits if isinstance(s.reader, FileReader)]
-    inside = [(s, row) for s in splits if getattr(s.reader, "decodes", False) for row in range(len(s))]
-    reasons_inside = read_all(_read_row, inside, workers, progress)
-    bad = [(s.keys[row], reason) for (s, row), reason in zip(inside, reasons_inside, strict=True) if reason]
+    inside = [(s, row) for s in splits if hasattr(s.reader, "stored") for row in range(len(s))]
+    bad: list[Bad] = []
+    digests: Digests = {}
+    for (split, row), (reason, digest) in zip(inside, read_all(_read_row, inside, workers, progress), strict=True):
+        bad += [(split.keys[row], reason)] if reason else []
+        digests[split.name, int(split.index[row])] = digest
     for root in dict.fromkeys(reader.root for _, reader in listed):
         rows = [
-            (key, reader.path(int(i)))
+            (split, row, reader.path(int(split.index[row])), hashed)
             for split, reader in listed
             if reader.root == root
-            for key, i in zip(split.keys, split.index, strict=True)
+            for row, hashed in enumerate(sampled(split.index, MOST_HASHED).tolist())
         ]
-        reasons = _reasons(cache_file(root), [path for _, path in rows], workers, progress)
-        bad += [(key, reasons[str(path)]) for key, path in rows if reasons[str(path)]]
-    return bad
+        hashed_paths = {str(path) for _, _, path, hashed in rows if hashed}
+        facts = _facts(cache_file(root), [path for _, _, path, _ in rows], hashed_paths, workers, progress)
+        for split, row, path, hashed in rows:
+            _, _, reason, digest = facts[str(path)]
+            bad += [(split.keys[row], reason)] if reason else []
+            if hashed:
+                digests[split.name, int(split.index[row])] = digest
+    return bad, digests
+
+
+def sampled(index: NDArray[np.int64], most: float) -> NDArray[np.bool_]:
+    """Which images of a split, given by stable index, are in a fixed random sample of about `most` of them."""
+    return uniform(0, index) * len(index) < most
 
 
 def drop_bad(data: DataSet, bad: Sequence[Bad]) -> DataSet:
@@ -114,37 +140,44 @@ def read_all(read: Callable[[T], R], items: Sequence[T], workers: int | None, pr
             raise
 
 
-def _reasons(cache: Path, paths: Sequence[Path], workers: int | None, progress: Progress | None) -> dict[str, str]:
+def _facts(
+    cache: Path, paths: Sequence[Path], hashed: Collection[str], workers: int | None, progress: Progress | None
+) -> Seen:
     seen = _remembered(cache)
     stamped = [(path, *_stamp(path)) for path in paths]
     facts: Seen = {str(p): seen[str(p)] for p, *stamp in stamped if seen.get(str(p), ())[:2] == tuple(stamp)}
+    facts = {p: fact for p, fact in facts.items() if fact[2] or fact[3] or p not in hashed}
     new = [(path, size, changed) for path, size, changed in stamped if str(path) not in facts]
     known = len(facts)
     try:
-        reasons = read_all(_read_file, [path for path, _, _ in new], workers, progress)
-        for (path, size, changed), reason in zip(new, reasons, strict=True):
-            facts[str(path)] = (size, changed, reason)
+        results = read_all(_read_file, [(path, str(path) in hashed) for path, _, _ in new], workers, progress)
+        for (path, size, changed), result in zip(new, results, strict=True):
+            facts[str(path)] = (size, changed, *result)
     finally:
         if len(facts) > known:
             _remember(cache, {**seen, **facts})
-    return {path: reason for path, (_, _, reason) in facts.items()}
+    return facts
 
 
-def _read_row(row: tuple[Split, int]) -> str:
+def _read_row(row: tuple[Split, int]) -> tuple[str, str]:
+    """Why an image cannot be decoded, if so, and its digest."""
     split, number = row
     try:
-        split.read(number)
+        stored = split.reader.stored(int(split.index[number]))  # type: ignore[attr-defined]
+        decode(stored, split.keys[number])
     except BadImage as bad:
-        return bad.reason
-    return ""
+        return bad.reason, ""
+    return "", hashlib.blake2b(stored, digest_size=8).hexdigest()
 
 
-def _read_file(path: Path) -> str:
+def _read_file(file: tuple[Path, bool]) -> tuple[str, str]:
+    path, hashed = file
+    digest = hashlib.blake2b(digest_size=8) if hashed else None
     try:
-        decode(path, str(path), at_least=_AT_LEAST)
+        decode(path, str(path), at_least=_AT_LEAST, digest=digest)
     except BadImage as bad:
-        return bad.reason
-    return ""
+        return bad.reason, ""
+    return "", digest.hexdigest() if digest else ""
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -167,7 +200,8 @@ def _remembered(cache: Path) -> Seen:
         if stored["rules"] != _rules():
             return {}
         return {
-            str(p): (int(size), int(changed), str(reason)) for p, (size, changed, reason) in stored["images"].items()
+            str(p): (int(size), int(changed), str(reason), str(*digest))  # earlier versions took no digest
+            for p, (size, changed, reason, *digest) in stored["images"].items()
         }
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # absent, torn or foreign: scan again

@@ -204,6 +204,7 @@ class LoaderSpec:
     world: int = 1
     views: int | Sequence[Augment] = 1  # how many, or the augmentation of each
     start_method: str | None = None  # of workers
+    complete: bool = False  # whether a batch must have all of its images
 
     @property
     def augments(self) -> list[Augment]:
@@ -217,7 +218,7 @@ class TrainLoader(BatchLoader):
     The global batch of a step is cut into world * accumulate equal runs of places; batch a of rank r is run
     r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when mixing,
     the others keep their places and partners, and the one whose partner is missing stays unmixed. Raises `ValueError`
-    where the batch cannot be cut, labels do not fit `classes`, or nothing of a batch can be read.
+    where the batch cannot be cut, labels do not fit `classes`, or too little of a batch can be read.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -248,8 +249,13 @@ class TrainLoader(BatchLoader):
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.received():
             self.note(batch.skipped)
+            key, reason = batch.skipped[0] if batch.skipped else ("", "")
+            if key and self.spec.complete:
+                raise ValueError(
+                    f"{key} cannot be read any more ({reason}), and processes that share a memory bank need equally "
+                    "many images each; put it back, then resume the run"
+                )
             if not batch.views:
-                key, reason = batch.skipped[0]
                 raise ValueError(
                     f"none of the {len(batch.indices.draws)} images of a batch of step {batch.indices.step} could be "
                     f"read, the first being {key} ({reason}); run `vitrail check` on the data"

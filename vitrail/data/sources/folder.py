@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import SPLIT_NAMES, UNDIVIDED, UNLABELLED, DataSet, Location, Source, Split, split_called
 from vitrail.data.decode import decode
+from vitrail.files import file_size
 
 SUFFIXES = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .ppm .pgm .pbm .pnm .jp2 .tga".split()  # noqa: SIM905
@@ -30,6 +32,10 @@ class FileReader:
 
     def path(self, index: int) -> Path:
         return Path(self.root) / self.names[index]
+
+    def stamps(self, index: NDArray[np.int64]) -> list[int]:
+        """The sizes of files; -1 for one that is not there."""
+        return [file_size(self.path(i)) for i in index.tolist()]
 
     def __call__(self, index: int) -> Image.Image:
         return decode(self.path(index), self.names[index], at_least=self.at_least)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
-from vitrail.files import checksum
+from vitrail.files import LaterVersion, checksum, reject_later
 from vitrail.schema import build
 
 FORMAT = 2
@@ -76,6 +76,7 @@ class Pack:
     multilabel: bool
     notes: tuple[str, ...]
     splits: tuple[PackedSplit, ...]
+    format_version: int = 0  # earlier versions wrote none
     levels: tuple[Level, ...] = ()
     coarse_classes: tuple[str, ...] = ()  # of format 1
 
@@ -93,12 +94,13 @@ def read_pack(folder: Path) -> Pack:
         raise FileNotFoundError(f"{folder} is no packed data set (it has no {LISTING}); make one with `vitrail pack`")
     try:
         stored = json.loads((folder / LISTING).read_text(encoding="utf-8"))
-        if isinstance(stored, dict) and isinstance(stored.get("format"), int) and stored["format"] > FORMAT:
-            raise ValueError(f"format {stored['format']} is of a later version; update vitrail or pack again")
+        reject_later(folder / LISTING, stored, FORMAT)
         pack = _with_levels(build(Pack, stored))
         names = [file.file for split in pack.splits for file in (*split.shards, *split.arrays)]
         if any(Path(name).name != name for name in names):
             raise ValueError("it names files outside its folder")
+    except LaterVersion:
+        raise
     except ValueError as error:
         raise ValueError(f"{folder / LISTING} cannot be used: {'; '.join(str(error).splitlines())}") from None
     return pack
@@ -202,6 +204,12 @@ class PackedReader:
             raise BadImage(*opened.skipped[int(rows[~readable[rows]][0])])
         places: NDArray[np.int64] = (np.cumsum(readable) - 1)[rows]
         return places
+
+    def stamps(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The listed checksum of the shard of each image."""
+        opened = self._open
+        shards = np.searchsorted(opened.starts, opened.offsets[opened.rows(index)], side="right") - 1
+        return np.array([shard.crc32 for shard in opened.listed.shards], np.int64)[shards]
 
     @property
     def unreadable(self) -> NDArray[np.int64]:

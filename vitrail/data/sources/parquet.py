@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,10 @@ from PIL import Image
 
 from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split, split_rows
 from vitrail.data.decode import decode
-from vitrail.data.sources.folder import natural
-from vitrail.data.sources.table import reject_unseen
-from vitrail.data.sources.webdataset import inner_files, splits_of
+from vitrail.data.sources.folder import image_files, natural
+from vitrail.data.sources.table import reading_parquet, reject_unseen, repeated
+from vitrail.data.sources.webdataset import LONGEST_LABEL, inner_files, splits_of
+from vitrail.quantities import shorten
 
 _GROUPS_KEPT = 4  # groups of rows that stay in memory, in every process
 
@@ -34,19 +36,26 @@ _GROUPS_KEPT = 4  # groups of rows that stay in memory, in every process
 class HubReader:
     """Reads image number i: row `row[i]` of group `group[i]` of the file `files[place[i]]`."""
 
-    decodes: ClassVar[bool] = True  # so that a scan has something to find
     files: tuple[str, ...]
     column: str
     place: NDArray[np.int64]  # [images]
     group: NDArray[np.int64]  # [images]
     row: NDArray[np.int64]  # [images]
 
-    def __call__(self, index: int) -> Image.Image:
-        file = self.files[self.place[index]]
-        cell = _group(file, int(self.group[index]), self.column)[int(self.row[index])].as_py()
-        if not cell or not cell.get("bytes"):
+    def stored(self, index: int) -> bytes:
+        """The encoded image. Raises `BadImage` where there is none."""
+        column = _group(self.files[self.place[index]], int(self.group[index]), self.column)
+        try:
+            cell = column[int(self.row[index])].as_py()
+        except Exception:  # of a damaged group as of a damaged row
+            raise BadImage(self.key(index), column if isinstance(column, str) else "damaged") from None
+        image = cell.get("bytes") if isinstance(cell, dict) else cell
+        if not image or not isinstance(image, bytes):
             raise BadImage(self.key(index), "no bytes in the table")
-        return decode(cell["bytes"], self.key(index))
+        return image
+
+    def __call__(self, index: int) -> Image.Image:
+        return decode(self.stored(index), self.key(index))
 
     def key(self, index: int) -> str:
         """What names an image to a person."""
@@ -55,9 +64,14 @@ class HubReader:
 
 @lru_cache(maxsize=_GROUPS_KEPT)
 def _group(file: str, number: int, column: str) -> Any:
+    """A column of a group of rows, or why it cannot be read: which is not tried again for each of its rows."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(file).read_row_group(number, [column])[column]
+    try:
+        with reading_parquet(Path(file).name):
+            return pyarrow.parquet.ParquetFile(file).read_row_group(number, [column])[column]
+    except ValueError as error:
+        return str(error)
 
 
 def hub_files(path: Path) -> list[Path]:
@@ -69,10 +83,13 @@ def hub_files(path: Path) -> list[Path]:
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ValueError(f"{path}: Parquet tables need pyarrow; install vitrail[table]") from None
-    try:
-        return files if _image_columns(pyarrow.parquet.read_schema(files[0])) else []
-    except (OSError, ValueError):  # the source of tables reports it
-        return []
+    for file in files:
+        with suppress(Exception):  # a damaged file is reported when all are read
+            return files if _image_columns(pyarrow.parquet.read_schema(file)) else []
+    if path.is_dir() and not image_files(path):
+        with reading_parquet(files[0]):
+            pyarrow.parquet.read_schema(files[0])
+    return []  # of a single file the source of tables reports it
 
 
 def _fetched(location: Location) -> Path:
@@ -97,7 +114,8 @@ def open_parquet(location: Location) -> DataSet:
     files = hub_files(_fetched(location) if location.scheme else location.path)
     if not files:
         raise ValueError(f"{uri} has no Parquet files with images inside; download it, and name its folder")
-    schema = pyarrow.parquet.read_schema(files[0])
+    with reading_parquet(files[0]):
+        schema = pyarrow.parquet.read_schema(files[0])
     image = _choose(uri, "image", options, _image_columns(schema), schema.names)
     label = _choose(uri, "label", options, ["label"] if "label" in schema.names else [], schema.names)
     notes = ["images are inside Parquet files, which are slow in any order but their own; `vitrail pack` them first"]
@@ -105,12 +123,17 @@ def open_parquet(location: Location) -> DataSet:
     places: list[tuple[int, int, int]] = []  # file, group of rows, row in it
     values: list[Any] = []
     for file in files:
-        table = pyarrow.parquet.ParquetFile(file)
-        labels_read = table.read([label])[label].to_pylist()
+        with reading_parquet(file):
+            table = pyarrow.parquet.ParquetFile(file)
+            if missing := {image, label} - set(table.schema_arrow.names):
+                raise ValueError(f"it has no column {missing.pop()!r}, which {files[0].name} has")
+            labels_read = table.read([label])[label].to_pylist()
+            sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+            if (claimed := sum(map(abs, sizes))) != len(labels_read):  # a damaged number may be negative
+                raise ValueError(f"it claims {claimed} rows, and has {len(labels_read)} labels")
         if labels_read and all(value == -1 for value in labels_read):
             notes.append(f"left out {file.name}: its labels are hidden (-1)")
             continue
-        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
         places += [(len(used), group, row) for group, size in enumerate(sizes) for row in range(size)]
         values += labels_read
         used.append(file)
@@ -137,8 +160,9 @@ SOURCE = Source(
 def _image_columns(schema: Any) -> list[str]:
     import pyarrow
 
-    is_struct = pyarrow.types.is_struct
-    return [field.name for field in schema if is_struct(field.type) and field.type.get_field_index("bytes") >= 0]
+    binary = (pyarrow.binary(), pyarrow.large_binary())
+    structs = [field for field in schema if pyarrow.types.is_struct(field.type)]
+    return [s.name for s in structs if s.type.get_field_index("bytes") >= 0 and s.type.field("bytes").type in binary]
 
 
 def _choose(uri: str, what: str, options: Mapping[str, str], likely: Sequence[str], names: Sequence[str]) -> str:
@@ -154,24 +178,33 @@ def _names(schema: Any, label: str) -> list[str]:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return []
 
 
 def _classes(
     uri: str, label: str, values: Sequence[Any], names: list[str]
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    remedy = "or choose another with ?label=NAME"
     if names and all(isinstance(value, int) for value in values):
-        labels = np.array(values, np.int64)
-        if labels.min() < 0 or labels.max() >= len(names):
+        if min(values) < 0 or max(values) >= len(names):
             raise ValueError(
-                f"{uri}: {label} goes from {labels.min()} to {labels.max()}, and there are names for {len(names)} "
-                "classes from 0; remove those rows, or choose another with ?label=NAME"
+                f"{uri}: {label} goes from {min(values)} to {max(values)}, and there are names for {len(names)} "
+                f"classes from 0; remove those rows, {remedy}"
             )
-        return tuple(names), labels
+        if twice := repeated(names):
+            raise ValueError(
+                f"{uri}: two classes of {label} are called {shorten(twice[0], 60)!r}; rename one, {remedy}"
+            )
+        return tuple(names), np.array(values, np.int64)
     texts = ["" if value is None else str(value) for value in values]
     if "" in texts:
-        raise ValueError(f"{uri}: row {texts.index('')} has no {label}; remove it, or choose another with ?label=NAME")
+        raise ValueError(f"{uri}: row {texts.index('')} has no {label}; remove it, {remedy}")
+    for row, value in enumerate(values):
+        whole = isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
+        if not whole or len(texts[row]) > LONGEST_LABEL:
+            kind = f"a text of {len(texts[row])} characters" if isinstance(value, str) else f"a {type(value).__name__}"
+            raise ValueError(f"{uri}: {label} of row {row} is {kind}, no class; change it, {remedy}")
     classes = tuple(sorted(set(texts), key=natural))
     number = {name: i for i, name in enumerate(classes)}
     return classes, np.array([number[text] for text in texts], np.int64)

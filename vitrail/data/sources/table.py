@@ -9,8 +9,10 @@ column `level:NAME` for each (`level:genus`, `level:family`), from fine to coars
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from vitrail.data.dataset import (
     with_finest,
 )
 from vitrail.data.sources.folder import FileReader, natural, some
+from vitrail.files import file_size
+from vitrail.quantities import shorten
 from vitrail.schema import near
 
 COLUMNS = ("path", "label", "split", "coarse", "generated")
@@ -105,20 +109,27 @@ def _read_text(path: Path, uri: str) -> Table:
 
 def _read_parquet(path: Path, uri: str) -> Table:
     try:
-        import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ValueError(f"{uri}: Parquet tables need pyarrow; install vitrail[table], or save as CSV") from None
-    try:
+    with reading_parquet(uri):
         stored = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{uri} cannot be read as Parquet: {' '.join(str(error).split())}") from None
-    columns = {name: [_text(value) for value in stored[name].to_pylist()] for name in stored.column_names}
+        columns = {name: [_text(value) for value in stored[name].to_pylist()] for name in stored.column_names}
     return Table(columns, [f"row {i + 1}" for i in range(stored.num_rows)])
 
 
+@contextmanager
+def reading_parquet(name: object) -> Iterator[None]:
+    """Whatever goes wrong inside is a `ValueError` of one sentence: damaged files raise nearly every exception."""
+    try:
+        yield
+    except Exception as error:
+        reason = shorten(" ".join(str(error).split()), 160) or type(error).__name__
+        raise ValueError(f"{name} cannot be read as Parquet: {reason}; write or fetch it again") from None
+
+
 def _text(value: Any) -> str:
-    if value is None:
+    if value is None or isinstance(value, bytes | dict) or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, (list, tuple)):
         return _BETWEEN.join(map(_text, value)) + (_BETWEEN if len(value) < 2 else "")  # a list is always multi-label
@@ -132,12 +143,13 @@ def _reject_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], place
     for row, place in enumerate(places):
         cells = {column: values[row] for column, values in columns.items()}
         faults += [f"{place}: empty {column}" for column, text in cells.items() if not text]
-        if cells["path"] and not (root / cells["path"]).is_file():
-            faults.append(f"{place}: no file {cells['path']}")
+        file = root / cells["path"]
+        if cells["path"] and (file_size(file) < 0 or not file.is_file()):
+            faults.append(f"{place}: no file {shorten(cells['path'], 200)}")
         if cells.get("split") and split_called(cells["split"]) is None:
-            faults.append(f"{place}: split {cells['split']!r} is not train, val or test")
+            faults.append(f"{place}: split {shorten(cells['split'], 60)!r} is not train, val or test")
         if cells.get("generated", "0") not in ("", "0", "1"):
-            faults.append(f"{place}: generated {cells['generated']!r} is not 0 or 1")
+            faults.append(f"{place}: generated {shorten(cells['generated'], 60)!r} is not 0 or 1")
     if faults:
         listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
         more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""

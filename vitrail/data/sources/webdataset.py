@@ -16,13 +16,13 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, ClassVar
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data.dataset import UNDIVIDED, DataSet, Location, Source, Split, split_called, split_rows
+from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split, split_called, split_rows
 from vitrail.data.decode import decode
 from vitrail.data.sources.folder import SUFFIXES, natural
 from vitrail.data.sources.table import labels_of, reject_unseen, repeated
@@ -36,17 +36,27 @@ LONGEST_LABEL = 2**20  # bytes of a .cls or .json file
 class TarReader:
     """Reads image number i: `size[i]` bytes from `start[i]` of the file `files[place[i]]`."""
 
-    decodes: ClassVar[bool] = True  # so that a scan has something to find
     files: tuple[str, ...]
     keys: tuple[str, ...]
     place: NDArray[np.int64]  # [images]
     start: NDArray[np.int64]  # [images]
     size: NDArray[np.int64]  # [images]
 
+    def stamps(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sizes of encoded images."""
+        return self.size[index]
+
+    def stored(self, index: int) -> bytes:
+        """The encoded image. Raises `BadImage` where the file cannot be read."""
+        try:
+            with Path(self.files[self.place[index]]).open("rb") as stream:
+                stream.seek(int(self.start[index]))
+                return stream.read(int(self.size[index]))
+        except OSError as error:
+            raise BadImage(self.keys[index], f"its file cannot be read ({error.strerror})") from None
+
     def __call__(self, index: int) -> Image.Image:
-        with Path(self.files[self.place[index]]).open("rb") as stream:
-            stream.seek(int(self.start[index]))
-            return decode(stream.read(int(self.size[index])), self.keys[index])
+        return decode(self.stored(index), self.keys[index])
 
 
 def inner_files(folder: Path, suffix: str) -> list[Path]:

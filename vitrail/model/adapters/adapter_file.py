@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vitrail.files import json_text
+from vitrail.files import FORMAT_VERSION, json_text
 from vitrail.model import store
 from vitrail.model.adapters.apply import (
     M,
@@ -123,6 +123,7 @@ def save_adapter(model: nn.Module, name: str, path: str | Path, *, bits: int | N
     numbers, classes = counts(model, name), getattr(model, "classes", None)
     header = {
         "format": FORMAT,
+        "format_version": FORMAT_VERSION,
         "vitrail": __version__,
         "name": name,
         "configs": [plain(config) for config in adapter.configs],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from vitrail.files import reject_later
 from vitrail.schema import Count, Fraction, Positive, Range
 
 ADAPTER = "adapter.safetensors"
@@ -116,8 +117,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged or no adapter file ({type(error).__name__}: {error})") from None
     if header is None:
         raise ValueError(f"{path} is no adapter file of vitrail; `vitrail export RUN FILE.safetensors` writes one")
-    if header.get("format", 0) > FORMAT:
-        raise ValueError(f"{path} was written by a newer vitrail ({header.get('vitrail')}); update to read it")
+    reject_later(path, header, FORMAT)
     if expected != size:
         raise ValueError(f"{path} is damaged: it has {size} bytes, and should have {expected}")
     return {**header, "tensors": {name: tuple(entry["shape"]) for name, entry in entries.items()}, "bytes": size}
