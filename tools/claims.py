@@ -8,8 +8,8 @@ Two files say it. `docs/results/rows.jsonl` holds what was measured, one line a 
     {"study": "without-labels", "row": "MSF, k = 2", "seed": 0, "metrics": {"20-NN": 87.8}}
 
 or, where seeds were not kept apart, of all: `"seeds": 3, "metrics": {"top-1": 75}, "std": {"top-1": 0.4}`. One line
-for each study says its data, model, epochs, hardware, date and page. `docs/results/claims.yaml` names claims and the rows
-that test them. The verdict is computed, never written:
+for each study says its data, model, epochs, hardware, date and page. `docs/results/claims.yaml` names claims and the
+rows that test them. The verdict is computed, never written:
 
 - **holds** or **does not**: the difference of means is beyond twice its standard error (over seeds; a row has
   at least the spread that is usual in its study), on the side of the claim or on the other;
