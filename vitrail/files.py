@@ -99,7 +99,7 @@ def json_text(value: Any, **options: Any) -> str:
     return text
 
 
-def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:
+def reject_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:
     """Raises `OSError`, one sentence with `remedy`, where no folder (or `file`) can be written at `path`.
 
     A folder is made in the nearest one that exists, and taken away again: modes alone do not tell of disks that are

@@ -59,7 +59,7 @@ class TensorBoard:
 NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave engine.track out"
 
 
-def refuse_untracked(track: str) -> None:
+def reject_untracked(track: str) -> None:
     """Raises `ValueError` before work starts, where the tracker is not installed."""
     from importlib.util import find_spec
 

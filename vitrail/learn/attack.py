@@ -263,7 +263,7 @@ class Attack(Objective):
 
     def __init__(self, model: Classifier, config: AttackConfig) -> None:
         super().__init__()
-        refuse_unfit(model, config)
+        reject_unfit(model, config)
         self.config = config
         self.model = model.requires_grad_(False).eval()
         _prepare(model)
@@ -327,7 +327,7 @@ def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tenso
     return -(shares.square().sum(0).mean())
 
 
-def refuse_unfit(model: Classifier, config: AttackConfig) -> None:
+def reject_unfit(model: Classifier, config: AttackConfig) -> None:
     """Raises `ValueError`, one sentence, where a model cannot be a victim."""
     policy = model.policy
     if policy is None:
