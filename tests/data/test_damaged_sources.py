@@ -156,6 +156,12 @@ def test_members_that_are_longer_than_their_tar_are_not_read(tmp_path: Path) -> 
             open_data(tmp_path / "a.tar")
 
 
+def test_a_listing_of_packed_data_without_bottom_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "pack.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"pack.json cannot be used: nested too deeply"):
+        open_data(tmp_path)
+
+
 def test_a_check_of_a_folder_with_a_pipe_ends(odd: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     command(["check", str(odd["pipe"].parents[1]), "--json"])
     assert "a pipe, not a file" in json.dumps(json.loads(capsys.readouterr().out))

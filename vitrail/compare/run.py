@@ -19,7 +19,7 @@ from vitrail.compare.page import write_comparison
 from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
 from vitrail.config import RunConfig, load_yaml
 from vitrail.engine.run_folder import RunFolder, environment, free_name
-from vitrail.files import json_text, reject_unwritable, write_text
+from vitrail.files import json_text, parse_json, reject_unwritable, write_text
 from vitrail.measure.evaluator import read_predictions
 from vitrail.model.cost import cost
 from vitrail.model.store import model_folder, read_description
@@ -199,7 +199,7 @@ def _with_test_sets(members: Sequence[Member], uris: Sequence[str], folder: Path
     path = folder / "evaluations.json"
     kept: dict[str, dict[str, float]] = {}
     if uris and path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_json(path.read_text(encoding="utf-8"))
     for uri in uris:
         if any(uri not in kept.get(member.path, {}) for member in members):
             reject_missing_data(uri)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.files import write_text
+from vitrail.files import parse_json, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
 
@@ -179,7 +179,7 @@ class RunFolder:
         lines = []
         for text in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
-                lines.append(json.loads(text))
+                lines.append(parse_json(text))
             except json.JSONDecodeError:
                 continue
         return lines
@@ -331,7 +331,7 @@ def read(path: Path) -> State:
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["vitrail"])
+            header = parse_json((file.metadata() or {})["vitrail"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
         reason = " ".join(str(error).split())[:160]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.files import json_text, replacing, write_text
+from vitrail.files import json_text, parse_json, replacing, write_text
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.adaptive.adavit import AdavitPolicy
@@ -234,7 +234,7 @@ def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, d
     if not path.is_file():
         raise FileNotFoundError(f"no patch in {folder} (it has no {PROVENANCE}); make one with: vitrail attack RUN")
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         if facts["format"] > FORMAT:
             raise ValueError(f"{path} was written by a newer vitrail; update to read it")
         change: Universal

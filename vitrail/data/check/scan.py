@@ -27,6 +27,7 @@ import PIL
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import MAX_PIXELS, decode
 from vitrail.data.sources.folder import FileReader
+from vitrail.files import parse_json
 
 Bad = tuple[str, str]  # key, reason
 Seen = dict[str, tuple[int, int, str]]  # path -> size, time of change in nanoseconds, reason ("" for a good image)
@@ -163,7 +164,7 @@ def _rules() -> str:
 def _remembered(cache: Path) -> Seen:
     try:
         with gzip.open(cache, "rt", encoding="ascii") as stream:
-            stored = json.load(stream)
+            stored = parse_json(stream.read())
         if stored["rules"] != _rules():
             return {}
         return {
