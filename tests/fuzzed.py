@@ -76,9 +76,11 @@ ODD = st.one_of(
 )
 NEAR = st.sampled_from(["same", "double", "half", "more", "less", "other"])
 PLACE = st.floats(0, 1)
+NOTHING: Any = st.just([])
 MUTATIONS = st.lists(
     st.tuples(PLACE, st.integers(0, 255), st.sampled_from(["flip", "flip", "flip", "cut", "insert"])), max_size=3
 )
+MUTATIONS = st.one_of(NOTHING, MUTATIONS)
 
 
 def fuzz(quick: int, thorough: int, accepted: float, **case: Any) -> Callable[[Any], Any]:
@@ -251,7 +253,7 @@ def use_tar(folder: Path, changes: Changes, label: Any, name: str) -> bool:
     1000,
     0.1,
     changes=MUTATIONS,
-    cells=st.lists(st.lists(st.text(max_size=6), min_size=1, max_size=4), max_size=2),
+    cells=st.one_of(NOTHING, st.lists(st.lists(st.text(max_size=6), min_size=1, max_size=4), max_size=2)),
     suffix=st.sampled_from([".csv", ".tsv"]),
 )
 def use_table(folder: Path, changes: Changes, cells: list[list[str]], suffix: str) -> bool:
@@ -434,7 +436,7 @@ LINES = [
     "pack --verify ROOT/packed",
     "inspect ROOT/model --data ROOT/data.npz --what attention --count 1 --over 4 --out pages",
     "augment ROOT/data.npz out --method mixup --each 1",
-    "bench ROOT/model --rounds 1 --seconds 0.01 --batch 2 --device cpu",
+    "bench ROOT/model --device cpu",
     "export nowhere model.onnx",
     "attack ROOT/model --size 4 --data ROOT/data.npz",
     "compare nowhere.yaml --jobs 1",
@@ -449,13 +451,15 @@ assert {line.split()[0] for line in LINES} == set(COMMANDS)
     800,
     0.15,
     line=st.sampled_from(LINES),
-    changes=st.lists(st.tuples(PLACE, st.sampled_from(["put", "drop", "add"]), WORDS), max_size=2),
+    changes=st.one_of(NOTHING, st.lists(st.tuples(PLACE, st.sampled_from(["put", "drop", "add"]), WORDS), max_size=2)),
 )
 def use_arguments(folder: Path, line: str, changes: list[tuple[float, str, str]]) -> bool:
     name, *words = line.split()
     for place, how, word in changes:
         at = int(place * len(words))
         words[at : at + (how != "add")] = [] if how == "drop" else [word]
+    if name == "bench":
+        words += ["--rounds", "1", "--seconds", "0.01", "--batch", "2"]  # it measures for as long as it is told
     if name == "train" and not {"--optim.steps", "1"} <= set(words):  # however long a run may be, this one is short
         words += ["--optim.steps", "1"]
     code = command([name, *(word.replace("ROOT", str(prepared())) for word in words)])

@@ -22,7 +22,7 @@ from processes import start
 from vitrail.data.dataset import BadImage
 
 MEMORY = 3 * 2**30  # bytes above those of a child at its start
-SECONDS = 30.0  # of one case, on a busy machine too
+SECONDS = 60.0  # of one case, on a busy machine too
 RENEWED = 400  # cases of one child: what libraries keep must not add up
 LONGEST = 20_000  # characters of a message
 SENTENCES = (ValueError, OSError, BadImage)  # what commands turn into a sentence; ConfigError is a ValueError

@@ -28,6 +28,7 @@ from vitrail.data.check.scan import copied_files, scan
 from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode, stored_mode
 from vitrail.data.open import open_data
+from vitrail.data.pack import pack
 
 X, Y = ARRAYS["x_train"], ARRAYS["y_train"]
 
@@ -160,6 +161,15 @@ def test_a_listing_of_packed_data_without_bottom_is_a_sentence(tmp_path: Path) -
     (tmp_path / "pack.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ValueError, match=r"pack.json cannot be used: nested too deeply"):
         open_data(tmp_path)
+
+
+def test_an_array_of_packed_data_with_a_damaged_header_is_a_sentence(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **ARRAYS)
+    pack(open_data(tmp_path / "a.npz"), tmp_path / "packed", workers=1)
+    path = tmp_path / "packed" / "train-labels.npy"
+    path.write_bytes(path.read_bytes().replace(b"'fortran_order'", b"(fortran_order'"))
+    with pytest.raises(ValueError, match=r"train-labels.npy is no plain array"):
+        open_data(tmp_path / "packed")
 
 
 def test_a_check_of_a_folder_with_a_pipe_ends(odd: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,7 @@ def test_tensors_that_do_not_fit_are_named(
         (lambda d: d["spec"]["trunk"].update(width=10**9), "describes no model that can be built|out of range"),
         (lambda d: d["spec"]["trunk"].update(depth=10**9), "describes no model that can be built|out of range"),
         (lambda d: d["spec"]["trunk"].update(parallel=10**9), "describes no model that can be built|out of range"),
+        (lambda d: d["spec"]["head"].update(copies=True), "copies: expected a whole number, got True"),
         (lambda d: d["spec"]["trunk"].update(colour="red"), "describes no model that can be built|no such setting"),
         (lambda d: d["preprocess"].update(size=10**6), "size: 1000000 is out of range"),
         (lambda d: d.update(format=99), "was written by a newer vitrail"),

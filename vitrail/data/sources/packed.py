@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
+from vitrail.data.sources.npz import DAMAGED
 from vitrail.files import checksum, parse_json
 from vitrail.schema import build
 
@@ -269,7 +270,7 @@ def _array(folder: Path, split: PackedSplit, what: str, mapped: bool = False) ->
     path = folder / f"{split.name}-{what}.npy"
     try:
         return np.asarray(np.load(path, mmap_mode="r" if mapped and split.images else None, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+    except (*DAMAGED, OSError, ValueError) as error:
         raise ValueError(f"{path} is no plain array ({' '.join(str(error).split())}); pack again") from None
 
 
