@@ -167,14 +167,14 @@ def use_data(path: Path) -> bool:
     return True
 
 
-@fuzz(60, 3000, 0.3, kind=st.sampled_from(sorted(IMAGES)), changes=MUTATIONS)
+@fuzz(60, 3000, 0.2, kind=st.sampled_from(sorted(IMAGES)), changes=MUTATIONS)
 def use_image_bytes(folder: Path, kind: str, changes: Changes) -> None:
     image = decode(mutated(IMAGES[kind], changes), "a")
     assert image.mode == "RGB"
     assert Preprocess(SIZE)(image).shape == (3, 16, 16)
 
 
-@fuzz(40, 1500, 0.2, changes=MUTATIONS, packed=st.booleans())
+@fuzz(40, 1500, 0.15, changes=MUTATIONS, packed=st.booleans())
 def use_npz_bytes(folder: Path, changes: Changes, packed: bool) -> bool:
     stream = io.BytesIO()
     (np.savez_compressed if packed else np.savez)(stream, x_train=X, y_train=Y)
@@ -251,7 +251,7 @@ def use_tar(folder: Path, changes: Changes, label: Any, name: str) -> bool:
 @fuzz(
     30,
     1000,
-    0.1,
+    0.05,
     changes=MUTATIONS,
     cells=st.one_of(NOTHING, st.lists(st.lists(st.text(max_size=6), min_size=1, max_size=4), max_size=2)),
     suffix=st.sampled_from([".csv", ".tsv"]),
@@ -327,7 +327,7 @@ def use_model_description(folder: Path, place: float, change: Any) -> bool:
     return use_model(copied)
 
 
-@fuzz(30, 1000, 0.15, changes=MUTATIONS, fitting=st.booleans())
+@fuzz(30, 1000, 0.1, changes=MUTATIONS, fitting=st.booleans())
 def use_weights(folder: Path, changes: Changes, fitting: bool) -> bool:
     copied = Path(shutil.copytree(prepared() / "model", folder / "model"))
     (copied / WEIGHTS).write_bytes(mutated((copied / WEIGHTS).read_bytes(), changes))
@@ -449,7 +449,7 @@ assert {line.split()[0] for line in LINES} == set(COMMANDS)
 @fuzz(
     40,
     800,
-    0.15,
+    0.08,
     line=st.sampled_from(LINES),
     changes=st.one_of(NOTHING, st.lists(st.tuples(PLACE, st.sampled_from(["put", "drop", "add"]), WORDS), max_size=2)),
 )

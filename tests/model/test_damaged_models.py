@@ -66,6 +66,15 @@ def test_weights_that_are_no_numbers_are_rejected(copied: Path) -> None:
         vitrail.load(copied)
 
 
+def test_predictions_that_are_no_numbers_are_a_sentence(copied: Path) -> None:
+    tensors = {name: torch.full_like(tensor, 3e38) for name, tensor in load_file(copied / WEIGHTS).items()}
+    save_file(tensors, copied / WEIGHTS)
+    describe(copied, lambda d: None)
+    model = vitrail.load(copied)
+    with pytest.raises(ValueError, match="the model predicts NaN: its weights have diverged or are damaged"):
+        model.predict(torch.zeros(3, 28, 28, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
