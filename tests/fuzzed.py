@@ -74,7 +74,8 @@ ODD = st.one_of(
     st.lists(st.integers(-2, 2), max_size=3),
     st.dictionaries(st.sampled_from(["kind", "name", "size"]), st.integers(-1, 3), max_size=2),
 )
-NEAR = st.sampled_from(["same", "double", "half", "more", "less", "other"])
+WAYS = ["same", "double", "half", "more", "less", "other"]
+NEAR = st.sampled_from(WAYS)
 PLACE = st.floats(0, 1)
 NOTHING: Any = st.just([])
 MUTATIONS = st.lists(
@@ -354,7 +355,7 @@ def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 def setting_changed(setting: Setting, change: Any) -> Any:
     choices = [c for kind in setting.kinds if get_origin(bare(kind)) is Literal for c in get_args(bare(kind))]
     if choices and change[0] == "near" and change[1] != "same":
-        return choices[hash(change[1]) % len(choices)]
+        return choices[WAYS.index(change[1]) % len(choices)]
     return changed(plain(setting.default), change)
 
 
