@@ -173,7 +173,7 @@ class RunFolder:
             self.tracker.write(line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line; a line torn by a kill is left out."""
+        """Every whole line; a line torn by a kill is left out, and what is no line of metrics."""
         if not self.metrics.exists():
             return []
         lines = []
@@ -182,7 +182,7 @@ class RunFolder:
                 lines.append(parse_json(text))
             except json.JSONDecodeError:
                 continue
-        return lines
+        return [line for line in lines if isinstance(line, dict)]
 
     @property
     def finished(self) -> bool:
