@@ -153,6 +153,19 @@ def test_what_cannot_be_shown_is_rejected(capsys: pytest.CaptureFixture[str]) ->
     assert AppCommand(("x",)).host == "127.0.0.1"
 
 
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(server: AppServer) -> None:
+        assert server.server_address[0] == "127.0.0.1"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AppServer, "serve_forever", interrupted)
+    model().save(tmp_path / "model")
+    assert run(["app", str(tmp_path / "model"), "--port", "0", "--device", "cpu"]) == 0
+    assert re.fullmatch(r".+: http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n", capsys.readouterr().out)
+
+
 # On a live server
 
 
