@@ -26,7 +26,7 @@ from vitrail.learn.attention_teacher import Source
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
-from vitrail.learn.teacher import refuse_moving_views
+from vitrail.learn.teacher import reject_moving_views
 from vitrail.measure.evaluator import Findings, Loaders, Model, Where, evaluator, predict_all
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import Head
@@ -119,7 +119,7 @@ class Boxes(Supervised):
 
     def _know(self, known: Split, augment: AugmentConfig | None) -> None:
         if augment is not None:
-            refuse_moving_views(augment)
+            reject_moving_views(augment)
         self.register_buffer("boxes", torch.from_numpy(box_table(known, self.model.preprocess)), persistent=False)
 
     def criterion(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Images that break naive loaders, each with what must come of it."""
+"""Images that break naive loaders, each with what must come of it; archives that lie."""
 
 from __future__ import annotations
 
 import io
 import struct
+import tarfile
+import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,10 @@ from PIL import Image
 Expected = NDArray[np.uint8] | str  # the RGB pixels, or the start of the reason why there are none
 
 WIDTH, HEIGHT = 24, 16
+ARRAYS = {
+    "x_train": np.random.default_rng(0).integers(0, 256, (30, 16, 16, 3), np.uint8),
+    "y_train": np.arange(30) % 3,
+}
 
 
 def colour() -> NDArray[np.uint8]:
@@ -130,3 +137,74 @@ def _readable() -> tuple[dict[str, bytes], dict[str, Expected]]:
     add("rotated.tif", Image.fromarray(np.rot90(rgb, 1).copy()), "TIFF", rgb, exif=exif)
     add("broken_exif.jpg", image, "JPEG", rgb, quality=100, subsampling=0, exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     return files, expected
+
+
+def edited(path: Path, change: Callable[[bytearray, int], None]) -> None:
+    """Write an npz file with some of its bytes changed: they and the start of its directory are given."""
+    np.savez_compressed(path, **ARRAYS)
+    data = bytearray(path.read_bytes())
+    change(data, data.find(b"PK\x01\x02"))
+    path.write_bytes(data)
+
+
+def damaged_deflate(data: bytearray, _: int) -> None:
+    data[60:62] = bytes(v ^ 255 for v in data[60:62])
+
+
+def encrypted(data: bytearray, directory: int) -> None:
+    data[6] |= 1
+    data[directory + 8] |= 1
+
+
+def unknown_method(data: bytearray, directory: int) -> None:
+    data[8] = data[directory + 10] = 99
+
+
+def lying_npz(path: Path) -> None:
+    """Images of which the header claims 286 GiB."""
+    header = b"{'descr':'|u1','fortran_order':False,'shape':(100000000,32,32,3)}"
+    header += b" " * (-(11 + len(header)) % 64) + b"\n"
+    labels = io.BytesIO()
+    np.save(labels, ARRAYS["y_train"])
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x_train.npy", b"\x93NUMPY\x01\0" + struct.pack("<H", len(header)) + header + bytes(100))
+        archive.writestr("y_train.npy", labels.getvalue())
+
+
+def jpeg() -> bytes:
+    return encoded(Image.fromarray(np.zeros((32, 32, 3), np.uint8)), "JPEG")
+
+
+def write_tar(path: Path, *more: tuple[str, bytes]) -> bytes:
+    rows = [(f"{i:04d}.jpg", jpeg()) for i in range(12)] + [(f"{i:04d}.cls", b"%d" % (i % 3)) for i in range(12)]
+    with tarfile.open(path, "w") as tar:
+        for name, data in (*rows, *more):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path.read_bytes()
+
+
+def long_tar(path: Path) -> None:
+    """A tar whose last member claims 32 TiB."""
+    member = tarfile.TarInfo("0100.jpg")
+    member.size = 2**45
+    path.write_bytes(_members(path) + member.tobuf(tarfile.GNU_FORMAT) + bytes(20480))
+
+
+def sparse_tar(path: Path) -> None:
+    """A tar whose last member is a sparse file of 1 TiB."""
+    sparse = tarfile.TarInfo("0099.jpg")
+    sparse.size = 512
+    header = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
+    header[156:157] = b"S"
+    header[386:398], header[398:410] = b"00000000000\0", b"00000001000\0"
+    header[483:495] = b"\x80" + (2**40).to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(_members(path) + bytes(header) + b"\xff\xd8\xff" + bytes(509 + 10240))
+
+
+def _members(path: Path) -> bytes:
+    raw = write_tar(path)
+    return raw[: -(-len(raw.rstrip(b"\0")) // 512) * 512]

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from vitrail.config import RunConfig
+from vitrail.files import parse_json
 from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
 from vitrail.model.zoo import ZOO
@@ -177,7 +178,7 @@ def _adapter_of(path: Path) -> dict[str, Any]:
             header = summary(read_header(folder / ADAPTER))
             described = folder / "model.json"
             if described.is_file():
-                recorded = json.loads(described.read_text(encoding="utf-8")).get("adapter", {})
+                recorded = parse_json(described.read_text(encoding="utf-8")).get("adapter", {})
                 header["base"] = {**header["base"], **{k: v for k, v in recorded.items() if k in ("weights", "seed")}}
             return header
     raise ValueError(f"{path} holds no adapter: it is no run that trained one, and no model folder of one")

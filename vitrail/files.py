@@ -158,7 +158,15 @@ def json_text(value: Any, **options: Any) -> str:
     return text
 
 
-def refuse_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises `JSONDecodeError`, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+
+
+def reject_unwritable(path: str | Path, remedy: str = "choose another --out", *, file: bool = False) -> None:
     """Raises `OSError`, one sentence with `remedy`, where no folder (or `file`) can be written at `path`.
 
     A folder is made in the nearest one that exists, and taken away again: modes alone do not tell of disks that are

@@ -475,7 +475,7 @@ def _scalar(kind: Any, value: Any, base: Any, where: str, problems: list[str]) -
                 return int(value) if str(value).lstrip("-").isdecimal() else int(number)
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(value, kind):
+    elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # in Python true is a number, too
         return value
     elif kind is Path and isinstance(value, str):
         return Path(value)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
-import struct
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from hostile import (
+    ARRAYS,
+    damaged_deflate,
+    edited,
+    encrypted,
+    jpeg,
+    long_tar,
+    lying_npz,
+    sparse_tar,
+    unknown_method,
+    write_tar,
+)
 
 from vitrail.cli import run as command
 from vitrail.data.check.scan import copied_files, scan
 from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode, stored_mode
 from vitrail.data.open import open_data
+from vitrail.data.pack import pack
 
-RNG = np.random.default_rng(0)
-X, Y = RNG.integers(0, 256, (30, 16, 16, 3), np.uint8), np.arange(30) % 3
+X, Y = ARRAYS["x_train"], ARRAYS["y_train"]
 
 
 @pytest.fixture
@@ -87,26 +94,6 @@ def test_names_that_no_file_can_have_are_a_sentence(name: str) -> None:
         open_data(name)
 
 
-def edited(path: Path, change: Callable[[bytearray, int], None]) -> None:
-    np.savez_compressed(path, x_train=X, y_train=Y)
-    data = bytearray(path.read_bytes())
-    change(data, data.find(b"PK\x01\x02"))
-    path.write_bytes(data)
-
-
-def damaged_deflate(data: bytearray, _: int) -> None:
-    data[60:62] = bytes(v ^ 255 for v in data[60:62])
-
-
-def encrypted(data: bytearray, directory: int) -> None:
-    data[6] |= 1
-    data[directory + 8] |= 1
-
-
-def unknown_method(data: bytearray, directory: int) -> None:
-    data[8] = data[directory + 10] = 99
-
-
 @pytest.mark.parametrize("change", [damaged_deflate, encrypted, unknown_method])
 def test_a_damaged_npz_is_a_sentence(change: Callable[[bytearray, int], None], tmp_path: Path) -> None:
     edited(tmp_path / "a.npz", change)
@@ -115,13 +102,7 @@ def test_a_damaged_npz_is_a_sentence(change: Callable[[bytearray, int], None], t
 
 
 def test_an_npz_whose_header_lies_is_not_believed(tmp_path: Path) -> None:
-    header = b"{'descr':'|u1','fortran_order':False,'shape':(100000000,32,32,3)}"
-    header += b" " * (-(11 + len(header)) % 64) + b"\n"
-    labels = io.BytesIO()
-    np.save(labels, Y)
-    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x_train.npy", b"\x93NUMPY\x01\0" + struct.pack("<H", len(header)) + header + bytes(100))
-        archive.writestr("y_train.npy", labels.getvalue())
+    lying_npz(tmp_path / "a.npz")
     with pytest.raises(ValueError, match=r"header of x_train claims 307200000000 bytes"):
         open_data(tmp_path / "a.npz")
 
@@ -142,22 +123,6 @@ def test_arrays_that_cannot_be_a_data_set_are_named(
     np.savez(tmp_path / "a.npz", **({"x_train": X, "y_train": Y} | arrays))
     with pytest.raises(ValueError, match=sentence):
         open_data(tmp_path / "a.npz")
-
-
-def jpeg() -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(stream, "JPEG")
-    return stream.getvalue()
-
-
-def write_tar(path: Path, *more: tuple[str, bytes]) -> bytes:
-    rows = [(f"{i:04d}.jpg", jpeg()) for i in range(12)] + [(f"{i:04d}.cls", b"%d" % (i % 3)) for i in range(12)]
-    with tarfile.open(path, "w") as tar:
-        for name, data in (*rows, *more):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -186,23 +151,25 @@ def test_a_tar_with_a_key_twice_or_a_huge_label_is_rejected(tmp_path: Path) -> N
 
 
 def test_members_that_are_longer_than_their_tar_are_not_read(tmp_path: Path) -> None:
-    raw = write_tar(tmp_path / "base.tar")
-    end = -(-len(raw.rstrip(b"\0")) // 512) * 512
-    member = tarfile.TarInfo("0100.jpg")
-    member.size = 2**45
-    (tmp_path / "long.tar").write_bytes(raw[:end] + member.tobuf(tarfile.GNU_FORMAT) + bytes(20480))
-    sparse = tarfile.TarInfo("0099.jpg")
-    sparse.size = 512
-    header = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
-    header[156:157] = b"S"
-    header[386:398], header[398:410] = b"00000000000\0", b"00000001000\0"
-    header[483:495] = b"\x80" + (2**40).to_bytes(11, "big")
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    (tmp_path / "sparse.tar").write_bytes(raw[:end] + bytes(header) + b"\xff\xd8\xff" + bytes(509 + 10240))
-    for name in ("long.tar", "sparse.tar"):
-        with pytest.raises(ValueError, match=rf"{name} cannot be read as a plain tar file"):
-            open_data(tmp_path / name)
+    for write in (long_tar, sparse_tar):
+        write(tmp_path / "a.tar")
+        with pytest.raises(ValueError, match=r"a.tar cannot be read as a plain tar file"):
+            open_data(tmp_path / "a.tar")
+
+
+def test_a_listing_of_packed_data_without_bottom_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "pack.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"pack.json cannot be used: nested too deeply"):
+        open_data(tmp_path)
+
+
+def test_an_array_of_packed_data_with_a_damaged_header_is_a_sentence(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **ARRAYS)
+    pack(open_data(tmp_path / "a.npz"), tmp_path / "packed", workers=1)
+    path = tmp_path / "packed" / "train-labels.npy"
+    path.write_bytes(path.read_bytes().replace(b"'fortran_order'", b"(fortran_order'"))
+    with pytest.raises(ValueError, match=r"train-labels.npy is no plain array"):
+        open_data(tmp_path / "packed")
 
 
 def test_a_check_of_a_folder_with_a_pipe_ends(odd: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -425,7 +425,8 @@ def test_metrics_are_cut_back_and_torn_lines_forgotten(tmp_path) -> None:
         run.write_metrics({"step": step, "loss": 1.0})
     run.write_metrics({"step": 20, "final": True})
     with run.metrics.open("a") as file:
-        file.write('{"step": 40, "lo')
+        file.write('3\nnull\n{"step": 40, "lo')
+    assert run.finished is False
     run.cut_metrics(20)
     assert [line["step"] for line in run.read_metrics()] == [10, 20]
     run.unlock()

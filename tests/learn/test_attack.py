@@ -33,7 +33,7 @@ from vitrail.learn.attack import (
     attack_losses,
     compute_loss,
     load_patch,
-    refuse_unfit,
+    reject_unfit,
     save_patch,
 )
 from vitrail.learn.attack_config import AttackConfig
@@ -541,4 +541,4 @@ def test_the_small_attack_on_ats_has_the_rate_and_the_weights_of_the_published_o
     assert config.objective.layer_weights == (1.0, 0.2, 0.2, 0.2, 0.01, 0.01, 0.01, 0.01, 0.01)
     victim_model = create_model(config.model.name, classes=3, **config.model.trunk)
     assert len(victim_model.policy.at) == 9  # type: ignore[union-attr]
-    refuse_unfit(victim_model, config.objective)  # which raises where weights and sampling blocks differ in number
+    reject_unfit(victim_model, config.objective)  # which raises where weights and sampling blocks differ in number

@@ -66,6 +66,15 @@ def test_weights_that_are_no_numbers_are_rejected(copied: Path) -> None:
         vitrail.load(copied)
 
 
+def test_predictions_that_are_no_numbers_are_a_sentence(copied: Path) -> None:
+    tensors = {name: torch.full_like(tensor, 3e38) for name, tensor in load_file(copied / WEIGHTS).items()}
+    save_file(tensors, copied / WEIGHTS)
+    describe(copied, lambda d: None)
+    model = vitrail.load(copied)
+    with pytest.raises(ValueError, match="the model predicts NaN: its weights have diverged or are damaged"):
+        model.predict(torch.zeros(3, 28, 28, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -102,6 +111,7 @@ def test_tensors_that_do_not_fit_are_named(
         (lambda d: d["spec"]["trunk"].update(width=10**9), "describes no model that can be built|out of range"),
         (lambda d: d["spec"]["trunk"].update(depth=10**9), "describes no model that can be built|out of range"),
         (lambda d: d["spec"]["trunk"].update(parallel=10**9), "describes no model that can be built|out of range"),
+        (lambda d: d["spec"]["head"].update(copies=True), "copies: expected a whole number, got True"),
         (lambda d: d["spec"]["trunk"].update(colour="red"), "describes no model that can be built|no such setting"),
         (lambda d: d["preprocess"].update(size=10**6), "size: 1000000 is out of range"),
         (lambda d: d.update(format=99), r"by a later version of vitrail \(format 99, this one reads up to 2\); update"),

@@ -120,7 +120,7 @@ def test_linear_patches_is_a_matrix_product_over_patches() -> None:
 
 
 @pytest.mark.parametrize("mixer", [LinearPatches(), PatchMlp()])
-def test_fixed_patches_refuse_another_size_in_words(mixer: LinearPatches | PatchMlp) -> None:
+def test_fixed_patches_reject_another_size_in_words(mixer: LinearPatches | PatchMlp) -> None:
     model = small("resmlp_s12", heads=1, mixer=mixer)
     with pytest.raises(ValueError, match="mixes exactly 4x4 patches, the images have 5x5"):
         model(torch.randn(1, 3, 80, 80))

@@ -15,7 +15,7 @@ import torch
 
 from vitrail.cli import run
 from vitrail.config import from_mapping
-from vitrail.files import refuse_unwritable
+from vitrail.files import reject_unwritable
 from vitrail.model.build import create_model
 from vitrail.run.evaluate import evaluate, sweep
 
@@ -116,14 +116,14 @@ def test_a_place_that_may_not_be_written_to_is_refused_first(
 
 
 def test_looking_whether_a_place_can_be_written_to_leaves_nothing(tmp_path: Path) -> None:
-    refuse_unwritable(tmp_path / "a" / "b")
-    refuse_unwritable(tmp_path / "c.png", file=True)
+    reject_unwritable(tmp_path / "a" / "b")
+    reject_unwritable(tmp_path / "c.png", file=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder, and a file is to be written"):
-        refuse_unwritable(tmp_path, file=True)
+        reject_unwritable(tmp_path, file=True)
 
 
 @pytest.mark.parametrize(

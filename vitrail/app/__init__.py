@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,8 +14,8 @@ from vitrail.schema import Positional
 class AppCommand:
     """A local page to drop a picture on: prediction, a map over it, tokens kept, cost; two models side by side.
 
-    Needs the extra `app` (gradio). Only this machine can see the page unless --host says otherwise; whoever can reach
-    it can use the model.
+    Only this machine can see the page unless --host says otherwise; whoever can reach it can use the model. Pictures
+    stay in memory and are never written.
 
     Example: vitrail app runs/demo
     Example: vitrail app runs/ats runs/vit
@@ -31,16 +32,19 @@ class AppCommand:
     def __call__(self) -> int:
         if not self.runs:
             return fail("name one run, or two to see side by side")
-        from vitrail.app.page import import_gradio, serve
+        import webbrowser
 
-        import_gradio()
         from vitrail.app.run import Viewer
+        from vitrail.app.server import AppServer
 
-        viewer = Viewer(self.runs, self.device, self.limit)
-        page = serve(viewer, self.host, self.port, browser=self.browser)
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        print(f"{' and '.join(viewer.names)}: http://{host}:{self.port} (Ctrl-C ends it)", flush=True)
-        if self.host not in ("127.0.0.1", "localhost", "::1"):
-            print(f"other machines can use this page: it listens at {self.host}")
-        page.block_thread()
+        with AppServer(Viewer(self.runs, self.device, self.limit), self.host, self.port) as server:
+            host = "127.0.0.1" if self.host == "0.0.0.0" else f"[{self.host}]" if ":" in self.host else self.host
+            url = f"http://{host}:{server.server_port}"
+            print(f"{' and '.join(server.viewer.names)}: {url} (Ctrl-C ends it)", flush=True)
+            if self.host not in ("127.0.0.1", "localhost", "::1"):
+                print(f"other machines can use this page: it listens at {self.host}", flush=True)
+            if self.browser:
+                webbrowser.open(url)
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
         return 0

@@ -21,7 +21,7 @@ from vitrail.measure.attention_maps import AttentionCollector
 from vitrail.measure.saliency import KINDS, explain, kinds_of
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
-from vitrail.quantities import amount, number, percent
+from vitrail.quantities import amount, number, percent, shorten
 from vitrail.report.sheets import Pixels, dimmed, enlarged, evenly, overlay
 
 MOST_MODELS = 2
@@ -48,18 +48,13 @@ class Answer:
         return self.top[0][0]
 
 
-def picture_of(path: str | Path | None, limit: int = LIMIT) -> Image.Image:
-    """The uploaded file as an image. Raises `ValueError` in one sentence: too large, no image, damaged."""
-    if path is None:
-        raise ValueError("drop a picture here")
-    path = Path(path)
-    size = path.stat().st_size if path.is_file() else 0
-    if size > limit * 2**20:
-        raise ValueError(f"{path.name} has {size / 2**20:.1f} MiB; this page takes at most {limit}")
+def picture_of(content: bytes, name: str) -> Image.Image:
+    """The uploaded bytes as an image. Raises `ValueError`, one sentence: empty, no image, damaged, too many pixels."""
+    name = shorten(name, 60) or "the upload"
     try:
-        return decode(path, path.name)
+        return decode(content, name)
     except BadImage as error:
-        raise ValueError(f"{path.name} cannot be read: {error.reason}") from None
+        raise ValueError(f"{name} cannot be read: {error.reason}") from None
 
 
 class Viewer:

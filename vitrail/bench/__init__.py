@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from vitrail.console import output
-from vitrail.files import refuse_unwritable
+from vitrail.files import reject_unwritable
 from vitrail.schema import Positional
 
 
@@ -48,7 +48,7 @@ class BenchCommand:
         from vitrail.measure.speed import keep_freed_memory
 
         if self.out is not None:
-            refuse_unwritable(chart_path(self.out), file=True)  # before minutes of measuring
+            reject_unwritable(chart_path(self.out), file=True)  # before minutes of measuring
         keep_freed_memory()  # this process does nothing else
         options = {name: value for name, value in vars(self).items() if name not in ("out", "json")}
         options |= {"batch": _batch(self.batch), "compile": {"auto": None, "on": True, "off": False}[self.compile]}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from vitrail.console import fail, output, progress
-from vitrail.files import refuse_unwritable
+from vitrail.files import reject_unwritable
 from vitrail.schema import Positional
 
 
@@ -44,7 +44,7 @@ class CheckCommand:
 
             return self._faults(verify(folder))
         if self.out is not None:
-            refuse_unwritable(self.out, file=True)
+            reject_unwritable(self.out, file=True)
         opened = open_data(self.data)
         if is_packed(folder) and (faults := verify_packed(folder)):
             return self._faults(faults)
@@ -90,7 +90,7 @@ class PackCommand:
             return self._verify(self.verify)
         if self.data is None or self.out is None:
             return fail("name a data set and a folder to pack it into, or a packed folder with --verify")
-        refuse_unwritable(self.out, "name another FOLDER")
+        reject_unwritable(self.out, "name another FOLDER")
         from vitrail.data.open import open_source
         from vitrail.data.pack import pack
 

@@ -57,7 +57,7 @@ class EvaluateCommand:
     bits: int | None = None  # of an adapter's run: round its trained parameters to so many bits, 2 to 8
 
     def __call__(self) -> int:
-        from vitrail.run.preflight import refuse_missing_data
+        from vitrail.run.preflight import reject_missing_data
         from vitrail.run.run_data import own_data_of, own_uri
 
         if not self.runs or (len(self.runs) > 1 and not self.ensemble):
@@ -66,7 +66,7 @@ class EvaluateCommand:
         if not data:
             with own_data_of(self.runs[0]):
                 data = (own_uri(self.runs[0]),)
-                refuse_missing_data(data[0])
+                reject_missing_data(data[0])
         several = len(data) > 1 or self.crop_ratio or self.image_size
         if not (self.protocol or self.classes or self.ensemble or self.control):
             if self.attack is not None and several:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from vitrail.console import output
-from vitrail.files import refuse_unwritable
+from vitrail.files import reject_unwritable
 from vitrail.schema import Positional
 
 FORMATS = {".pt2": "torch", ".onnx": "onnx", ".safetensors": "adapter"}
@@ -45,7 +45,7 @@ class ExportCommand:
                 f"{out} ends neither in .pt2, .onnx nor .safetensors; say --to torch or --to onnx (an adapter: --to"
                 " adapter, or --to peft for a folder)"
             )
-        refuse_unwritable(out, "choose another FILE", file=to != "peft")
+        reject_unwritable(out, "choose another FILE", file=to != "peft")
         if to in ("adapter", "peft"):
             return self._adapter(to)
         from vitrail.model.export import to_onnx, to_torch

@@ -93,6 +93,9 @@ class TrainCommand:
                     "another process of this run ended, so this one cannot go on; start all of them again with "
                     "--resume auto, or with --resume RUN"
                 )
+            what, found, _ = str(error).partition("does not have a deterministic implementation")
+            if found:
+                return fail(f"engine.deterministic: {what}{found} on this device; change the model or leave it out")
             raise
         finally:
             leave()

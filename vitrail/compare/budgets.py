@@ -21,7 +21,7 @@ from vitrail.compare.jobs import failure_reason
 from vitrail.compare.study import Study, run_hash
 from vitrail.config import RunConfig, dump
 from vitrail.engine.run_folder import RunFolder
-from vitrail.files import write_text
+from vitrail.files import parse_json, write_text
 from vitrail.model.cost import cost
 from vitrail.run.run_data import open_run
 from vitrail.run.train import build_model
@@ -154,7 +154,7 @@ def _length_text(config: RunConfig) -> str:
 
 def _read(path: Path) -> dict[str, float]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
     return dict(values) if isinstance(values, dict) else {}

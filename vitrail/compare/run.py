@@ -19,13 +19,13 @@ from vitrail.compare.page import write_comparison
 from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
 from vitrail.config import RunConfig, load_yaml
 from vitrail.engine.run_folder import RunFolder, environment, free_name
-from vitrail.files import FORMAT_VERSION, json_text, refuse_unwritable, write_text
+from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
 from vitrail.measure.evaluator import read_predictions
 from vitrail.model.cost import cost
 from vitrail.model.store import model_folder, read_description
 from vitrail.run.data_module import reads_texts
 from vitrail.run.evaluate import evaluate, load
-from vitrail.run.preflight import missing_parts, refuse_missing_data
+from vitrail.run.preflight import missing_parts, reject_missing_data
 from vitrail.run.protocols import evaluate_protocols
 from vitrail.schema import ConfigError, build, near
 
@@ -58,7 +58,7 @@ def compare_study(
         study = read_study(study)
     root = Path(root)
     folder = root / study.name
-    refuse_unwritable(folder)
+    reject_unwritable(folder)
     lengths, reasons = lengths_of(study, root, **({} if quiet else {"report": _report}))
     planned = plan(study, lengths, root)
     _check_parts(planned, study.test_sets)
@@ -114,7 +114,7 @@ def compare_runs(
             known = list(dict.fromkeys(names.values()))
             raise ValueError(f"baseline: {baseline!r} is none of {', '.join(known)}{near(baseline, known)}")
     folder = free_name(Path("runs") / "comparison") if out is None else Path(out)
-    refuse_unwritable(folder)
+    reject_unwritable(folder)
     members = [read_member(path, name) for path, name in names.items()]
     lengths = {m.variant: f"{m.epochs:g} epochs" for m in members if m.epochs is not None}
     return _compare(
@@ -173,7 +173,7 @@ def _check_parts(planned: Sequence[Planned], test_sets: Sequence[str]) -> None:
     """One sentence before anything is run, instead of one from every run."""
     missing = [p for p in planned if not RunFolder(p.path).finished]
     for uri in sorted({p.config.data.uri for p in missing}.union(test_sets if missing else ())):
-        refuse_missing_data(uri)
+        reject_missing_data(uri)
     variants = {p.variant: p.config for p in missing}
     made = {p.path for p in planned}
     problems = [f"variants.{name}.{text}" for name, config in variants.items() for text in missing_parts(config, made)]
@@ -207,10 +207,10 @@ def _with_test_sets(members: Sequence[Member], uris: Sequence[str], folder: Path
     path = folder / "evaluations.json"
     kept: dict[str, dict[str, float]] = {}
     if uris and path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_json(path.read_text(encoding="utf-8"))
     for uri in uris:
         if any(uri not in kept.get(member.path, {}) for member in members):
-            refuse_missing_data(uri)
+            reject_missing_data(uri)
     for member in members if uris else ():
         of_run = kept.setdefault(member.path, {})
         for uri in uris:
@@ -230,7 +230,7 @@ def _with_protocols(
     path = folder / "protocols.json"
     kept: dict[str, dict[str, dict[str, float]]] = {}
     if protocols and path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_json(path.read_text(encoding="utf-8"))
     evaluated = []
     for member in members:
         of_run, metrics = kept.setdefault(member.path, {}), dict(member.metrics)

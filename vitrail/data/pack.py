@@ -38,7 +38,7 @@ from vitrail.data.sources.packed import (
     open_packed,
     read_pack,
 )
-from vitrail.files import FORMAT_VERSION, checksum, replacing, write_text
+from vitrail.files import FORMAT_VERSION, checksum, parse_json, replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
@@ -153,7 +153,7 @@ def kept_shards(out: Path, split: Split) -> tuple[list[int], dict[int, Record]]:
         number, row = len(stops), stops[-1] if stops else 0
         path = out / f"{split.name}-{number:05d}.bin"
         try:
-            record = build(Record, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+            record = build(Record, parse_json(path.with_suffix(".json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return stops, good
         if record.start != row or not row < record.stop <= len(split) or len(record.heights) != record.stop - row:
@@ -315,7 +315,7 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
             pass
     elif (out / UNFINISHED).is_file():
         try:
-            begun = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+            begun = parse_json((out / UNFINISHED).read_text(encoding="utf-8"))
         except ValueError:
             begun = {}
         _reject_other(out, begun if isinstance(begun, dict) else {}, plan)

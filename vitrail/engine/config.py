@@ -70,7 +70,8 @@ class EngineConfig:
     ema: Fraction = 0.0
     """Decay of the moving average of the weights (0: off)."""
     deterministic: bool = False
-    """Deterministic kernels only; slower. On a CPU runs repeat bit for bit without it."""
+    """CUDA: repeat and resume bit for bit on the same kind of accelerator, versions, batch and number of processes;
+    slower, and an error where an operation cannot. On a CPU runs repeat bit for bit without it."""
     log_every: Count = 20
     """Steps between lines of metrics.jsonl."""
     track: Literal["none", "tensorboard"] = "none"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, reject_later, remove_leftovers, write_text
+from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, parse_json, reject_later, remove_leftovers, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
 
@@ -59,7 +59,7 @@ class TensorBoard:
 NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave engine.track out"
 
 
-def refuse_untracked(track: str) -> None:
+def reject_untracked(track: str) -> None:
     """Raises `ValueError` before work starts, where the tracker is not installed."""
     from importlib.util import find_spec
 
@@ -176,16 +176,16 @@ class RunFolder:
             self.tracker.write(line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line; a line torn by a kill is left out."""
+        """Every whole line; a line torn by a kill is left out, and what is no line of metrics."""
         if not self.metrics.exists():
             return []
         lines = []
         for text in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
-                lines.append(json.loads(text))
+                lines.append(parse_json(text))
             except json.JSONDecodeError:
                 continue
-        return lines
+        return [line for line in lines if isinstance(line, dict)]
 
     @property
     def finished(self) -> bool:
@@ -314,7 +314,7 @@ def read(path: Path) -> State:
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["vitrail"])
+            header = parse_json((file.metadata() or {})["vitrail"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
         reason = " ".join(str(error).split())[:160]

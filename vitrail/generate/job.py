@@ -24,7 +24,7 @@ from PIL import Image, PngImagePlugin
 
 from vitrail.data.counter import seed_of
 from vitrail.engine.progress import Progress
-from vitrail.files import json_text, replacing, write_text
+from vitrail.files import json_text, parse_json, replacing, write_text
 from vitrail.generate.generation_methods import OF_ITS_OWN, OF_NOTHING, Request, Samples, Tools, generate
 
 PLAN, MANIFEST, MADE = "plan.json", "manifest.jsonl", "made"
@@ -162,7 +162,7 @@ def store_plan(folder: Path, job: GenerationJob) -> None:
     text = json_text(job.to_json())
     path = folder / PLAN
     if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")) != json.loads(text):
+        if parse_json(path.read_text(encoding="utf-8")) != json.loads(text):
             raise ValueError(f"{folder} holds images of another plan; continue that one, or name another folder")
         return
     if folder.exists() and any(folder.iterdir()):
@@ -206,7 +206,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record in a generated image. Raises `ValueError` for a file without one."""
     try:
         with Image.open(path) as image:
-            record: dict[str, Any] = json.loads(image.info[RECORD])
+            record: dict[str, Any] = parse_json(image.info[RECORD])
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is damaged or was not made here; delete it and run the same command again") from error
     return record

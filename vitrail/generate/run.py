@@ -26,7 +26,7 @@ from vitrail.data.sources.folder import FileReader
 from vitrail.engine.device import choose_device, join
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
-from vitrail.files import refuse_unwritable, replacing, write_text
+from vitrail.files import reject_unwritable, replacing, write_text
 from vitrail.generate.diffusion_model import Diffuser, OwnDiffuser
 from vitrail.generate.generation_methods import (
     CANDIDATES,
@@ -190,7 +190,7 @@ def _check_job(folder: Path, method: str, model: str, policy: str = "all", *, ju
         )
     if method in NEEDS_DIFFUSION and not model.startswith(PIPELINE):
         model_folder(model)
-    refuse_unwritable(folder, "name another OUT")
+    reject_unwritable(folder, "name another OUT")
 
 
 def write_table(folder: Path, data: DataSet, targets: Sequence[str], *, real: bool = True) -> Path:

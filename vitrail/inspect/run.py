@@ -21,7 +21,7 @@ from vitrail.data.sources.folder import image_files
 from vitrail.engine.device import choose_device
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import environment, free_name
-from vitrail.files import refuse_unwritable
+from vitrail.files import reject_unwritable
 from vitrail.inspect.anchors import AnchorSection
 from vitrail.inspect.attention_section import AttentionSection
 from vitrail.inspect.embeddings import EmbeddingSection, Projection, check_projection
@@ -108,7 +108,7 @@ def inspect_models(
     subjects = [_subject(model, name, chosen_device) for model, name in zip(models, short_names(models), strict=True)]
     _check_layers(subjects, layers)
     folder = _default_folder(models) if out is None else Path(out)
-    refuse_unwritable(folder)
+    reject_unwritable(folder)
     inspection = Inspection(
         subjects,
         source="",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.files import FORMAT_VERSION, json_text, reject_later, replacing, write_text
+from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_later, replacing, write_text
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import Objective
 from vitrail.model.adaptive.adavit import AdavitPolicy
@@ -234,7 +234,7 @@ def load_patch(folder: Path, preprocess: PreprocessConfig) -> tuple[Universal, d
     if not path.is_file():
         raise FileNotFoundError(f"no patch in {folder} (it has no {PROVENANCE}); make one with: vitrail attack RUN")
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         reject_later(path, facts, FORMAT)
         change: Universal
         if facts["change"] == "perturbation":
@@ -262,7 +262,7 @@ class Attack(Objective):
 
     def __init__(self, model: Classifier, config: AttackConfig) -> None:
         super().__init__()
-        refuse_unfit(model, config)
+        reject_unfit(model, config)
         self.config = config
         self.model = model.requires_grad_(False).eval()
         _prepare(model)
@@ -326,7 +326,7 @@ def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tenso
     return -(shares.square().sum(0).mean())
 
 
-def refuse_unfit(model: Classifier, config: AttackConfig) -> None:
+def reject_unfit(model: Classifier, config: AttackConfig) -> None:
     """Raises `ValueError`, one sentence, where a model cannot be a victim."""
     policy = model.policy
     if policy is None:

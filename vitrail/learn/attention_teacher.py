@@ -142,7 +142,7 @@ def make_guide(student: Classifier, source: Source, config: AttentionTransferCon
     The guide holds the teacher's own modules, up to the last layer that is taken. Raises `ValueError`, with the remedy,
     where the two do not fit.
     """
-    _refuse_combinations(config)
+    _reject_combinations(config)
     trunk = readable(student, "the student")
     layers = chosen(config.layers, trunk.config.depth, "layers")
     heads = chosen(config.heads, trunk.config.heads, "heads")
@@ -154,7 +154,7 @@ def make_guide(student: Classifier, source: Source, config: AttentionTransferCon
     pairs = paired(layers, config.layer_map, trunk.config.depth, theirs.depth, "layers")
     head_pairs = paired(heads, config.head_map, trunk.config.heads, theirs.heads, "heads")
     size = _size(student, trunk, teacher, config.teacher_size)
-    _refuse_widths(config, trunk.config, theirs)
+    _reject_widths(config, trunk.config, theirs)
     if config.drop_path == "shared" and any(s != t for s, t in pairs):
         raise ValueError("objective.drop_path: masks are shared layer by layer; use off with a layer_map")
     depth = max((t for _, t in pairs), default=0) + 1
@@ -205,7 +205,7 @@ def readable(model: Classifier, who: str) -> Trunk:
     return trunk
 
 
-def _refuse_combinations(config: AttentionTransferConfig) -> None:
+def _reject_combinations(config: AttentionTransferConfig) -> None:
     if config.mode == "copy" and config.target == "features":
         raise ValueError("objective.target: features can be distilled, not copied; use mode distill, or target map")
     if config.target == "features" and config.heads != "all":
@@ -232,7 +232,7 @@ def _size(student: Classifier, trunk: Trunk, teacher: Trunk, wanted: int | None)
     return None if side == student.preprocess.size else side
 
 
-def _refuse_widths(config: AttentionTransferConfig, student: TrunkConfig, teacher: TrunkConfig) -> None:
+def _reject_widths(config: AttentionTransferConfig, student: TrunkConfig, teacher: TrunkConfig) -> None:
     target = config.target
     if target == "features" and student.width != teacher.width:
         raise ValueError(

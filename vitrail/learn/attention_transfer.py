@@ -20,7 +20,7 @@ from vitrail.learn.attention_teacher import Source, load_source, make_guide
 from vitrail.learn.config import AttentionTransferConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
-from vitrail.learn.teacher import refuse_moving_views
+from vitrail.learn.teacher import reject_moving_views
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import Guided
 from vitrail.model.trunks.guided import PARTS, Guide, draw_keep, guided, pick
@@ -50,7 +50,7 @@ class AttentionTransfer(Supervised):
         guide, notes = make_guide(model, teacher, config)
         rows = 3 if config.target == "features" else 4
         if len(guide.config.stored) == rows:
-            refuse_moving_views(augment)
+            reject_moving_views(augment)
         setattr(guide.source, "name", config.teacher)  # noqa: B010, for the checkpoint
         if config.mode == "copy":
             spec = {**model.spec, "trunk": plain(Guided(student=cast("Trunk", model.trunk).config, guide=guide.config))}

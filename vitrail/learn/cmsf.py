@@ -21,7 +21,7 @@ from vitrail.learn.bank import UNKNOWN, Bank, ImageMemory, make_bank, of_all, pr
 from vitrail.learn.config import CmsfConfig, ProtonwConfig
 from vitrail.learn.msf import shift_loss
 from vitrail.learn.objective import Objective, TrainingFacts
-from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label, refuse_several, unit
+from vitrail.learn.selfsupervised import PRECISIONS, MomentumPair, distance, one_label, reject_several, unit
 from vitrail.model.classifier import Classifier
 
 Guide = Callable[[Batch], Tensor]
@@ -264,7 +264,7 @@ class Protonw(MomentumPair):
 
     def __init__(self, model: Classifier, config: ProtonwConfig, steps: int) -> None:
         super().__init__(model, config, steps, config.predictor_hidden)
-        refuse_several(model, "protonw")
+        reject_several(model, "protonw")
         self.temperature = config.temperature
         self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.learn.attack import as_victim, attack_losses, make_change, refuse_unfit
+from vitrail.learn.attack import as_victim, attack_losses, make_change, reject_unfit
 from vitrail.learn.attack_config import DefenceConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
@@ -40,7 +40,7 @@ class PatchTraining(Supervised):
         self, model: Classifier, config: DefenceConfig, labels: NDArray[np.int64] | None = None, steps: int = 1
     ) -> None:
         super().__init__(model, config.labels, labels)
-        refuse_unfit(model, config.attack)
+        reject_unfit(model, config.attack)
         self.room = (steps - 1) // config.every  # one that is made after the last step would never be seen
         if self.room < 1:
             raise ValueError(

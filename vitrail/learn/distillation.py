@@ -17,7 +17,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.learn.config import DistillationConfig, OneConfig
 from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.supervised import Supervised
-from vitrail.learn.teacher import Teacher, TeacherCache, load_teacher, refuse_moving_views, refuse_other_classes
+from vitrail.learn.teacher import Teacher, TeacherCache, load_teacher, reject_moving_views, reject_other_classes
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.branches import BranchesHead
 from vitrail.model.heads.pooled import DistilledHead
@@ -70,17 +70,19 @@ class Distillation(Supervised):
             )
         if model.multilabel and config.mode == "soft":
             raise ValueError("objective.mode: soft compares probabilities that sum to 1; with several labels use hard")
-        note = refuse_other_classes(teacher.classes, model.classes, config.teacher)
+        note = reject_other_classes(teacher.classes, model.classes, config.teacher)
         self.notes = () if note is None else (note,)
         self.options = config
         self.weight = SHARES[config.mode] if config.weight is None else config.weight
         self.token = isinstance(model.head, DistilledHead)
         self.teacher = Teacher(teacher, model.preprocess, config.teacher, config.teacher_size)
-        if self.teacher.size != teacher.preprocess.size:  # models of one size refuse here and not at the first step
+        if (
+            self.teacher.size != teacher.preprocess.size
+        ):  # models of one size are rejected here and not at the first step
             self.teacher(torch.zeros(1, 3, self.teacher.size, self.teacher.size, dtype=torch.uint8))
         self.answers: TeacherCache | None = None
         if config.cache:
-            refuse_moving_views(augment)
+            reject_moving_views(augment)
             assert index is not None
             self.answers = TeacherCache(index, len(teacher.classes))
 

@@ -139,7 +139,7 @@ def purity(neighbours: Tensor, labels: Tensor, bank_labels: Tensor) -> Tensor:
     return (bank_labels[neighbours[:, 1:]] == labels[:, None]).float().mean()
 
 
-def refuse_several(model: Classifier, name: str) -> None:
+def reject_several(model: Classifier, name: str) -> None:
     """Raises `ValueError` where an image may have several labels."""
     if model.multilabel:
         raise ValueError(f"objective {name} needs one label per image; these data have several")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.learn.config import SupconConfig
-from vitrail.learn.selfsupervised import SelfSupervised, refuse_several, unit
+from vitrail.learn.selfsupervised import SelfSupervised, reject_several, unit
 from vitrail.model.classifier import Classifier
 
 
@@ -33,7 +33,7 @@ class Supcon(SelfSupervised):
 
     def __init__(self, model: Classifier, config: SupconConfig) -> None:
         super().__init__(model)
-        refuse_several(model, "supcon")
+        reject_several(model, "supcon")
         self.temperature = config.temperature
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:

@@ -128,7 +128,7 @@ def _published(name: str, student: Classifier, size: int | None) -> Classifier:
     classes = 1000 if settings is None else settings.num_classes
     if not classes:
         raise ValueError(f"objective.teacher: the published {name} has no classifier; fine-tune it on this data first")
-    refuse_other_classes(class_names(classes), student.classes, name)
+    reject_other_classes(class_names(classes), student.classes, name)
     return _timm(name, size, classes=classes)
 
 
@@ -159,7 +159,7 @@ def _cifar_resnet(path: Path) -> Classifier:
     return model
 
 
-def refuse_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], name: str) -> str | None:
+def reject_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], name: str) -> str | None:
     """Nothing where classes are the same; a note where only their number can be compared; else `ValueError`."""
     if teacher == student:
         return None
@@ -178,7 +178,7 @@ def refuse_other_classes(teacher: tuple[str, ...], student: tuple[str, ...], nam
     )
 
 
-def refuse_moving_views(augment: AugmentConfig | None) -> None:
+def reject_moving_views(augment: AugmentConfig | None) -> None:
     """Raises `ValueError` unless an image is the same every time it is drawn."""
     if augment is None:
         raise ValueError("objective.cache: how images are augmented is not known here, so answers cannot be kept")

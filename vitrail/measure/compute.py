@@ -42,7 +42,7 @@ def spent(model: Classifier, loader: Iterable[Batch], *, change: Change | None =
     `change` is laid on the model's input. Counts stay on the device until the last batch. Raises `ValueError` for a
     model that spends the same on every image, for an empty loader, and where logits are NaN or infinite.
     """
-    refuse_static(model)
+    reject_static(model)
     used: list[Tensor] = []  # [5, blocks, batch] each
     right: list[Tensor] = []  # [2, batch] each: right, finite
     size = 0
@@ -74,7 +74,7 @@ def spent(model: Classifier, loader: Iterable[Batch], *, change: Change | None =
 
 def worst_case(model: Classifier, image_size: int | None = None) -> float:
     """Multiply-accumulates of an image that is given everything: what an adaptive model can be driven to."""
-    refuse_static(model)
+    reject_static(model)
     trunk, size = cast("Trunk", model.trunk), image_size or model.preprocess.size
     rows, columns = trunk.patch_embed.grid(size, size)
     tokens, heads = trunk.prefix + rows * columns, trunk.config.heads
@@ -100,7 +100,7 @@ def attack_success(flops: float, least: float, most: float) -> float:
     return (flops - least) / (most - least)
 
 
-def refuse_static(model: Classifier) -> None:
+def reject_static(model: Classifier) -> None:
     if model.policy is None:
         raise ValueError(
             "the model spends the same on every image, so its compute cannot be attacked; take one with an adaptive "

@@ -222,10 +222,13 @@ class Classifier(nn.Module):
         return predictions
 
     def predictions(self, inputs: Tensor, top: int) -> list[Prediction]:
-        """Predictions of one batch of inputs as the trunk takes them, on any device."""
+        """Predictions of one batch of inputs as the trunk takes them, on any device. Raises `ValueError` for NaN."""
         with torch.inference_mode():
             logits = self(inputs.to(next(self.parameters()).device))
-            return [self._prediction(row, top) for row in self.probabilities(logits.float()).cpu()]
+            probabilities = self.probabilities(logits.float()).cpu()
+        if not probabilities.isfinite().all():
+            raise ValueError("the model predicts NaN: its weights have diverged or are damaged; train it again")
+        return [self._prediction(row, top) for row in probabilities]
 
     def _prediction(self, row: Tensor, top: int) -> Prediction:
         held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are listed, however few were asked for

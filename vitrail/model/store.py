@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.files import FORMAT_VERSION, checksum, json_text, reject_later, replacing, write_text
+from vitrail.files import FORMAT_VERSION, checksum, json_text, parse_json, reject_later, replacing, write_text
 from vitrail.model.config import ModelConfig
 from vitrail.model.heads.config import AttentionPool
 from vitrail.model.parts.modules import without_adapters
@@ -163,9 +163,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     """The JSON next to the weights. Raises `ValueError` where an entry is missing or cannot be what it says."""
     path = folder / DESCRIPTION
     try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        description: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         wrong = [] if isinstance(description, dict) else ["it holds no entries"]
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if not wrong:
         reject_later(path, description, FORMAT)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.data.sources.text import Text
 from vitrail.data.tokenizer import END, PAD, TOKENIZER, word_tokenizer
+from vitrail.files import parse_json
 from vitrail.model.assemble import Parts, assemble, head_config
 from vitrail.model.classifier import Classifier, Prediction
 from vitrail.model.config import TextBackbone
@@ -157,7 +158,7 @@ def _small(source: str, stored: str, overrides: Mapping[str, Any]) -> dict[str, 
     width, depth, heads = (int(overrides.get(key, value)) for key, value in SIZES.items())
     if width % heads:
         raise ValueError(f"model.trunk.heads: width {width} cannot be cut into {heads} heads")
-    values = json.loads(stored)
+    values = parse_json(stored)
     ids = dict(values["model"]["vocab"]) | {t["content"]: t["id"] for t in values.get("added_tokens", ())}
     length, pad, end = int(overrides.get("length", TextBackbone.length)), ids.get(PAD, 0), ids.get(END, 0)
     if source in SEQUENCES:

@@ -20,10 +20,10 @@ from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import choose_device, choose_precision, join
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
-from vitrail.learn.attack import Universal, load_patch, make_change, refuse_unfit, save_patch
+from vitrail.learn.attack import Universal, load_patch, make_change, reject_unfit, save_patch
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.objective import weights_hash
-from vitrail.measure.compute import Spent, attack_success, refuse_static, spent, worst_case
+from vitrail.measure.compute import Spent, attack_success, reject_static, spent, worst_case
 from vitrail.model.assemble import Parts
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig, TrunkConfig
@@ -81,14 +81,14 @@ def attack(
     cannot be attacked; `vitrail.engine.loop.Stopped` when interrupted, after saving.
     """
     victim = load(run)
-    refuse_static(victim)
+    reject_static(victim)
     config = from_mapping({**(values or {}), **({} if out is None else {"out": str(out)})}, _base(Path(run), victim))
     assert isinstance(config.objective, AttackConfig)
-    refuse_unfit(victim, config.objective)
+    reject_unfit(victim, config.objective)
     if not config.data.uri:
         raise ValueError("say which images to learn the patch on: --data URI")
-    make_change(config.objective, victim.preprocess)  # refuses a place outside the image
-    _refuse_other_victim(config, victim, run)
+    make_change(config.objective, victim.preprocess)  # rejects a place outside the image
+    _reject_other_victim(config, victim, run)
     return _judged_run(train(config, quiet=quiet).path, quiet)
 
 
@@ -128,7 +128,7 @@ def evaluate_patch(
 
 def fitting_patch(model: Classifier, folder: str | Path) -> tuple[Universal, dict[str, Any]]:
     """A stored patch for an adaptive model, and what is known of it. Raises one sentence where one of both is not."""
-    refuse_static(model)
+    reject_static(model)
     return load_patch(Path(folder), model.preprocess)
 
 
@@ -242,7 +242,7 @@ def _in_proportion(victim: Classifier) -> int:
     return token * max(1, round(victim.preprocess.size * 64 / 224 / token))
 
 
-def _refuse_other_victim(config: RunConfig, victim: Classifier, run: str | Path) -> None:
+def _reject_other_victim(config: RunConfig, victim: Classifier, run: str | Path) -> None:
     """The engine makes its own copy of the victim; before anything is learned, it must be the same."""
     with own_data_of(run):
         data = open_data(config.data.uri, level=config.data.level)

@@ -131,7 +131,7 @@ def evaluate(
     model.to(chosen)
     changes = {"crop_ratio": crop_ratio, "size": image_size}
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
-    _refuse_impossible(model, preprocess)
+    _reject_impossible(model, preprocess)
     opened = open_for(model, data)
     reject_other_kind(reads_texts(model), opened)
     reject_other_task(writes_texts(model), opened)
@@ -191,7 +191,7 @@ def sweep(
     sizes, ratios = image_sizes or (model.preprocess.size,), crop_ratios or (model.preprocess.crop_ratio,)
     for size in sizes:
         for ratio in ratios:
-            _refuse_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
+            _reject_impossible(model, replace(model.preprocess, size=size, crop_ratio=ratio))
     results = []
     for uri, opened in [(uri, open_for(model, uri)) for uri in data]:  # all are there before the first is read
         for size in sizes:
@@ -201,7 +201,7 @@ def sweep(
     return results
 
 
-def _refuse_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
+def _reject_impossible(model: Classifier, wanted: PreprocessConfig) -> None:
     """One sentence for a crop ratio out of range, or for images of a size that the model cannot take."""
     problems = check(wanted)
     if problems:

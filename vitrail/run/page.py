@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from torch import Tensor
 from vitrail.data.dataset import BadImage, DataSet
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.run_folder import RunFolder
+from vitrail.files import parse_json
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import AnyPredictions, UnlabelledFigures, worst_mistakes
@@ -59,7 +59,7 @@ class RunSummary:
 
     def report(self, **parts: Any) -> Report:
         """What reports of images and of texts have in common, and these parts."""
-        environment = json.loads((self.folder.path / "environment.json").read_text(encoding="utf-8"))
+        environment = parse_json((self.folder.path / "environment.json").read_text(encoding="utf-8"))
         return Report(
             title=self.title,
             figures=self.figures,

@@ -12,8 +12,8 @@ from vitrail.config import RUN_OF, RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device
-from vitrail.engine.run_folder import refuse_untracked, unused
-from vitrail.files import refuse_unwritable
+from vitrail.engine.run_folder import reject_untracked, unused
+from vitrail.files import reject_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
 from vitrail.measure.classification import Figures, SingleLabelFigures, prior_loss
@@ -50,7 +50,7 @@ def check_settings(config: RunConfig) -> None:
 
 def check_machine(config: RunConfig, group: ProcessGroup) -> None:
     """Raises where this machine lacks the device or a package that the run needs."""
-    refuse_untracked(config.engine.track)
+    reject_untracked(config.engine.track)
     choose_device(config.engine.device, group)
 
 
@@ -62,7 +62,7 @@ def check_output(config: RunConfig, group: ProcessGroup) -> None:
             how = f"continue it with: vitrail train --resume {path}, or " if (path / "config.yaml").exists() else ""
             raise FileExistsError(f"{path} already exists; {how}choose another --out")
     if group.main:
-        refuse_unwritable(config.out or "runs")
+        reject_unwritable(config.out or "runs")
 
 
 def missing_parts(config: RunConfig, made_before: Container[Path] = ()) -> list[str]:
@@ -145,7 +145,7 @@ def _stored(setting: str, path: Path) -> list[str]:
     return []
 
 
-def refuse_missing_data(uri: str) -> None:
+def reject_missing_data(uri: str) -> None:
     """Raises what `open_data` says of data that are not there; those that are, or must be fetched, are not touched."""
     if not uri.startswith(FETCHED) and not Path(uri).exists():
         open_data(uri)

@@ -140,7 +140,7 @@ def ensemble(
     members: dict[str, Predictions] = {}
     for run in dict.fromkeys(str(run) for run in (*runs, *control)):
         model = load(run)
-        _refuse_other_images(open_for(model, data), opened, split, run, str(runs[0]))
+        _reject_other_images(open_for(model, data), opened, split, run, str(runs[0]))
         _, predictions, _ = evaluate(model, opened, split=split, every_logit=True, **options)
         members[run] = counted_as(predictions, model.classes, known, run)
     if classes:
@@ -151,7 +151,7 @@ def ensemble(
     return Ensemble(opened.uri, split, parts[0], parts[1])
 
 
-def _refuse_other_images(trained: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
+def _reject_other_images(trained: DataSet, opened: DataSet, split: str, run: str, first: str) -> None:
     """Raises `ValueError` where a run divided the images otherwise, and so may have learned from evaluation images."""
     if split in opened.splits and not (
         split in trained.splits

@@ -22,7 +22,7 @@ from vitrail.engine.device import ProcessGroup, choose_device, choose_precision,
 from vitrail.engine.loop import Loop, TooLarge
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name
-from vitrail.files import refuse_unwritable, write_text
+from vitrail.files import reject_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
 from vitrail.measure.config import CLASS_COUNTS
@@ -106,7 +106,7 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
     """Continue a run from its newest whole checkpoint. `changes` may only move it to another machine."""
     group = join()
     if group.main and Path(path).is_dir():
-        refuse_unwritable(path, "a resumed run is written to where it is")
+        reject_unwritable(path, "a resumed run is written to where it is")
     with RunFolder.open(Path(path)) if group.main else RunFolder(Path(path)) as folder:
         config = from_mapping(load_yaml(folder.config))
         allowed = {"engine": {"device"}, "data": {"workers"}}

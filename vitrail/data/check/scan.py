@@ -30,6 +30,7 @@ from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import MAX_PIXELS, decode
 from vitrail.data.sources.folder import FileReader
+from vitrail.files import parse_json
 
 Bad = tuple[str, str]  # key, reason
 Digests = dict[tuple[str, int], str]  # split, stable index -> digest of the encoded image
@@ -196,7 +197,7 @@ def _rules() -> str:
 def _remembered(cache: Path) -> Seen:
     try:
         with gzip.open(cache, "rt", encoding="ascii") as stream:
-            stored = json.load(stream)
+            stored = parse_json(stream.read())
         if stored["rules"] != _rules():
             return {}
         return {

@@ -15,7 +15,6 @@ Format 1 had one coarser level at most: `coarse_classes` in the listing, and tra
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
-from vitrail.files import LaterVersion, checksum, reject_later
+from vitrail.data.sources.npz import DAMAGED
+from vitrail.files import LaterVersion, checksum, parse_json, reject_later
 from vitrail.schema import build
 
 FORMAT = 2
@@ -93,7 +93,7 @@ def read_pack(folder: Path) -> Pack:
             raise ValueError(f"{folder} was not packed to its end; run the same `vitrail pack` again to finish it")
         raise FileNotFoundError(f"{folder} is no packed data set (it has no {LISTING}); make one with `vitrail pack`")
     try:
-        stored = json.loads((folder / LISTING).read_text(encoding="utf-8"))
+        stored = parse_json((folder / LISTING).read_text(encoding="utf-8"))
         reject_later(folder / LISTING, stored, FORMAT)
         pack = _with_levels(build(Pack, stored))
         names = [file.file for split in pack.splits for file in (*split.shards, *split.arrays)]
@@ -278,7 +278,7 @@ def _array(folder: Path, split: PackedSplit, what: str, mapped: bool = False) ->
     path = folder / f"{split.name}-{what}.npy"
     try:
         return np.asarray(np.load(path, mmap_mode="r" if mapped and split.images else None, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+    except (*DAMAGED, OSError, ValueError) as error:
         raise ValueError(f"{path} is no plain array ({' '.join(str(error).split())}); pack again") from None
 
 
@@ -293,7 +293,7 @@ def _open_split(folder: Path, pack: Pack, listed: PackedSplit) -> Split:
     given = ("offsets", "heights", "widths", "index", "labels", "levels", "coarse", "boxes", "generated")
     arrays = {what: _array(folder, listed, what) for what in given if listed.array(f"{what}.npy")}
     try:
-        keys = json.loads((folder / f"{listed.name}-keys.json").read_text(encoding="utf-8"))
+        keys = parse_json((folder / f"{listed.name}-keys.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         keys = None
     for what, fits in _expected(pack, listed, arrays, keys).items():

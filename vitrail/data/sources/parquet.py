@@ -10,7 +10,6 @@ training, `vitrail pack` them once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from vitrail.data.decode import decode
 from vitrail.data.sources.folder import image_files, natural
 from vitrail.data.sources.table import reading_parquet, reject_unseen, repeated
 from vitrail.data.sources.webdataset import LONGEST_LABEL, inner_files, splits_of
+from vitrail.files import parse_json
 from vitrail.quantities import shorten
 
 _GROUPS_KEPT = 4  # groups of rows that stay in memory, in every process
@@ -176,7 +176,7 @@ def _choose(uri: str, what: str, options: Mapping[str, str], likely: Sequence[st
 def _names(schema: Any, label: str) -> list[str]:
     """Class names that the file itself gives to the numbers of a column."""
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return []

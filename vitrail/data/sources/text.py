@@ -28,6 +28,7 @@ import numpy as np
 
 from vitrail.data.dataset import UNDIVIDED, DataSet, Location, Source, Split, hold_out, split_called, split_rows
 from vitrail.data.sources.folder import natural
+from vitrail.files import parse_json
 from vitrail.schema import near
 
 COLUMNS = ("text", "text_pair", "label", "split")
@@ -410,9 +411,9 @@ def _objects(path: Path, uri: str, options: Mapping[str, str]) -> Iterator[TextR
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".jsonl":
-            entries = [(f"line {i}", json.loads(line)) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+            entries = [(f"line {i}", parse_json(line)) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
         else:
-            entries = [(f"entry {i}", row) for i, row in enumerate(json.loads(text))]
+            entries = [(f"entry {i}", row) for i, row in enumerate(parse_json(text))]
     except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
         raise ValueError(f"{uri}: {path.name} cannot be read as JSON in UTF-8: {error}") from None
     for place, row in entries:

@@ -10,7 +10,6 @@ each image begins and how long it is. So there is an epoch, an order and a resum
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source,
 from vitrail.data.decode import decode
 from vitrail.data.sources.folder import SUFFIXES, natural
 from vitrail.data.sources.table import labels_of, reject_unseen, repeated
+from vitrail.files import parse_json
 
 LABELS = ("label", "cls", "class")  # of a JSON file, the first that is there
 _SHOWN = 5
@@ -148,7 +148,7 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
                     labels[stem] = _label(stream, member.name) or labels.get(stem, "")
         if twice := repeated([name for name, *_ in images]):
             raise ValueError(f"{twice[0]} is there twice")
-    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
         zipped = file.open("rb").read(2) == b"\x1f\x8b"
         how = "unpack it with gunzip" if zipped else f"{error}; write or fetch it again"
         raise ValueError(f"{uri}: {file.name} cannot be read as a plain tar file ({how})") from None
@@ -161,7 +161,7 @@ def _label(stream: IO[bytes], name: str) -> str:
     text = stream.read().decode("utf-8").strip()
     if name.endswith(".cls"):
         return text
-    stored = json.loads(text)
+    stored = parse_json(text)
     value = next((stored[key] for key in LABELS if key in stored), "") if isinstance(stored, dict) else ""
     for label in value if isinstance(value, list) else [value]:
         if not isinstance(label, str | int) or isinstance(label, bool):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vitrail.files import reject_later
+from vitrail.files import parse_json, reject_later
 from vitrail.schema import Count, Fraction, Positive, Range
 
 ADAPTER = "adapter.safetensors"
@@ -110,8 +109,8 @@ def read_header(path: str | Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size:
                 raise ValueError("it is cut off")
-            entries = json.loads(file.read(length))
-        header: dict[str, Any] | None = json.loads((entries.pop("__metadata__", None) or {}).get(KEY, "null"))
+            entries = parse_json(file.read(length))
+        header: dict[str, Any] | None = parse_json((entries.pop("__metadata__", None) or {}).get(KEY, "null"))
         expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, struct.error, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{path} is damaged or no adapter file ({type(error).__name__}: {error})") from None

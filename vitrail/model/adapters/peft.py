@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitrail.files import write_text
+from vitrail.files import parse_json, write_text
 from vitrail.model.adapters.adapter_file import check_shapes, removed_on_error
 from vitrail.model.adapters.apply import M, adapters_of, apply, required
 from vitrail.model.adapters.config import Lora
@@ -154,7 +154,7 @@ def _described(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is no adapter of peft: it has no {CONFIG}")
     try:
-        described: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        described: dict[str, Any] = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         kind, _ = described["peft_type"], described["lora_alpha"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG} is damaged or no LoRA ({type(error).__name__}: {error})") from None
