@@ -90,6 +90,23 @@ def test_short_runs_and_none_leave_a_claim_open(claims: ModuleType) -> None:
     assert claims.judged({}, claims.Rows([])) == ("not run", "open")
 
 
+def test_rows_of_a_study_are_added_and_replace_their_own(
+    claims: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [{"seed": s, "path": "x", "metrics": {"top1": 0.5 + s / 8, "knn": None, "loss": 1.0}} for s in (0, 1)]
+    (tmp_path / "table.json").write_text(json.dumps({"name": "s", "rows": [{"variant": "a", "runs": runs}]}))
+    lines = [STUDY, *seeds("a", 1.0), *seeds("b", 2.0)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "claims.yaml").write_text("[]")
+    monkeypatch.setattr(claims, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["claims.py", "--add", str(tmp_path / "table.json")])
+    for _ in range(2):  # the second time nothing changes
+        assert claims.main() == 0
+        stored = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert stored == [STUDY, *seeds("b", 2.0), *seeds("a", 50.0, 62.5)]
+    assert "0 claims" in (tmp_path / "README.md").read_text()
+
+
 def test_means_that_were_kept_without_their_seeds_count(claims: ModuleType) -> None:
     lines = [
         {"study": "s", "row": name, "seeds": 3, "metrics": {"top-1": mean}, "std": {"top-1": 0.3}}

@@ -2,6 +2,7 @@
 
     python tools/claims.py                 write the page
     python tools/claims.py --check         exit code 1 where the page is not what the files say
+    python tools/claims.py --add TABLE     add the rows of a study (its table.json) to rows.jsonl, then write the page
 
 Two files say it. `docs/results/rows.jsonl` holds what was measured, one line a row: either of one seed,
 
@@ -31,6 +32,7 @@ from typing import Any
 
 import yaml
 
+NAMES = {"top1": "top-1", "knn": "20-NN", "knn200": "200-NN", "linear": "linear", "ece": "ECE", "map": "mAP"}
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 HEAD = """# What papers claim, and what was measured here
 
@@ -146,7 +148,26 @@ def page(claims: list[Mapping[str, Any]], rows: Rows) -> str:
     return "\n".join(parts)
 
 
+def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Lines of rows.jsonl from the table.json of `vitrail compare`: one for each run, in percent."""
+    return [
+        {
+            **{"study": table["name"], "row": row["variant"], "seed": run["seed"]},
+            "metrics": {NAMES[k]: round(100 * v, 2) for k, v in run["metrics"].items() if k in NAMES and v is not None},
+        }
+        for row in table["rows"]
+        for run in row["runs"]
+    ]
+
+
 def main() -> int:
+    if "--add" in sys.argv:
+        path = FOLDER / "rows.jsonl"
+        new = rows_of(json.loads(Path(sys.argv[sys.argv.index("--add") + 1]).read_text()))
+        taken = {(line["study"], line["row"], line["seed"]) for line in new}
+        old = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [line for line in old if (line["study"], line.get("row"), line.get("seed")) not in taken]
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (*kept, *new)))
     rows = Rows([json.loads(line) for line in (FOLDER / "rows.jsonl").read_text().splitlines()])
     text = page(yaml.safe_load((FOLDER / "claims.yaml").read_text()), rows)
     path = FOLDER / "README.md"

@@ -124,7 +124,10 @@ class StudyRow:
     def to_json(self, metric: str) -> dict[str, Any]:
         against = None if self.against is None else {**asdict(self.against), "clear": self.against.clear}
         runs = [
-            {"seed": m.seed, "path": m.path, metric: float(m.metrics[metric]), "elsewhere": dict(m.elsewhere)}
+            {
+                **{"seed": m.seed, "path": m.path, metric: float(m.metrics[metric]), "elsewhere": dict(m.elsewhere)},
+                "metrics": plain(m.metrics),
+            }
             for m in self.members
         ]
         return {
