@@ -19,9 +19,10 @@ def form_page(viewer: Viewer) -> str:
     """The page that takes a picture."""
     kinds = kinds_shown(viewer)
     first = next((kind for kind in ("gradient attention", "grad cam") if kind in kinds), NONE)
-    return render_page(
-        TEMPLATE, (), names=viewer.names, answers=None, limit=viewer.limit, kinds=kinds, first=first, said=""
-    )
+    model = viewer.models[0]
+    facts = f"{len(model.classes):,} classes, images of {model.preprocess.size} pixels, on {viewer.device}"
+    shown = {"names": viewer.names, "facts": facts, "limit": viewer.limit, "kinds": kinds, "first": first}
+    return render_page(TEMPLATE, (), answers=None, said="", **shown)
 
 
 def answer_page(viewer: Viewer, content: bytes, name: str, kind: str) -> str:
