@@ -440,7 +440,7 @@ def test_the_report_has_every_part_and_escapes_what_it_is_told() -> None:
     page = render_comparison(sample(), {"python": "3"})
     parsed = Balanced(page)
     sections = {a["id"] for tag, a in parsed.seen if tag == "section"}
-    names = ("results", "cost", "learning-curves", "disagreement", "classes", "seeds", "runs", "conditions")
+    names = ("results", "cost", "training-curves", "disagreement", "classes", "seeds", "runs", "conditions")
     assert sections == set(names)
     assert "script" not in {tag for tag, _ in parsed.seen}
     assert "<b>bold" not in page

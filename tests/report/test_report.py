@@ -23,16 +23,16 @@ from vitrail.report.sheets import data_uri
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 HOSTILE = ["<b>bold</b>", 'quo"te', "</script><script>alert(1)</script>", "🪑 émoji & co", "x" * 60, "{{ 7 * 7 }}"]
 SECTIONS = {
-    "history": ("learning curves", "Training curves"),
+    "history": ("training curves", "Training curves"),
     "errors": ("most confident errors", "Most confident errors"),
-    "attention": ("attention pictures", "Attention maps"),
+    "attention": ("attention maps", "Attention maps"),
     "cost": ("cost", "Cost"),
     "data": ("data", "Data"),
     "config": ("configuration", "Configuration"),
 }
 OF_FIGURES = {
     "confusion matrix": "Confusion matrix",
-    "figures of each class": "Per-class metrics",
+    "per-class metrics": "Per-class metrics",
     "calibration": "Calibration",
 }
 

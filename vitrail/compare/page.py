@@ -61,7 +61,7 @@ def render_comparison(comparison: Comparison, environment: Mapping[str, Any]) ->
         "results": [_result(row, index, comparison) for index, row in enumerate(rows)],
         "further metrics": _further(comparison),
         "cost": _cost_charts(comparison),
-        "learning curves": _curves(comparison),
+        "training curves": _curves(comparison),
         "disagreement": _disagreement(comparison),
         "classes": _gains(comparison),
         "seeds": _seeds(comparison),

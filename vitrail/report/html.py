@@ -172,13 +172,13 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
 def render(report: Report) -> str:
     """The HTML of `report`."""
     sections: dict[str, Any] = {
-        "learning curves": _curves(report.history),
+        "training curves": _curves(report.history),
         "confusion matrix": _confusion(report.figures),
-        "figures of each class": _class_rows(report.figures),
+        "per-class metrics": _class_rows(report.figures),
         "calibration": _calibration(report.figures),
         "most confident errors": report.errors,
-        "attention pictures": report.attention,
-        "what was kept": _kept(report.kept),
+        "attention maps": report.attention,
+        "kept patches": _kept(report.kept),
         "cost": _cost_rows(report.cost),
         "data": report.data and _data(report.data, report.things),
         "configuration": report.config,
@@ -193,7 +193,7 @@ def render(report: Report) -> str:
         tiles=_tiles(report),
         sections=sections,
         # Most models keep everything: not worth a word.
-        absent=[n for n, content in sections.items() if not content and n not in ("what was kept", *report.unfit)],
+        absent=[n for n, content in sections.items() if not content and n not in ("kept patches", *report.unfit)],
         multilabel=isinstance(report.figures, MultiLabelFigures),
     )
 

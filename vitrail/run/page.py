@@ -33,7 +33,7 @@ from vitrail.report.html import (
 )
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
-UNFIT = ("confusion matrix", "figures of each class", "calibration", "most confident errors")  # without labels
+UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
 SLOW_IMAGE = 3e10  # multiply-accumulates of an image, from which on a CPU is timed with one at a time
 
@@ -125,7 +125,7 @@ def measured_cost(
 ) -> ModelCost:
     """Parameters, multiply-accumulates and a short measurement of speed and memory."""
     size = model.preprocess.size
-    # What an adaptive model spends depends on the image: here stands the most, beside what was kept the mean.
+    # What an adaptive model spends depends on the image: here stands the most, beside kept patches the mean.
     macs: float | None = None
     if model.policy is None:
         macs = cost(model, size).macs

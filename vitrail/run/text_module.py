@@ -172,7 +172,7 @@ def report_texts(run: RunSummary, texts: EncodedTexts) -> None:
                 Fragment("surest errors", "Most confident errors", text_mistakes(run)),
                 Fragment("word influence", "Word influence", influence(run, texts)),
             ],
-            unfit=("most confident errors", "attention pictures"),
+            unfit=("most confident errors", "attention maps"),
         ),
     )
 
@@ -226,10 +226,10 @@ def _said(text: Text) -> str:
 SHOWN, LONGEST = 12, 400
 UNFIT_FOR_TEXT = (
     "confusion matrix",
-    "figures of each class",
+    "per-class metrics",
     "calibration",
     "most confident errors",
-    "attention pictures",
+    "attention maps",
 )
 
 
