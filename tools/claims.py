@@ -57,15 +57,13 @@ class Measured:
     interval: float | list[float] | None = None  # half its width, or its ends
     digits: int = 1
 
-    @property
-    def text(self) -> str:
+    def text(self, digits: int) -> str:
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
         if isinstance(self.interval, list):
-            spread = f" ({self.interval[0]:.{self.digits}f} to {self.interval[1]:.{self.digits}f})"
+            spread = f" ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})"
         elif self.interval is not None:
-            spread = f" (± {self.interval:.{self.digits}f})"
-        else:
-            spread = "" if self.std is None else f" ± {self.std:.{self.digits}f}"
-        return f"{self.mean:.{self.digits}f}{spread}"
+            spread = f" (± {self.interval:.{digits}f})"
+        return f"{self.mean:.{digits}f}{spread}"
 
     def error(self, usual: float | None) -> float | None:
         """Of the mean; `usual` is the spread over seeds in its study, as its own may be too small by chance."""
@@ -142,7 +140,8 @@ def judged(claim: Mapping[str, Any], rows: Rows) -> tuple[str, str]:
     seeds = sorted({one.seeds for one in found if one.seeds})
     length = f"{facts['epochs']:g} epochs" if "epochs" in facts else facts.get("length")
     counted = f"{' and '.join(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}" if seeds else None
-    text = f"{metric} {' against '.join(one.text for one in found)}; "
+    digits = max(one.digits for one in found)  # a last zero that is printed is lost in JSON
+    text = f"{metric} {' against '.join(one.text(digits) for one in found)}; "
     text += ", ".join(part for part in (facts["data"], facts["model"], length, counted) if part)
     result = verdict(difference, known)
     if rows.faulty(study, names):
@@ -164,9 +163,9 @@ def page(claims: list[Mapping[str, Any]], rows: Rows) -> str:
         note = f". {claim['note']}" if "note" in claim else ""
         papers[claim["paper"]].append(f"| {claim['claim']} | {claim['stated']} | {text}{note} | {result} | {link} |")
     reasons = {
-        "open (settings were wrong": "by settings that were wrong",
-        "open (short runs": "by short runs",
-        "open": "without a clear difference",
+        "open (settings were wrong": "for wrong settings",
+        "open (short runs": "for short runs",
+        "open": "for lack of a clear difference",
         "not run": "not run",
     }
     why = ", ".join(f"{count[key]} {words}" for key, words in reasons.items())
