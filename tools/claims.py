@@ -8,14 +8,18 @@ Two files say it. `docs/results/rows.jsonl` holds what was measured, one line a 
 
     {"study": "without-labels", "row": "MSF, k = 2", "seed": 0, "metrics": {"20-NN": 87.8}}
 
-or, where seeds were not kept apart, of all: `"seeds": 3, "metrics": {"top-1": 75}, "std": {"top-1": 0.4}`. One line
-for each study says its data, model, epochs, hardware, date and page. `docs/results/claims.yaml` names claims and the
-rows that test them. The verdict is computed, never written:
+or, where seeds were not kept apart, of all: `"seeds": 3, "metrics": {"top-1": 75}, "std": {"top-1": 0.4}`. Where the
+page prints an interval in place of a spread (95 %, or quartiles of timed rounds), the row has that: `"interval":
+{"top-1": [74.1, 75.9]}`, or half its width. Figures are as the page prints them. One line for each study says its
+data, model, epochs (or length in words), hardware, date and page. `docs/results/claims.yaml` names claims and the
+rows that test them: `row` `above` another (`by` so many points; negative: no further below) or `at_least` a level.
+The verdict is computed, never written:
 
 - **holds** or **does not**: the difference of means is beyond twice its standard error (over seeds; a row has
   at least the spread that is usual in its study), on the side of the claim or on the other;
 - **open**: it is not, or the study is shorter than the length at which the claim was made (`epochs` of the claim), or
-  there is no row yet. What a short study gave is shown all the same, as a direction.
+  a study or row was made with wrong settings (`"faulty": true`), or there is no row yet. What a short or faulty study
+  gave is shown all the same, as a direction.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import json
 import math
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +41,11 @@ FOLDER = Path(__file__).parents[1] / "docs" / "results"
 HEAD = """# What papers claim, and what was measured here
 
 Made by `python tools/claims.py` from `claims.yaml` and `rows.jsonl`; the verdicts are computed. *Holds* and *does
-not*: the difference is beyond twice its standard error over seeds. *Open*: it is not, or our runs are shorter than
-what the claim is about (the direction that they show is given), or nothing was run. Figures are percent unless said
-otherwise; ± is the standard deviation over seeds. CIFAR images here were stored as JPEG (39.8 dB).
+not*: the difference is beyond twice its standard error over seeds. *Open*: it is not, or nothing is known of the
+spread, or our runs are shorter than what the claim is about, or their settings were wrong (the direction that they
+show is given in brackets; it speaks neither for nor against the paper), or nothing was run. Figures are top-1 in
+percent unless said otherwise; ± is the standard deviation over seeds, brackets hold a 95 % interval or the quartiles
+of timed rounds. CIFAR images here were stored as JPEG (39.8 dB).
 """
 
 
@@ -49,12 +55,25 @@ class Measured:
 
     mean: float
     std: float | None  # none: of one seed
-    seeds: int
+    seeds: int  # 0: not a matter of seeds
+    interval: float | list[float] | None = None  # half its width, or its ends
+    digits: int = 1
 
-    @property
-    def text(self) -> str:
-        spread = "" if self.std is None else f" ± {self.std:.1f}"
-        return f"{self.mean:.1f}{spread}"
+    def text(self, digits: int) -> str:
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
+        if isinstance(self.interval, list):
+            spread = f" ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})"
+        elif self.interval is not None:
+            spread = f" (± {self.interval:.{digits}f})"
+        return f"{self.mean:.{digits}f}{spread}"
+
+    def error(self, usual: float | None) -> float | None:
+        """Of the mean; `usual` is the spread over seeds in its study, as its own may be too small by chance."""
+        if self.interval is not None:
+            ends = self.interval if isinstance(self.interval, list) else [0, 2 * self.interval]
+            return (ends[1] - ends[0]) / 4
+        known = [spread for spread in (self.std, usual) if spread is not None]
+        return max(known) / math.sqrt(self.seeds) if known and self.seeds else None
 
 
 class Rows:
@@ -73,11 +92,20 @@ class Rows:
         lines = self.rows[study, row]
         if not lines:
             raise ValueError(f"no row {row!r} of {study!r} in rows.jsonl")
-        values = [float(line["metrics"][metric]) for line in lines]
-        if "seeds" in lines[0]:
-            spread = lines[0].get("std", {}).get(metric)
-            return Measured(values[0], None if spread is None else float(spread), int(lines[0]["seeds"]))
-        return Measured(statistics.mean(values), statistics.stdev(values) if values[1:] else None, len(values))
+        values, first = [line["metrics"][metric] for line in lines], lines[0]
+        std, interval = first.get("std", {}).get(metric), first.get("interval", {}).get(metric)
+        ends = interval if isinstance(interval, list) else [interval]
+        digits = max(len(str(v).partition(".")[2]) for v in (*values, std, *ends) if v is not None)
+        if "seed" not in first:
+            return Measured(values[0], std, first.get("seeds", 0), interval, digits)
+        spread = statistics.stdev(values) if values[1:] else None
+        return Measured(statistics.mean(values), spread, len(values), digits=digits)
+
+    def faulty(self, study: str, rows: list[str]) -> bool:
+        """Whether a study, or one of some of its rows, was made with wrong settings."""
+        return any(
+            line.get("faulty") for line in (self.studies[study], *(x for row in rows for x in self.rows[study, row]))
+        )
 
     def usual_spread(self, study: str, metric: str) -> float | None:
         """The root mean square of the standard deviations that are known in a study."""
@@ -104,27 +132,22 @@ def judged(claim: Mapping[str, Any], rows: Rows) -> tuple[str, str]:
         return "not run", "open"
     study, metric = claim["study"], claim["metric"]
     facts = rows.studies[study]
-    row = rows.measured(study, claim["row"], metric)
+    names = [claim[key] for key in ("row", "above") if key in claim]
+    found = [rows.measured(study, name, metric) for name in names]
     usual = rows.usual_spread(study, metric)
-
-    def error(of: Measured) -> float | None:
-        known = [spread for spread in (of.std, usual) if spread is not None]  # of few seeds, its own may be too small
-        return max(known) / math.sqrt(of.seeds) if known else None
-
-    if "above" in claim:
-        other = rows.measured(study, claim["above"], metric)
-        text, difference = f"{row.text} against {other.text}", row.mean - other.mean - float(claim.get("by", 0))
-        errors = [error(row), error(other)]
-    else:  # a level that is to be reached
-        text, difference, errors = row.text, row.mean - float(claim["at_least"]), [error(row)]
-    if claim.get("lower_is_better"):
-        difference = -difference
+    level = found[1].mean + claim.get("by", 0) if "above" in claim else claim["at_least"]
+    difference = (found[0].mean - level) * (-1 if claim.get("lower_is_better") else 1)
+    errors = [one.error(usual) for one in found]
     known = None if None in errors else math.sqrt(sum(e**2 for e in errors if e is not None))
-    seeds = sorted({row.seeds, *([other.seeds] if "above" in claim else [])})
-    length = f"{facts['epochs']:g} epochs" if "epochs" in facts else str(facts.get("length", ""))
-    noun = "seed" if seeds == [1] else "seeds"
-    text = f"{metric} {text}; {facts['data']}, {facts['model']}, {length}, {' and '.join(map(str, seeds))} {noun}"
+    seeds = sorted({one.seeds for one in found if one.seeds})
+    length = f"{facts['epochs']:g} epochs" if "epochs" in facts else facts.get("length")
+    counted = f"{' and '.join(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}" if seeds else None
+    digits = max(one.digits for one in found)  # a last zero that is printed is lost in JSON
+    text = f"{metric} {' against '.join(one.text(digits) for one in found)}; "
+    text += ", ".join(part for part in (facts["data"], facts["model"], length, counted) if part)
     result = verdict(difference, known)
+    if rows.faulty(study, names):
+        return text, "open (settings were wrong)" if result == "open" else f"open (settings were wrong: {result})"
     if result != "open" and facts.get("epochs", math.inf) < claim.get("epochs", 0):
         return text, f"open (short runs: {result})"
     return text, result
@@ -132,17 +155,25 @@ def judged(claim: Mapping[str, Any], rows: Rows) -> tuple[str, str]:
 
 def page(claims: list[Mapping[str, Any]], rows: Rows) -> str:
     """The whole page."""
-    parts, count = [HEAD], defaultdict(int)
+    parts, count = [HEAD], Counter[str]()
     papers: dict[str, list[str]] = defaultdict(list)
     for claim in claims:
         text, result = judged(claim, rows)
-        count[result.partition(" (")[0]] += 1
+        count[text if text == "not run" else result.partition(":")[0].rstrip(")")] += 1
         where = rows.studies[claim["study"]]["page"] if "study" in claim else claim.get("page", "")
         link = f"[{where.partition('#')[0]}]({where})" if where else ""
         note = f". {claim['note']}" if "note" in claim else ""
         papers[claim["paper"]].append(f"| {claim['claim']} | {claim['stated']} | {text}{note} | {result} | {link} |")
-    total = ", ".join(f"{count[name]} {name}" for name in ("holds", "does not", "open"))
-    parts.append(f"{len(claims)} claims: {total}.\n")
+    reasons = {
+        "open (settings were wrong": "for wrong settings",
+        "open (short runs": "for short runs",
+        "open": "for lack of a clear difference",
+        "not run": "not run",
+    }
+    why = ", ".join(f"{count[key]} {words}" for key, words in reasons.items())
+    holds = f"{count['holds']} {'holds' if count['holds'] == 1 else 'hold'}"
+    fails = f"{count['does not']} {'does' if count['does not'] == 1 else 'do'} not"
+    parts.append(f"{len(claims)} claims: {holds}, {fails}, {sum(map(count.__getitem__, reasons))} are open\n({why}).\n")
     for paper, lines in papers.items():
         parts += [f"## {paper}\n", "| claim | stated | here | verdict | page |", "|---|---|---|---|---|", *lines, ""]
     return "\n".join(parts)
