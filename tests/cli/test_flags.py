@@ -53,6 +53,12 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
     "evaluate runs/a --base b --bits 4": {"runs": (A,), "base": Path("b"), "bits": 4},
     "evaluate runs/a --workers None --split None --base None --head None": {"runs": (A,)},
     "evaluate runs/a --split none --base auto": {"runs": (A,), "split": "none", "base": Path("auto")},
+    "evaluate timm:deit_small_patch16_224.fb_in1k --weights w.pth --expect --real real.json": {
+        "runs": (Path("timm:deit_small_patch16_224.fb_in1k"),),
+        "weights": "w.pth",
+        "expect": True,
+        "real": Path("real.json"),
+    },
     "evaluate -- runs/a": {"runs": (A,)},
     "evaluate '' --data ''": {"runs": (Path(),), "data": ("",)},
     "predict runs/a": {"run": A, "images": ()},

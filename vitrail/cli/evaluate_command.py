@@ -20,12 +20,17 @@ class EvaluateCommand:
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
 
+    A name in place of a run is a model with published weights, on ImageNet: timm:NAME by timm's implementation, a name
+    of the zoo (`vitrail list models`) by ours. Class folders are WordNet ids, or 0 to 999 for ImageNet-V2.
+
     Example: vitrail evaluate runs/demo --data embedded:fashion --crop_ratio 0.8 0.9 1.0
     Example: vitrail evaluate runs/demo --data embedded:fashion --protocol knn,linear,clusters,corruptions
     Example: vitrail evaluate runs/moco --data cifar100.npz --protocol episodes --way 5 --shot 1 --episodes 600
+    Example: vitrail evaluate deit_small timm:deit_small_patch16_224 --data imagenet/val --expect --real real.json
     """
 
-    runs: Annotated[tuple[Path, ...], Positional("RUN ...")]  # run folder or model folder; several with --ensemble
+    runs: Annotated[tuple[Path, ...], Positional("RUN ...")]
+    """run folder or model folder, timm:NAME or a name of the zoo; several with --ensemble, --expect or as names"""
     data: Annotated[tuple[str, ...], "URI ..."] = ()
     """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes (default:
     what the run was trained on); undivided data are divided as the run divided its own"""
@@ -55,13 +60,22 @@ class EvaluateCommand:
     base: Path | None = None
     """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
     bits: int | None = None  # of an adapter's run: round its trained parameters to so many bits, 2 to 8
+    weights: Annotated[str, "FILE|timm:NAME"] = ""  # of a model by name: weights from a file, or another checkpoint
+    expect: bool = False  # compare top-1 with the published one, by Wilson's 95 % interval of the measured one
+    real: Annotated[Path | None, "FILE"] = None  # real.json: accuracy on reassessed labels (ReaL), too
 
     def __call__(self) -> int:
         from vitrail.run.preflight import reject_missing_data
         from vitrail.run.run_data import own_data_of, own_uri
 
-        if not self.runs or (len(self.runs) > 1 and not self.ensemble):
-            return fail("name one run, or several with --ensemble (vitrail compare sets runs side by side)")
+        named = [_is_name(run) for run in self.runs]
+        compared = self.expect or self.real is not None or (all(named) and len(named) > 1)
+        if not self.runs or (len(self.runs) > 1 and not (self.ensemble or compared)):
+            return fail("name one run, or several with --ensemble or --expect (vitrail compare sets runs side by side)")
+        if problem := self._conflict(named, compared):
+            return fail(problem)
+        if compared:
+            return self._compare_published()
         data = self.data
         if not data:
             with own_data_of(self.runs[0]):
@@ -90,6 +104,50 @@ class EvaluateCommand:
         model = _load(self.runs[0], self.head)
         return self._protocols(model, names, data[0]) if self.protocol else self._subset(model, data[0])
 
+    def _conflict(self, named: Sequence[bool], compared: bool) -> str:
+        """What cannot be asked of models by name, or of a comparison with published accuracy."""
+        if self.weights and named != [True]:
+            return "--weights are of one model by name (timm:NAME or one of the zoo); a run has its own"
+        if (compared or any(named)) and not self.data:
+            return "a model with published weights has no data of its own; name some: --data imagenet/val"
+        others = self.protocol or self.classes or self.ensemble or self.control
+        if (compared or any(named)) and (others or any(v is not None for v in (self.attack, self.base, self.bits))):
+            return (
+                "models by name, --expect and --real go without --protocol, --classes, --ensemble, --control, "
+                "--attack, --base and --bits"
+            )
+        if compared and (self.crop_ratio or self.image_size or self.head):
+            return "published accuracy is of a model's own crop ratio, image size and head; leave these flags out"
+        return ""
+
+    def _model(self, run: Path) -> Any:
+        from vitrail.model.weights import published_classifier
+
+        if not _is_name(run):
+            return _load(run, self.head, base=self.base, bits=self.bits)
+        model = published_classifier(str(run), self.weights)
+        if self.head is not None:
+            model.use(self.head)
+        return model
+
+    def _compare_published(self) -> int:
+        """Accuracy of each model on each data set, next to the published one."""
+        from vitrail.model.store import model_folder
+        from vitrail.model.weights import checkpoint_of
+        from vitrail.report.tables import published_tables
+        from vitrail.run.published import compare_published, read_reassessed
+        from vitrail.run.run_data import open_for
+
+        real = None if self.real is None else read_reassessed(self.real)
+        for run in self.runs:  # rejected before images are read
+            checkpoint_of(str(run), self.weights) if _is_name(run) else model_folder(run)
+        rows = []
+        for run in self.runs:
+            model = self._model(run)
+            for opened in [open_for(model, uri) for uri in self.data]:  # all are there before the first is read
+                rows += compare_published(model, str(run), opened, real, **self._options)
+        return output(self.json, [row.to_json() for row in rows], *published_tables(rows))
+
     @property
     def _options(self) -> dict[str, Any]:
         names = ("split", "batch", "workers", "device")
@@ -104,7 +162,7 @@ class EvaluateCommand:
         from vitrail.run.attack_run import attack_table, evaluate_patch, fitting_patch
         from vitrail.run.evaluate import sweep
 
-        model = _load(self.runs[0], self.head, base=self.base, bits=self.bits)
+        model = self._model(self.runs[0])
         if self.attack is not None:
             fitting_patch(model, self.attack)  # rejected before images are read
         grid: dict[str, Any] = {"crop_ratios": self.crop_ratio, "image_sizes": self.image_size}
@@ -237,6 +295,13 @@ class PredictCommand:
             shown = f"{text}\n  {completion}" if len(texts) > 1 else completion
             output(self.json, {"prompt": text, "completion": completion}, shown)
         return 0
+
+
+def _is_name(run: Path) -> bool:
+    """Whether this is the name of a model with published weights, and no folder."""
+    from vitrail.model.zoo import ZOO
+
+    return (str(run).startswith("timm:") or str(run) in ZOO) and not run.exists()
 
 
 def _load(run: Path, head: HeadName | None, **options: Any) -> Any:

@@ -198,6 +198,16 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def reassessed_top1(guess: Sequence[int], labels: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Images whose predicted class is among their labels, and images that have any (ReaL, arXiv 2006.07159).
+
+    >>> reassessed_top1([3, 5, 7], [[3, 4], [6], []])
+    (1, 2)
+    """
+    kept = [predicted in known for predicted, known in zip(guess, labels, strict=True) if known]
+    return sum(kept), len(kept)
+
+
 def matthews(confusion: Counts) -> float:
     """Matthews correlation of a confusion matrix [true, predicted]; its generalisation (R_k) for several classes.
 

@@ -24,6 +24,7 @@ from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 
 NAMED = ("none", "timm", "hub")  # weights that are no path
+IMAGENET = 1000  # classes of ImageNet-1k
 
 
 def load_model(
@@ -213,6 +214,78 @@ def published_models() -> list[str]:
     import timm
 
     return [name for name, spec in ZOO.items() if spec.timm and timm.models.is_model_pretrained(spec.timm)]
+
+
+def checkpoint_of(name: str, weights: str = "") -> str:
+    """timm's name, tag included, of the checkpoint of a model by name; empty where only a file can have its weights.
+
+    `name` and `weights` as for `published_classifier`. Raises `ValueError` for weights that timm does not have.
+    """
+    import timm
+
+    from vitrail.model.trunks.timm_trunk import known_to_timm, unknown_name
+
+    named = next((text for text in (weights, name) if text.startswith("timm:")), "")
+    theirs = named.removeprefix("timm:") if named else ZOO[name].timm
+    if theirs is None:
+        if weights:
+            return ""
+        raise ValueError(f"no published weights for {name}; models that have them: {', '.join(published_models())}")
+    if not known_to_timm(theirs):
+        raise ValueError(unknown_name(theirs))
+    try:
+        settings = timm.get_pretrained_cfg(theirs)
+    except RuntimeError:  # an unknown tag
+        settings = None
+    if settings is None or settings.num_classes != IMAGENET:
+        tags = timm.list_pretrained(f"{theirs.partition('.')[0]}.*")
+        raise ValueError(f"timm has no weights {theirs!r} with the 1,000 classes of ImageNet; it has {', '.join(tags)}")
+    return f"{settings.architecture}.{settings.tag}".rstrip(".")
+
+
+def published_classifier(name: str, weights: str = "") -> Classifier:
+    """A model by name with its published weights, image size and preprocessing, and the classes of ImageNet-1k.
+
+    `timm:NAME` is timm's implementation, a name of the zoo ours. `weights` is another checkpoint of timm (`timm:NAME`)
+    or a file; none: the model's own. Classes are the 1,000 WordNet ids, which published weights count in sorted order.
+    Raises one sentence where weights cannot be fetched or do not fill the whole model.
+    """
+    import timm
+    from timm.data.imagenet_info import ImageNetInfo
+
+    from vitrail.model.build import create_model
+    from vitrail.model.timm_weights import load_weights
+    from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
+
+    checkpoint, classes = checkpoint_of(name, weights), ImageNetInfo("imagenet-1k").label_names()
+    tensors = None
+    if weights and not weights.startswith("timm:"):
+        if not Path(weights).is_file():
+            raise FileNotFoundError(f"no weights file at {weights}; name a .safetensors or .pth file, or timm:NAME")
+        tensors = store.read_tensors(Path(weights))
+    if tensors is not None and not checkpoint:
+        model = create_model(name, classes=classes)
+        notes = load_weights(model, tensors)
+    else:
+        try:  # timm itself renames what the authors' files call otherwise
+            overlay = {} if tensors is None else {"state_dict": tensors}
+            published = timm.create_model(checkpoint, pretrained=True, pretrained_cfg_overlay=overlay)
+        except Exception as error:
+            if tensors is None:
+                raise ValueError(no_weights(checkpoint, error, "or give a file: --weights FILE")) from None
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{weights} does not hold the weights of timm:{checkpoint} ({reason})") from None
+        preprocess, state = timm_preprocess(published), published.state_dict()
+        if name.startswith("timm:"):
+            model = create_model(f"timm:{checkpoint}", classes=classes, preprocess=preprocess)
+            state = {f"trunk.backbone.{key}": tensor for key, tensor in state.items()}
+        else:
+            model = create_model(name, classes=classes, preprocess=preprocess, image_size=preprocess.size)
+        notes = load_weights(model, state)
+    if notes:
+        raise ValueError(f"{weights or checkpoint} does not fill the whole of {name}: {'; '.join(notes[:3])}")
+    model.stated["published"] = checkpoint
+    return model.eval()
 
 
 def _published(model: Classifier, name: str) -> list[str]:

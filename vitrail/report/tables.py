@@ -157,5 +157,25 @@ def sweep_table(rows: Sequence[Any]) -> Table:
     return table
 
 
+def published_tables(rows: Sequence[Any]) -> Iterator[Table]:
+    """Measured and published accuracy of models, a table for each data set and metric."""
+    names = {"top1": "top-1", "v2": "ImageNet-V2 top-1", "real": "ReaL top-1"}
+    for title in dict.fromkeys((row.metric, row.split, row.data) for row in rows):
+        heads = ("px", "crop", "published", "measured", "diff.", "in 95 %", "images/s")
+        table = _table(f"{names[title[0]]}, {title[1]} of {title[2]}", "model", *heads)
+        table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+        for row in (row for row in rows if (row.metric, row.split, row.data) == title):
+            known = row.published is not None
+            difference = f"{100 * row.difference:+.2f}" if known else ""
+            cells = (
+                percent(row.published, 2),
+                percent(row.top1, 2),
+                difference,
+                ("no", "yes")[row.within] if known else "",
+            )
+            table.add_row(Text(row.model), f"{row.image_size}", f"{row.crop_ratio:g}", *cells, number(row.images_per_s))
+        yield table
+
+
 def _merit(row: Any, key: str) -> float:
     return row.figures.scalars()[key] * (-1 if key in NO_SHARE else 1)

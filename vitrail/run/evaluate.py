@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from vitrail.model.weights import load_model
 from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
 from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, check, near
+
+IMAGENET_V2 = frozenset(map(str, range(1000)))  # folders of ImageNet-V2 (arXiv 1902.10811) are class numbers
 
 
 def figures_of(
@@ -233,13 +236,21 @@ def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     for level in data.levels:  # trained on a coarser level of the same data
         if level.classes == model.classes:
             return choose_level(data, level.name)
+    wordnet = all(re.fullmatch(r"n\d{8}", name) for name in model.classes)
+    if wordnet and len(model.classes) == len(data.classes) and set(data.classes) == IMAGENET_V2:
+        names = sorted(model.classes)
+        data = replace(data, classes=tuple(names[int(number)] for number in data.classes))
     number = {name: i for i, name in enumerate(model.classes)}
     unknown = [name for name in data.classes if name not in number]
     if unknown:
+        remedy = (
+            "name class folders by WordNet ids as in ImageNet, some or all, or 0 to 999, all of them, as in ImageNet-V2"
+            if wordnet
+            else "evaluate its embeddings on any classes: vitrail evaluate RUN --data DATA --protocol knn,linear"
+        )
         raise ValueError(
             f"{data.uri} has classes that the model does not know: {', '.join(unknown[:5])}"
-            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; evaluate its embeddings on any classes: "
-            "vitrail evaluate RUN --data DATA --protocol knn,linear"
+            f"{', ...' if len(unknown) > 5 else ''}; it {_known(model)}; {remedy}"
         )
     positions = np.array([number[name] for name in data.classes])
     splits = {}

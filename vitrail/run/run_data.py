@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from vitrail.config import DataConfig, RunConfig
 from vitrail.data.check.scan import Bad, Digests, drop_bad, examine, leak_notes, reject_if_too_many, sampled
-from vitrail.data.dataset import DataSet, Split
-from vitrail.data.open import open_data
+from vitrail.data.dataset import UNDIVIDED, DataSet, Split, drop_unreadable
+from vitrail.data.open import open_data, open_source
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.progress import Progress
 from vitrail.model.classifier import Classifier
@@ -136,12 +136,32 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
     """Data to evaluate a model on, divided as the run that made it divided its own.
 
     Data that come divided stay so. With others the run's fractions and seed are taken whatever data these are: of its
-    own, another division would mix training and evaluation images, and of others one is as good as another.
+    own, another division would mix training and evaluation images, and of others one is as good as another. A model
+    with published weights was trained elsewhere: for it they stay whole.
     """
     if isinstance(data, DataSet):
         return data
+    if "published" in model.stated:
+        return open_whole(str(data))
     stated = model.stated.get("division", {})
     return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+
+
+def open_whole(uri: str) -> DataSet:
+    """Data of which nothing is held out: a source that is not divided is one split, val.
+
+    Raises `ValueError` where neither val nor test has labels, as with ImageNet's validation images in one flat folder.
+    """
+    data = drop_unreadable(open_source(uri))
+    if UNDIVIDED in data.splits:
+        data = replace(data, splits={"val": replace(data[UNDIVIDED], name="val")})
+    if data.unlabelled or not {"val", "test"} & data.splits.keys():
+        raise ValueError(
+            f"{uri} has no validation images in class folders; put ILSVRC2012_val_*.JPEG into folders of WordNet ids "
+            "(n01440764, ...) with valprep.sh of github.com/soumith/imagenetloader.torch, or name a CSV of the columns "
+            "path,label"
+        )
+    return data
 
 
 def learned_before(config: RunConfig, data: DataSet) -> list[str]:

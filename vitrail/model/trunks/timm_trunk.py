@@ -381,12 +381,15 @@ def build_backbone(
         raise ValueError(no_weights(config.name, error)) from None
 
 
-def no_weights(name: str, error: Exception) -> str:
+TRAINING = "give a file or a run (model.weights=PATH), or train from scratch (model.weights=none)"
+
+
+def no_weights(name: str, error: Exception, remedy: str = TRAINING) -> str:
     """One sentence for the person who is offline or asked for weights that do not exist."""
     reason = " ".join(str(error).split()).partition(". ")[0][:160]  # its first sentence; more would be advice of others
     return (
         f"the published weights of timm:{name} could not be fetched ({reason}); connect once so that they are cached, "
-        "give a file or a run (model.weights=PATH), or train from scratch (model.weights=none)"
+        f"{remedy}"
     )
 
 
