@@ -88,6 +88,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "smoke": True,
     },
     "compare s --devices": {"what": ("s",), "devices": ()},
+    "compare s --minutes 28": {"what": ("s",), "minutes": 28.0},
     "compare s --devices None": {"what": ("s",)},
     "compare a b --out o --seconds 0 --baseline none --also x y --json": {
         "what": ("a", "b"),
