@@ -309,6 +309,15 @@ pack(open_source(sys.argv[1]), Path(sys.argv[2]), 0, 2, progress, shard_bytes=in
 """
 
 
+def test_a_kill_between_the_listing_and_the_last_removal_leaves_nothing(tmp_path):
+    root = with_unreadable(tmp_path / "photos")
+    packed(root, tmp_path / "whole")
+    before = files(tmp_path / "whole")
+    (tmp_path / "whole" / "pack-unfinished.json").write_text("{}")
+    packed(root, tmp_path / "whole")
+    assert files(tmp_path / "whole") == before
+
+
 def test_after_kill_9_the_same_call_keeps_finished_shards_and_ends_as_if_never_killed(tmp_path):
     root = with_unreadable(tmp_path / "photos")
     words = [sys.executable, "-c", KILLED, str(root), str(tmp_path / "cut"), str(SMALL_SHARD)]

@@ -310,6 +310,7 @@ def _begun(out: Path, plan: dict[str, Any]) -> bool:
         _reject_other(out, asdict(pack), plan)
         try:
             open_packed(out, plan["source"])
+            (out / UNFINISHED).unlink(missing_ok=True)  # left by a kill in the last moment
             return True
         except ValueError:  # a file is missing or cut short: make that one again
             pass
