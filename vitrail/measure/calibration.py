@@ -131,7 +131,7 @@ def fit_vector_scaling(logits: Scores, target: Scores, *, ridge: float = RIDGE) 
         change.grad = gradient / len(logits)
         return total / len(logits)
 
-    torch.optim.LBFGS([change], max_iter=300, tolerance_change=1e-13, line_search_fn="strong_wolfe").step(loss)
+    torch.optim.LBFGS([change], max_iter=300, line_search_fn="strong_wolfe").step(loss)
     scale, bias = (1 + change[0]) / temperature, change[1]
     return Calibration("vector", temperature, tuple(scale.tolist()), tuple(bias.tolist()))
 
