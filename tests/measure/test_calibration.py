@@ -161,6 +161,20 @@ def test_vector_scaling_is_chosen_where_classes_differ_and_images_suffice() -> N
     assert choose_calibration(labels_logits + 2.0, torch.ones_like(labels)).kind == "temperature"  # no negatives
 
 
+def test_a_loss_that_is_lower_by_less_than_its_standard_error_is_not_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, target = drawn(400, 3)
+    skewed, outcomes = logits + torch.tensor([0.5, 0.0, 0.0]), set()
+    plain = F.cross_entropy(skewed, target, reduction="none")
+    for bias in (-1.5, -0.9, -0.7, -0.5, -0.1, 0.1):
+        vector = Calibration("vector", 1.0, (1.0, 1.0, 1.0), (bias, 0.0, 0.0))
+        monkeypatch.setattr(calibration, "fit_vector_scaling", lambda *_, vector=vector: vector)  # of every fold
+        change = F.cross_entropy(vector(skewed), target, reduction="none") - plain
+        mean, error = float(change.mean()), float(change.std()) / math.sqrt(400)
+        outcomes.add((mean < 0, mean < -error))
+        assert (choose_calibration(skewed, target) == vector) == (mean < -error)
+    assert outcomes == {(False, False), (True, False), (True, True)}
+
+
 def test_a_choice_is_the_same_again_and_lowers_the_loss_of_other_images() -> None:
     logits, target = drawn(2400, 4)
     skewed = 2 * logits + torch.tensor([1.5, 0.0, 0.0, -1.5])

@@ -88,6 +88,11 @@ def test_an_empty_set_gets_the_most_probable_class() -> None:
     ]
 
 
+def test_of_equal_probabilities_the_lower_class_comes_first() -> None:
+    rule = ConformalRule("aps", 0.5, quantile=0.1001, images=100)
+    assert rule.sets(torch.full((3, 200), 1 / 200)).int().tolist() == [[1] * 20 + [0] * 180] * 3
+
+
 def test_a_zero_penalty_is_aps_and_a_large_one_limits_the_size() -> None:
     (p, y), (new, _) = drawn(400), drawn(200, seed=1)
     plain = fit_conformal(p, y, 0.9, "aps").sets(new)
