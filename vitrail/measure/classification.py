@@ -166,17 +166,38 @@ def classification(
     >>> metrics.scalars()["top1"]
     0.5
     """
+    scores, target = checked_predictions(scores, target, probabilities=probabilities)
+    names = class_names(scores.shape[1], classes)
+    return (_multi_label if target.ndim == 2 else _single_label)(scores, target, names, probabilities)
+
+
+def checked_predictions(
+    scores: Tensor | NDArray[Any], target: Tensor | NDArray[Any], *, probabilities: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Scores [n, classes] and labels ([n], or [n, classes] of 0/1) on the CPU; raises as `classification` does."""
     scores, target = torch.as_tensor(scores).detach().cpu(), torch.as_tensor(target).detach().cpu()
     if scores.ndim != 2 or not len(scores) or not scores.shape[1]:
         raise ValueError(
             f"scores have shape {list(scores.shape)}: one row per image and one column per class are needed, "
             "with at least one of each; check that the split is not empty"
         )
-    names = class_names(scores.shape[1], classes)
-    if len(target) != len(scores):
-        raise ValueError(f"there are {len(scores)} rows of scores, but {len(target)} labels")
-    _check_scores(scores, probabilities)
-    return (_multi_label if target.ndim == 2 else _single_label)(scores, target, names, probabilities)
+    if not target.ndim or len(target) != len(scores):
+        raise ValueError(f"there are {len(scores)} rows of scores, but {len(target) if target.ndim else 1} labels")
+    check_scores(scores, probabilities)
+    if target.ndim == 2:
+        if target.shape != scores.shape or not ((target == 0) | (target == 1)).all():
+            raise ValueError(
+                f"multi-label targets have shape {list(target.shape)}: 0 or 1 for each of the "
+                f"{scores.shape[0]} images and {scores.shape[1]} classes are needed"
+            )
+        return scores, target
+    if target.ndim != 1 or target.is_floating_point():
+        raise ValueError(
+            f"labels are {target.dtype} of shape {list(target.shape)}: class numbers [images], "
+            "or 0/1 [images, classes] are needed"
+        )
+    _check_labels(target, scores.shape[1])
+    return scores, target
 
 
 def class_names(count: int, classes: Sequence[str] | None) -> tuple[str, ...]:
@@ -302,11 +323,18 @@ def _image_metrics(rows: Tensor, label: Tensor, probabilities: bool) -> ImageMet
     return ImageMetrics(before.sum(1), best[:, 0], chosen, -logs.gather(1, label)[:, 0])
 
 
-def _check_scores(scores: Tensor, probabilities: bool) -> None:
+def check_scores(scores: Tensor, probabilities: bool = False) -> None:
+    """Raises `ValueError` where scores [images, classes] are broken, or no probabilities."""
     # Minus infinity is the logit of an impossible class; plus infinity and NaN come from a broken model.
     _reject_broken(scores.isnan().any(1) | (scores == math.inf).any(1) | (scores == -math.inf).all(1))
     if probabilities and ((scores < 0) | (scores > 1 + 1e-6)).any():
         raise ValueError("probabilities must lie between 0 and 1; leave `probabilities` off to pass logits")
+
+
+def _check_labels(target: Tensor, classes: int) -> None:
+    outside = target[(target < 0) | (target >= classes)]
+    if len(outside):
+        raise ValueError(f"label {int(outside[0])} is outside the {classes} classes (0 to {classes - 1})")
 
 
 def _reject_broken(bad: Tensor) -> None:
@@ -319,20 +347,13 @@ def _reject_broken(bad: Tensor) -> None:
 
 
 def _single_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabilities: bool) -> SingleLabelFigures:
-    if target.ndim != 1 or target.is_floating_point():
-        raise ValueError(
-            f"labels are {target.dtype} of shape {list(target.shape)}: class numbers [images], "
-            "or 0/1 [images, classes] are needed"
-        )
     return single_label_metrics(image_metrics(scores, target, probabilities=probabilities), target, names)
 
 
 def single_label_metrics(images: ImageMetrics, target: Tensor, names: Sequence[str]) -> SingleLabelFigures:
     """Metrics of all images from those of each. Raises `ValueError` for labels outside the classes, broken scores."""
     classes, count = len(names), len(target)
-    outside = target[(target < 0) | (target >= classes)]
-    if len(outside):
-        raise ValueError(f"label {int(outside[0])} is outside the {classes} classes (0 to {classes - 1})")
+    _check_labels(target, classes)
     _reject_broken(images.confidence.isnan())
     ranks, guesses, confidence, labels = (t.numpy() for t in (*images[:3], target.long()))
     pairs, number = np.unique(labels * classes + guesses, return_counts=True)
@@ -358,11 +379,6 @@ def single_label_metrics(images: ImageMetrics, target: Tensor, names: Sequence[s
 
 
 def _multi_label(scores: Tensor, target: Tensor, names: tuple[str, ...], probabilities: bool) -> MultiLabelFigures:
-    if target.shape != scores.shape or not ((target == 0) | (target == 1)).all():
-        raise ValueError(
-            f"multi-label targets have shape {list(target.shape)}: 0 or 1 for each of the "
-            f"{scores.shape[0]} images and {scores.shape[1]} classes are needed"
-        )
     rows, wanted = scores.double(), target.double()
     loss = F.binary_cross_entropy(rows, wanted) if probabilities else F.binary_cross_entropy_with_logits(rows, wanted)
     predicted, positive = (rows > (0.5 if probabilities else 0.0)).numpy(), wanted.bool().numpy()
