@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
-from vitrail.data.sources.npz import DAMAGED
 from vitrail.files import LaterVersion, checksum, parse_json, reject_later
 from vitrail.schema import build
 
@@ -278,7 +278,7 @@ def _array(folder: Path, split: PackedSplit, what: str, mapped: bool = False) ->
     path = folder / f"{split.name}-{what}.npy"
     try:
         return np.asarray(np.load(path, mmap_mode="r" if mapped and split.images else None, allow_pickle=False))
-    except (*DAMAGED, OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # of its header
         raise ValueError(f"{path} is no plain array ({' '.join(str(error).split())}); pack again") from None
 
 
