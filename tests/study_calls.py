@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from processes import run_script
@@ -16,6 +19,17 @@ def call(script: Path, *words: str) -> str:
     done = run_script(script, *words, environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert done.code == 0, done.err
     return done.out
+
+
+def script_module(path: Path, name: str = "") -> ModuleType:
+    """A script as a module."""
+    specification = importlib.util.spec_from_file_location(name or path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from study_calls import script_module
 
 TOOL = Path(__file__).parents[1] / "tools" / "chaos.py"
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
@@ -21,13 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are inje
 
 @pytest.fixture(scope="module")
 def chaos() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chaos", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script_module(TOOL)
 
 
 def test_a_result_that_differs_and_a_file_that_stays_are_failures(chaos: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from study_calls import script_module
 
 ROOT = Path(__file__).parents[1]
 STUDY = {"study": "s", "data": "D", "model": "M", "epochs": 100, "page": "training.md"}
@@ -19,13 +19,7 @@ STUDY = {"study": "s", "data": "D", "model": "M", "epochs": 100, "page": "traini
 
 @pytest.fixture(scope="module")
 def claims() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("claims", ROOT / "tools" / "claims.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["claims"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script_module(ROOT / "tools" / "claims.py")
 
 
 def slug(head: str) -> str:

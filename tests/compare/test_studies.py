@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_script
-from study_calls import STUDIES, call
+from study_calls import STUDIES, call, script_module
 from torch import Tensor
 
 IMAGES = 1024  # of the quick test draw
@@ -70,13 +69,9 @@ def test_class_token_and_words_together_give_both_bits(heads: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def draw() -> Callable[[str, int, int, int], tuple[Tensor, Tensor]]:
     """How the study of heads draws its tokens."""
-    spec = importlib.util.spec_from_file_location("study_of_heads", STUDIES / "heads.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    drawn: Callable[[str, int, int, int], tuple[Tensor, Tensor]] = module.draw
+    drawn: Callable[[str, int, int, int], tuple[Tensor, Tensor]] = script_module(
+        STUDIES / "heads.py", "study_of_heads"
+    ).draw
     return drawn
 
 
@@ -125,11 +120,7 @@ def test_every_study_file_makes_sense(path: Path) -> None:
 
 def test_features_that_keep_images_apart_can_be_cut_anywhere() -> None:
     """One-hot features separate any labels; equal ones separate only what is counted more often."""
-    specification = importlib.util.spec_from_file_location("features", STUDIES / "features.py")
-    assert specification is not None
-    assert specification.loader is not None
-    features = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(features)
+    features = script_module(STUDIES / "features.py")
     coarse = torch.arange(40) % 4
     apart, known = features.separability(torch.eye(40), coarse, cuts=2)
     assert apart == known == [1.0, 1.0]
@@ -195,13 +186,7 @@ def test_runs_of_a_study_are_looked_at_from_outside(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def runner() -> Any:
     """studies/all.py as a module."""
-    specification = importlib.util.spec_from_file_location("all_studies", STUDIES / "all.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+    return script_module(STUDIES / "all.py", "all_studies")
 
 
 def writes(name: str, before: str = "", after: str = "") -> tuple[str, ...]:
