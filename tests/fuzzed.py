@@ -473,6 +473,10 @@ def use_arguments(folder: Path, line: str, changes: list[tuple[float, str, str]]
         words += ["--rounds", "1", "--seconds", "0.01", "--batch", "2"]  # it measures for as long as it is told
     if name == "train" and not {"--optim.steps", "1"} <= set(words):  # however long a run may be, this one is short
         words += ["--optim.steps", "1"]
+    if name == "app":  # a page that is shown until Ctrl-C is no hang
+        from vitrail.app.server import AppServer
+
+        AppServer.serve_forever = lambda *_: None  # type: ignore[method-assign]
     code = command([name, *(word.replace("ROOT", str(prepared())) for word in words)])
     assert code in (0, 1, 2)
     return code == 0
