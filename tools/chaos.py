@@ -275,6 +275,12 @@ def recovered(place: Place) -> None:
     compare(place)
 
 
+def outcome(place: Place, code: int) -> str:
+    """Give a command again that ended with this code; how it came through."""
+    recovered(place)
+    return "finished" if code == 0 else "continued"
+
+
 def compare(place: Place) -> None:
     """`Failed` where the result is not that of the undisturbed command, or temporary files stayed."""
     result = place.command.result(place.out)
@@ -338,8 +344,7 @@ def stop_signal(place: Place) -> str:
     place.wait_some()
     child.signal(number)
     code = ended(child, (*SENTENCE, -number))
-    recovered(place)
-    return "finished" if code == 0 else "continued"
+    return outcome(place, code)
 
 
 @fault("pause", "SIGSTOP, a second later SIGCONT")
@@ -359,8 +364,7 @@ def full_disk(place: Place) -> str:
     with Disk(place.folder, int(place.size * place.rng.uniform(0.05, 1.0))) as disk:
         code = ended(place.start(), place.command.codes)
         disk.remount(f"size={4 * place.size + 2**24}")
-        recovered(place)
-    return "finished" if code == 0 else "continued"
+        return outcome(place, code)
 
 
 @fault("read-only disk", "a mounted disk that becomes read-only at a random moment, and writable again")
@@ -374,8 +378,7 @@ def read_only(place: Place) -> str:
             time.sleep(0.002)
         code = ended(child, place.command.codes)
         disk.remount("rw")
-        recovered(place)
-    return "finished" if code == 0 else "continued"
+        return outcome(place, code)
 
 
 @fault("file size limit", "a limit on the size of files (RLIMIT_FSIZE) below the largest one")
@@ -383,8 +386,7 @@ def file_size(place: Place) -> str:
     limit = int(place.size * place.rng.uniform(0.02, 0.6))
     child = place.start(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     code = ended(child, place.command.codes)
-    recovered(place)
-    return "finished" if code == 0 else "continued"
+    return outcome(place, code)
 
 
 @fault("few file handles", "at most 4 to 40 open files (RLIMIT_NOFILE)")
@@ -392,8 +394,7 @@ def few_handles(place: Place) -> str:
     limit = place.rng.randint(4, 40)
     child = place.start(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)))
     code = ended(child, (0, 1, 2))
-    recovered(place)
-    return "finished" if code == 0 else "continued"
+    return outcome(place, code)
 
 
 @fault("little memory", "address space of 4 to 200 MB above that of the idle process (RLIMIT_AS)")
@@ -405,8 +406,7 @@ def little_memory(place: Place) -> str:
         resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
 
     code = ended(place.start(before), (0, 1, 2))
-    recovered(place)
-    return "finished" if code == 0 else "continued"
+    return outcome(place, code)
 
 
 @fault("clock jumps", "the time of day jumps by up to ten years, back and forth, at every hundredth question")
@@ -437,8 +437,7 @@ def reader_gone(place: Place) -> str:
     os.read(read, place.rng.choice((1, 50, 500)))
     os.close(read)
     code = ended(child, SENTENCE)
-    recovered(place)
-    return "finished" if code == 0 else "continued"
+    return outcome(place, code)
 
 
 @fault("damaged checkpoint", "killed, then a bit of the newest checkpoint flipped, or the file cut")
