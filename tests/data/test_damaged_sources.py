@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +177,61 @@ def test_an_array_of_packed_data_with_a_damaged_header_is_a_sentence(tmp_path: P
 def test_a_check_of_a_folder_with_a_pipe_ends(odd: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     command(["check", str(odd["pipe"].parents[1]), "--json"])
     assert "a pipe, not a file" in json.dumps(json.loads(capsys.readouterr().out))
+
+
+@contextmanager
+def no_handles() -> Iterator[None]:
+    """No file can be opened inside: the process has all it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open() as highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest.fileno(), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def as_tar(_: Path, out: Path) -> Path:
+    write_tar(out / "photos.tar")
+    return out / "photos.tar"
+
+
+def as_parquet(photos: Path, out: Path) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in sorted(photos.glob("*/*.jpg"))]
+    table = pyarrow.table({"image": images, "label": [number % 2 for number in range(len(images))]})
+    parquet.write_table(table, out / "photos.parquet")
+    return out / "photos.parquet"
+
+
+@pytest.mark.parametrize("form", [lambda photos, _: photos, as_tar, as_parquet])
+def test_a_lack_of_file_handles_is_no_fault_of_an_image_and_not_remembered(
+    form: Callable[[Path, Path], Path], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = open_data(str(form(photos, tmp_path)))
+    with no_handles(), pytest.raises(OSError, match="too many open files; close other programs"):
+        next(iter(data.splits.values())).read(0)
+    with no_handles(), pytest.raises(OSError, match="too many open files"):
+        scan(data, workers=1)
+    assert scan(data, workers=1) == []
+
+
+def test_too_little_memory_for_an_image_is_not_remembered(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = open_data(str(photos))
+    out = tmp_path / "packed"
+
+    def short_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vitrail.data.decode.to_rgb", short_of_memory)
+        assert {reason for _, reason in scan(data)} == {"needs more memory than there is"}
+        with pytest.raises(OSError, match="too little memory to decode"):
+            pack(data, out)
+    assert scan(data) == []
+    assert pack(data, out).skipped == ()

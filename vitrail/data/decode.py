@@ -6,6 +6,7 @@ when their pixels are asked for.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -23,7 +24,9 @@ from vitrail.data.dataset import BadImage
 from vitrail.files import odd_kind
 
 MAX_PIXELS = 100_000_000
+NO_MEMORY = "needs more memory than there is"  # true of this process, perhaps not of the next
 _LARGE = 2**26  # bytes
+_OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _ORIENTATION = 0x0112  # EXIF tag
 _UPRIGHT = {
@@ -54,6 +57,7 @@ def decode(
     `at_least` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, as long as both sides stay at least that long. It
     saves most of the time for large photographs. It changes pixels slightly: the reduction is a mean over blocks in the
     frequency domain rather than the resampling filter that would follow. `digest` is updated with all bytes of a file.
+    Raises `OSError` where the machine has no file handle or memory left, whatever the file holds.
     """
     try:
         with _QUIET:
@@ -61,7 +65,15 @@ def decode(
     except BadImage:
         raise
     except Exception as error:  # damaged files make Pillow raise nearly every exception type there is
+        raise_if_of_the_machine(error, key)
         raise BadImage(key, _reason(error)) from None
+
+
+def raise_if_of_the_machine(error: Exception, key: object) -> None:
+    """Raises where a file was not read because the process has no file handle or memory left."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        what = f"cannot read {key}: {os.strerror(error.errno).lower()}"
+        raise OSError(f"{what}; close other programs, raise `ulimit -n` or use fewer workers") from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -172,7 +184,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, EOFError) or re.search(r"truncat|incomplete|end of file", text, re.IGNORECASE):
         return "truncated"
     if isinstance(error, MemoryError):
-        return "needs more memory than there is"
+        return NO_MEMORY
     return f"damaged ({text[:80] or type(error).__name__})"
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import BadImage, DataSet, Split
+from vitrail.data.decode import NO_MEMORY
 from vitrail.data.preprocess import shorter_side
 from vitrail.data.sources.folder import FileReader
 from vitrail.data.sources.packed import (
@@ -100,6 +101,8 @@ def _decode(split: Split, row: int, size: int) -> Decoded:
     try:
         whole = split.read(row)
     except BadImage as bad:
+        if bad.reason == NO_MEMORY:
+            raise OSError(f"too little memory to decode {bad.key}; free some, or remove that image") from None
         return Decoded(0, 0, b"", box, bad.reason)
     image = shrunk(whole, size)
     if box is not None:

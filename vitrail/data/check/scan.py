@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
-from vitrail.data.decode import MAX_PIXELS, decode
+from vitrail.data.decode import MAX_PIXELS, NO_MEMORY, decode
 from vitrail.data.sources.folder import FileReader
 from vitrail.files import parse_json
 
@@ -156,7 +156,7 @@ def _facts(
             facts[str(path)] = (size, changed, *result)
     finally:
         if len(facts) > known:
-            _remember(cache, {**seen, **facts})
+            _remember(cache, {p: fact for p, fact in (seen | facts).items() if fact[2] != NO_MEMORY})
     return facts
 
 

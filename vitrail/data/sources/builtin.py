@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split
-from vitrail.data.decode import to_rgb
+from vitrail.data.decode import raise_if_of_the_machine, to_rgb
 from vitrail.data.sources.folder import FileReader
 from vitrail.schema import near
 
@@ -103,6 +103,7 @@ class TorchvisionReader:
         try:
             return to_rgb(self._made[which][index - self.starts[which]][0])
         except Exception as error:  # each data set decodes in its own way
+            raise_if_of_the_machine(error, f"image {index}")
             raise BadImage(str(index), f"torchvision cannot read it ({' '.join(str(error).split())[:80]})") from None
 
 

@@ -32,6 +32,7 @@ from vitrail.data.dataset import (
     stacked,
     with_finest,
 )
+from vitrail.data.decode import raise_if_of_the_machine
 from vitrail.data.sources.folder import FileReader, natural, some
 from vitrail.files import file_size
 from vitrail.quantities import shorten
@@ -124,6 +125,7 @@ def reading_parquet(name: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        raise_if_of_the_machine(error, name)
         reason = shorten(" ".join(str(error).split()), 160) or type(error).__name__
         raise ValueError(f"{name} cannot be read as Parquet: {reason}; write or fetch it again") from None
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split, split_called, split_rows
-from vitrail.data.decode import decode
+from vitrail.data.decode import decode, raise_if_of_the_machine
 from vitrail.data.sources.folder import SUFFIXES, natural
 from vitrail.data.sources.table import labels_of, reject_unseen, repeated
 from vitrail.files import parse_json
@@ -53,6 +53,7 @@ class TarReader:
                 stream.seek(int(self.start[index]))
                 return stream.read(int(self.size[index]))
         except OSError as error:
+            raise_if_of_the_machine(error, self.keys[index])
             raise BadImage(self.keys[index], f"its file cannot be read ({error.strerror})") from None
 
     def __call__(self, index: int) -> Image.Image:
