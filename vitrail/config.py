@@ -64,6 +64,8 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluators: tuple[str, ...] = ("classification",)
     """What is measured on val while training and on test at the end."""
+    calibrate: bool = True
+    """Fit at the end, on val: calibrated probabilities, prediction sets, and a score of images of no class."""
 
 
 def from_mapping(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:

@@ -59,6 +59,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "expect": True,
         "real": Path("real.json"),
     },
+    "evaluate runs/a --calibrate --outliers others/": {"runs": (A,), "calibrate": True, "outliers": "others/"},
     "evaluate -- runs/a": {"runs": (A,)},
     "evaluate '' --data ''": {"runs": (Path(),), "data": ("",)},
     "predict runs/a": {"run": A, "images": ()},
@@ -79,6 +80,16 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
     "predict runs/a 'They drank it.' '- said she' -5 -": {
         "run": A,
         "images": (Path("They drank it."), Path("- said she"), Path("-5"), Path("-")),
+    },
+    "predict runs/a x --coverage 0.9 --sets raps --keep 0.95 --neighbours 3 --index photos --csv p.csv": {
+        "run": A,
+        "images": (Path("x"),),
+        "coverage": 0.9,
+        "sets": "raps",
+        "keep": 0.95,
+        "neighbours": 3,
+        "index": "photos",
+        "csv": Path("p.csv"),
     },
     "predict runs/a -- --odd.jpg -x.jpg -h": {"run": A, "images": (Path("--odd.jpg"), Path("-x.jpg"), Path("-h"))},
     "compare study.yaml --jobs 2 --devices 0 1 --smoke": {

@@ -13,8 +13,8 @@ from scipy.stats import betabinom
 from torch import Tensor
 
 from vitrail.data.counter import seed_of, uniform
-from vitrail.measure import conformal
-from vitrail.measure.conformal import ConformalRule, coverage_interval, fit_conformal, set_metrics
+from vitrail.measure import calibration as conformal
+from vitrail.measure.calibration import ConformalRule, coverage_interval, fit_conformal, set_metrics
 
 VARIANTS = [("lac", None), ("aps", None), ("aps", 3), ("raps", None), ("raps", 3)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vitrail.console import fail, output
+from vitrail.files import reject_unwritable, write_text
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.schema import Positional, Unprefixed
 
@@ -52,6 +53,8 @@ class EvaluateCommand:
     members, classification, long_tail, long_tail_thirds"""
     classes: Annotated[tuple[str, ...], "CLASS ..."] = ()
     """only these can be predicted, and images of others are left out; episodes are drawn from these"""
+    calibrate: bool = False  # fit probabilities, prediction sets and rejection again on val, and store them
+    outliers: Annotated[str, "URI"] = ""  # with --calibrate: images of no class (default: made of val images)
     ensemble: bool = False  # average the probabilities of several runs, and report the gain over the best of them
     control: Annotated[tuple[Path, ...], "RUN ..."] = ()
     """as many runs that differ in their seed only: the gain of any ensemble"""
@@ -81,6 +84,8 @@ class EvaluateCommand:
             with own_data_of(self.runs[0]):
                 data = (own_uri(self.runs[0]),)
                 reject_missing_data(data[0])
+        if self.calibrate or self.outliers:
+            return self._calibrate(data)
         several = len(data) > 1 or self.crop_ratio or self.image_size
         if not (self.protocol or self.classes or self.ensemble or self.control):
             if self.attack is not None and several:
@@ -92,8 +97,6 @@ class EvaluateCommand:
                 "image size, without --attack, --base and --bits"
             )
         names = [name for joined in self.protocol for name in joined.split(",") if name]
-        if self.control and not self.ensemble:
-            return fail("--control is what an ensemble is compared with; add --ensemble")
         if names and (self.ensemble or (self.classes and names != ["episodes"])):
             return fail(
                 "--protocol evaluates one run with all of its classes; leave out --classes (episodes alone take it) "
@@ -104,17 +107,28 @@ class EvaluateCommand:
         model = _load(self.runs[0], self.head)
         return self._protocols(model, names, data[0]) if self.protocol else self._subset(model, data[0])
 
+    def _calibrate(self, data: Sequence[str]) -> int:
+        from vitrail.report.tables import trust_table
+        from vitrail.run.evaluate import calibrate
+
+        if len(data) > 1 or len(self.runs) > 1:
+            return fail("--calibrate takes one run and one data set, with the run's classes")
+        facts = calibrate(self.runs[0], data[0], outliers=self.outliers, batch=self.batch, device=self.device)
+        return output(self.json, {"run": str(self.runs[0]), "data": data[0], **facts}, *trust_table(facts))
+
     def _conflict(self, named: Sequence[bool], compared: bool) -> str:
         """What cannot be asked of models by name, or of a comparison with published accuracy."""
         if self.weights and named != [True]:
             return "--weights are of one model by name (timm:NAME or one of the zoo); a run has its own"
         if (compared or any(named)) and not self.data:
             return "a model with published weights has no data of its own; name some: --data imagenet/val"
-        others = self.protocol or self.classes or self.ensemble or self.control
+        if self.control and not self.ensemble:
+            return "--control is what an ensemble is compared with; add --ensemble"
+        others = self.protocol or self.classes or self.ensemble or self.control or self.calibrate or self.outliers
         if (compared or any(named)) and (others or any(v is not None for v in (self.attack, self.base, self.bits))):
             return (
                 "models by name, --expect and --real go without --protocol, --classes, --ensemble, --control, "
-                "--attack, --base and --bits"
+                "--calibrate, --attack, --base and --bits"
             )
         if compared and (self.crop_ratio or self.image_size or self.head):
             return "published accuracy is of a model's own crop ratio, image size and head; leave these flags out"
@@ -237,7 +251,12 @@ class PredictCommand:
     """Predictions of a trained model for images; folders are searched for images. A text model takes sentences, a
     language model prompts, which it completes.
 
+    Probabilities are calibrated where the run had val images to do it on, and so are sets of classes (--coverage) and
+    the limit below which an image is none of them (--keep).
+
     Example: vitrail predict runs/demo cat.jpg photos/ --json
+    Example: vitrail predict runs/demo photos/ --coverage 0.95 --keep 0.95 --csv predictions.csv
+    Example: vitrail predict runs/demo query.jpg --neighbours 10 --index photos/
     Example: vitrail predict runs/cola "They drank the pub dry."
     """
 
@@ -246,6 +265,12 @@ class PredictCommand:
     """image files or folders; or sentences, the two of a pair with a tab between them, as are an instruction and its
     input"""
     top: int = 3  # how many classes to name
+    coverage: float | None = None  # a set of classes that holds the right one with this probability
+    sets: Literal["lac", "aps", "raps"] = "lac"  # kind of set: the smallest, or larger ones for difficult images
+    keep: float | None = None  # call images unknown that score below this share of images of known classes
+    neighbours: int = 0  # show so many of the most similar images of --index
+    index: Annotated[str, "URI"] = ""  # images to search (default: what the run was trained on)
+    csv: Path | None = None  # write a table: path, label, probability, set, unknown
     device: str = "auto"  # auto, cpu, cuda
     json: bool = False  # print one JSON object per line
     head: HeadName | None = None  # which classifier of a distilled model predicts (default: both, fused)
@@ -263,18 +288,38 @@ class PredictCommand:
         paths = [file for path in self.images for file in (image_files(path) if path.is_dir() else [path])]
         if not paths:
             return fail(f"no images in {', '.join(map(str, self.images))}")
+        if self.top < 1 or self.neighbours < 0:
+            return fail("--top is at least 1, and --neighbours at least 0")
+        if self.csv is not None:
+            reject_unwritable(self.csv, "name another --csv", file=True)
         model = _load(self.run, self.head, device=choose_device(self.device), base=self.base)
-        unreadable = 0
-        for start in range(0, len(paths), 256):
-            chunk = paths[start : start + 256]
-            for path, prediction in zip(chunk, model.predict(chunk, top=self.top, errors="return"), strict=True):
-                unreadable += prediction.error is not None
-                text = "" if prediction.error is None else f"cannot be read: {prediction.error}"
-                self._print({"path": str(path)}, prediction, text)
-        return 1 if unreadable else 0
+        return self._answers(model, paths)
 
-    def _print(self, of: dict[str, str], prediction: Any, text: str = "") -> None:
-        text = text or "  ".join(f"{label} {p:.1%}" for label, p in prediction.top)
+    def _answers(self, model: Any, paths: Sequence[Path]) -> int:
+        from vitrail.measure.trust import Trust
+        from vitrail.model.store import model_folder
+        from vitrail.run.predict import csv_table, image_index, predict
+        from vitrail.run.run_data import own_uri
+
+        trust = index = None
+        if self.coverage is not None or self.keep is not None:
+            if self.head not in (None, "both"):
+                return fail("--coverage and --keep were fitted for both classifiers fused; leave out --head")
+            trust = Trust.read(model_folder(self.run))
+        if self.neighbours or self.index:
+            index = image_index(model, self.run, self.index or own_uri(self.run), quiet=self.json)
+        asked: dict[str, Any] = {"coverage": self.coverage, "sets": self.sets, "keep": self.keep, "index": index}
+        asked["neighbours"] = self.neighbours or 10
+        answers = []
+        for answer in predict(model, paths, top=self.top, trust=trust, **asked):
+            output(self.json, answer.to_json(), f"{answer.path}  {answer.text()}")
+            answers.append(answer)
+        if self.csv is not None:
+            write_text(self.csv, csv_table(answers))
+        return 1 if any(answer.prediction.error for answer in answers) else 0
+
+    def _print(self, of: dict[str, str], prediction: Any) -> None:
+        text = "  ".join(f"{label} {p:.1%}" for label, p in prediction.top)
         output(self.json, {**of, **prediction.to_json()}, f"{next(iter(of.values()))}  {text}")
 
     def _texts(self, texts: list[str]) -> int:

@@ -53,9 +53,11 @@ MOST_SEEDS = 10_000
 KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate")
 SHARED = "run-"  # how folders of shared runs begin
 REFERENCE = re.compile(rf"{RUN_OF}([\w.+=-]+?)(?::(\d+))?")  # to the run of another variant
-# Settings of the machine, which do not change the result of a run.
+# Settings of the machine, which do not change the result of a run; and calibration, which no run of a study has: their
+# metrics are those of what was trained.
 MACHINE = (
     ("out",),
+    ("calibrate",),
     ("data", "workers"),
     *(("engine", name) for name in ("device", "keep", "checkpoint_every", "track")),
 )
@@ -169,7 +171,7 @@ def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -
         if (name, seed) not in runs:
             config = configs[name]
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
-            config = replace(config, seed=seed, out=None, optim=optim)
+            config = replace(config, seed=seed, out=None, optim=optim, calibrate=False)
             needs = {text: planned(of, seed if at is None else at).path for text, of, at in _references(config)}
             if needs:
                 config = build(RunConfig, _replaced(plain(config), {text: str(path) for text, path in needs.items()}))

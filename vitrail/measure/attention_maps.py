@@ -427,7 +427,7 @@ def policy_kind(policy: Any) -> str:
 
 def sima_layer(model: Classifier) -> int | None:
     """The last layer with SimA that shows its q and k; none where there is no such."""
-    if not isinstance(model.trunk, Trunk) or model.trunk.prompts is not None:
+    if not isinstance(model.trunk, Trunk) or model.trunk.prompts is not None or model.trunk.config.mixer.kind != "sima":
         return None
     from vitrail.model.mixers.linear_attention import SimaMixer
 

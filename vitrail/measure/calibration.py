@@ -1,15 +1,28 @@
-"""Calibration of probabilities on held-out images: temperature scaling, vector scaling, and calibration metrics.
+"""Calibration of probabilities on held-out images, calibration metrics, and prediction sets.
 
 Logits are [images, classes]; labels are class numbers [images] (softmax), or 0/1 [images, classes] (multi-label, a
 sigmoid per label). Computed in float64 on the CPU, some images at a time. A label whose logit is minus infinity has an
 infinite loss whatever is fitted: fits leave it out, metrics do not.
+
+Prediction sets are split conformal: sets of classes that hold the label of a new image with a stated probability.
+A rule is fitted on held-out images that are exchangeable with those to come. With n of them, the threshold is the
+ceil((n + 1) * coverage)-th smallest score of their labels, and a set has all classes whose score is at most that: the
+label is among them with at least this probability, averaged over images, whatever the model. Scores of a class, from
+probabilities [images, classes]:
+
+- `lac`: one minus its probability; the smallest sets (Sadinle, Lei and Wasserman, 2019, arXiv 1609.00451).
+- `aps`: the probability of all classes before it, by falling probability, and its own; with a seed its own counts by a
+  random share, which makes coverage exact (Romano, Sesia and Candès, 2020, arXiv 2006.02544).
+- `raps`: the same plus `lam` for every rank beyond `k_reg` (Angelopoulos et al., 2021, arXiv 2009.14193).
+
+Of equal probabilities the lower class number comes first. A set that would be empty gets the most probable class.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,59 +37,19 @@ from vitrail.measure.classification import (
     CALIBRATION_BINS,
     SCORES_AT_ONCE,
     Floats,
+    check_scores,
     checked_predictions,
     class_names,
     image_metrics,
     single_label_metrics,
 )
+from vitrail.model.classifier import Calibration
 
 LOWEST, HIGHEST = 0.01, 100.0  # temperature: without a limit it is 0 where every image is classified correctly
 RIDGE = 1.0
 FOLDS, FEWEST = 5, 50  # of cross-validation; images of every class that vector scaling needs
-KINDS = ("identity", "temperature", "vector")
+MOST_SCORES = 2**24  # logits for which vector scaling is tried: it takes some hundred passes over them
 Scores = Tensor | NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Logits to calibrated logits, in float32 at least: divided by a temperature, or by class times scale plus bias.
-    Minus infinity stays so."""
-
-    kind: str = "identity"
-    temperature: float = 1.0  # of vector scaling: the one it is regularised towards
-    scale: tuple[float, ...] = ()  # [classes] of vector scaling
-    bias: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"{self.kind!r} is no kind of calibration; there are {', '.join(KINDS)}")
-        if not (self.temperature > 0 and all(map(math.isfinite, (self.temperature, *self.scale, *self.bias)))):
-            raise ValueError("temperature, scale and bias of a calibration must be finite, the temperature above 0")
-        if len(self.scale) != len(self.bias) or (self.kind == "vector") != bool(self.scale):
-            raise ValueError("vector scaling, and no other calibration, has a scale and a bias of every class")
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.kind == "identity":
-            return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.kind == "temperature":
-            return wide / self.temperature
-        if wide.shape[-1] != len(self.scale):
-            raise ValueError(f"logits of {wide.shape[-1]} classes, but the calibration is of {len(self.scale)} classes")
-        scale, bias = wide.new_tensor(self.scale), wide.new_tensor(self.bias)
-        return torch.where(wide == -math.inf, wide, wide * scale + bias)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "scale": list(self.scale), "bias": list(self.bias)}
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Calibration:
-        """The calibration that `to_json` wrote. Raises `ValueError`, one sentence, where it is damaged."""
-        try:
-            vectors = (tuple(map(float, stored[name])) for name in ("scale", "bias"))
-            return cls(stored["kind"], float(stored["temperature"]), *vectors)
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"this is no stored calibration ({error}); fit it again") from None
 
 
 def fit_temperature(logits: Scores, target: Scores) -> float:
@@ -140,13 +113,14 @@ def choose_calibration(logits: Scores, target: Scores, seed: int = 0) -> Calibra
     """A temperature; vector scaling where its log loss in cross-validation is lower by more than one standard error.
 
     The error is that of the mean over images of the paired difference; folds are stratified and drawn by `seed`. Vector
-    scaling needs `FEWEST` images of every class (multi-label: with and without it).
+    scaling needs `FEWEST` images of every class (multi-label: with and without it), and at most `MOST_SCORES` logits.
     """
     logits, target = _usable(logits, target)
     (images, classes), several = logits.shape, target.ndim == 2
     temperature = Calibration("temperature", fit_temperature(logits, target))
     support = target.sum(0) if several else torch.bincount(target, minlength=classes)
-    if int((torch.minimum(support, images - support) if several else support).min()) < FEWEST:
+    fewest = int((torch.minimum(support, images - support) if several else support).min())
+    if fewest < FEWEST or logits.numel() > MOST_SCORES:
         return temperature
     draws = uniform(seed_of("folds", seed), np.arange(images))
     order = np.lexsort((draws, np.zeros(images) if several else target.numpy()))
@@ -194,6 +168,18 @@ def calibration_metrics(scores: Scores, target: Scores, *, probabilities: bool =
         adaptive = _adaptive_error(each.confidence.numpy(), (each.guess == target).double().numpy())
         brier, ece, loss = squares / images, metrics.ece, metrics.loss
     return {"loss": loss, "brier": brier, "ece": ece, "adaptive_ece": adaptive, "classwise_ece": classwise}
+
+
+def chance_ece(confidence: Scores) -> float:
+    """The ECE that one in forty would exceed by chance alone if these confidences [images] were calibrated.
+
+    Right answers of a bin are then a sum of independent draws, taken as normal.
+    """
+    values = torch.as_tensor(confidence).double().numpy()
+    bins = np.searchsorted(np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1], values, side="left")
+    spread = np.sqrt(np.bincount(bins, values * (1 - values), CALIBRATION_BINS).clip(0))
+    draws = np.abs(np.random.default_rng(0).standard_normal((10_000, CALIBRATION_BINS))) @ spread / len(values)
+    return float(np.quantile(draws, 0.975))
 
 
 def _adaptive_error(confidence: Floats, right: Floats) -> float:
@@ -247,3 +233,201 @@ def _slope(logits: Tensor, target: Tensor, at: float) -> tuple[float, float]:
             first -= float(centred.gather(1, labels[:, None]).sum())
             second += float((chance * centred.square()).sum())
     return first, second * sharpness
+
+
+METHODS = ("lac", "aps", "raps")
+SIZES = (1, 3, 6, 10, 100)  # largest sets of the strata by size, as Angelopoulos et al. divide them; then all others
+
+
+@dataclass(frozen=True)
+class ConformalRule:
+    """A fitted threshold."""
+
+    method: str
+    coverage: float
+    quantile: float  # a class whose score is at most this is in the set; infinite: all classes are
+    images: int  # of calibration
+    k_reg: int = 5
+    lam: float = 0.01
+    seed: int | None = None  # of the random share; none: a class counts with its whole probability
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"{self.method!r} is no method of prediction sets; there are {', '.join(METHODS)}")
+        if not 0 < self.coverage < 1:
+            raise ValueError(f"a coverage of {self.coverage:g} is impossible; use one between 0 and 1, as 0.9")
+        if self.images < 1 or self.k_reg < 0 or not 0 <= self.lam < math.inf or math.isnan(self.quantile):
+            raise ValueError("images must be at least 1, k_reg and lam at least 0, and the quantile a number")
+
+    @property
+    def note(self) -> str:
+        """One sentence where there were too few images to exclude any class; else empty."""
+        if self.quantile < math.inf:
+            return ""
+        needed = math.ceil(self.coverage / (1 - self.coverage) - 1e-9)
+        return (
+            f"a coverage of {self.coverage:g} needs at least {needed} calibration images, and there are {self.images}: "
+            "every set has all classes; add images or lower the coverage"
+        )
+
+    def sets(self, probabilities: Scores, index: Scores | None = None) -> Tensor:
+        """Which classes are in the set of each image: bool [images, classes].
+
+        `index` [images] is the stable index of each image: a randomised rule draws by it and by nothing else, so that
+        batches do not matter, and raises `ValueError` without it.
+        """
+        probabilities = torch.as_tensor(probabilities).detach().cpu()
+        if self.seed is not None and index is None:
+            raise ValueError("these sets are randomised by the index of each image: give it, or fit without a seed")
+        inside = torch.zeros(probabilities.shape, dtype=torch.bool)
+        for rows, chances, scores in self._scores(probabilities, index, "sets"):
+            chosen = scores <= self.quantile
+            top = torch.zeros_like(chosen).scatter_(1, chances.argmax(1, keepdim=True), True)
+            inside[rows] = chosen | (top & ~chosen.any(1, keepdim=True))
+        return inside
+
+    def label_scores(self, probabilities: Scores, target: Scores, index: Scores | None = None) -> Tensor:
+        """The score of the label [images] of every image, from probabilities [images, classes]."""
+        probabilities, target = checked_predictions(probabilities, target, probabilities=True)
+        if target.ndim == 2:
+            raise ValueError("prediction sets need one label per image; these have several: use a threshold for each")
+        scores = torch.empty(len(target), dtype=torch.float64)
+        for rows, _, of_classes in self._scores(probabilities, index, "fit"):
+            scores[rows] = of_classes.gather(1, target[rows].long()[:, None])[:, 0]
+        return scores
+
+    def at(self, scores: Tensor) -> ConformalRule:
+        """The rule with the quantile of these scores of labels, by the same method."""
+        rank, fitted = _rank(len(scores), self.coverage), replace(self, images=len(scores), quantile=math.inf)
+        return fitted if rank > len(scores) else replace(fitted, quantile=float(scores.kthvalue(rank).values))
+
+    def _scores(
+        self, probabilities: Tensor, index: Scores | None, stream: str
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows, their probabilities and the score of every class, in float64.
+
+        Random shares are of a `stream`, so that an image of calibration and a later one with its index differ in them.
+        """
+        if probabilities.ndim != 2 or not probabilities.shape[1]:
+            raise ValueError(f"probabilities have shape {list(probabilities.shape)}, not [images, classes]")
+        check_scores(probabilities, probabilities=True)
+        images, size = len(probabilities), max(1, SCORES_AT_ONCE // probabilities.shape[1])
+        places = np.arange(images) if index is None else torch.as_tensor(index).cpu().numpy()
+        if places.shape != (images,):
+            raise ValueError(f"there are {images} rows of probabilities, but the index has shape {list(places.shape)}")
+        drawn = np.ones(images) if self.seed is None else uniform(seed_of(stream, self.seed), places)
+        share = torch.from_numpy(drawn)[:, None]
+        for rows in (slice(first, first + size) for first in range(0, images, size)):
+            chances = probabilities[rows].double()
+            if ((chances.sum(1) - 1).abs() > 0.01).any():
+                raise ValueError("the probabilities of an image do not sum to 1; pass the softmax of its logits")
+            yield rows, chances, self._class_scores(chances, share[rows])
+
+    def _class_scores(self, chances: Tensor, share: Tensor) -> Tensor:
+        if self.method == "lac":
+            return 1 - chances
+        falling, order = chances.sort(dim=1, descending=True, stable=True)
+        scores = falling.cumsum(1) - (1 - share) * falling
+        if self.method == "raps":
+            rank = torch.arange(1, chances.shape[1] + 1, dtype=torch.float64)
+            scores = scores + self.lam * (rank - self.k_reg).clamp(min=0)
+        return torch.empty_like(chances).scatter_(1, order, scores)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "quantile": self.quantile if math.isfinite(self.quantile) else None}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> ConformalRule:
+        """The rule that `to_json` wrote. Raises `ValueError`, one sentence, where it is damaged."""
+        try:
+            quantile = math.inf if stored["quantile"] is None else float(stored["quantile"])
+            images, k_reg = int(stored["images"]), int(stored["k_reg"])
+            seed = None if stored["seed"] is None else int(stored["seed"])
+            return cls(stored["method"], float(stored["coverage"]), quantile, images, k_reg, float(stored["lam"]), seed)
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
+            raise ValueError(f"this is no stored rule of prediction sets ({error}); fit it again") from None
+
+
+def fit_conformal(
+    probabilities: Scores,
+    target: Scores,
+    coverage: float = 0.9,
+    method: str = "raps",
+    seed: int | None = None,
+    *,
+    index: Scores | None = None,
+    k_reg: int = 5,
+    lam: float = 0.01,
+) -> ConformalRule:
+    """The rule whose sets hold the label with probability `coverage` at least, from probabilities [n, classes].
+
+    `target` [n] are class numbers. With a `seed` aps and raps are randomised, by `index` [n] (none: row numbers); lac
+    never is. Too few images for the coverage give an infinite quantile, and the rule's `note` says so.
+
+    >>> fit_conformal(torch.tensor([[0.9, 0.1], [0.75, 0.25], [0.5, 0.5]]), torch.zeros(3).long(), 0.5, "lac").quantile
+    0.25
+    """
+    rule = ConformalRule(method, coverage, math.inf, max(1, len(target)), k_reg, lam, None if method == "lac" else seed)
+    return rule.at(rule.label_scores(probabilities, target, index))
+
+
+def coverage_interval(n: int, coverage: float, m: int, level: float = 0.99) -> tuple[float, float]:
+    """Where the coverage on m new images lies with probability `level`, for a rule that was fitted on n.
+
+    With k = ceil((n + 1) * coverage) the number of labels inside is beta-binomial with parameters m, k and n + 1 - k,
+    where no two scores are equal (Vovk, 2012, arXiv 1209.2673; Angelopoulos and Bates, 2021, arXiv 2107.07511): equal
+    scores, and top classes in place of empty sets, only raise it. The tails are equal; too few images give (1, 1).
+
+    >>> coverage_interval(1000, 0.9, 1000)
+    (0.863, 0.932)
+    """
+    if n < 1 or m < 1 or not (0 < coverage < 1 and 0 < level < 1):
+        raise ValueError("an interval needs images on both sides, and a coverage and a level between 0 and 1")
+    k = _rank(n, coverage)
+    if k > n:
+        return 1.0, 1.0
+    inside = torch.arange(m + 1, dtype=torch.float64)
+    outside, other = m - inside, n + 1 - k
+    logs = (
+        torch.lgamma(inside + k) - torch.lgamma(inside + 1) + torch.lgamma(outside + other) - torch.lgamma(outside + 1)
+    )
+    cumulative = logs.softmax(0).cumsum(0)
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.searchsorted(cumulative, tails).clamp(max=m).tolist()
+    return low / m, high / m
+
+
+def set_metrics(sets: Tensor, target: Tensor) -> dict[str, Any]:
+    """Coverage and size of sets [images, classes] (bool) for labels [images], as plain numbers and lists.
+
+    `by_class` has the coverage and the mean size for images of every class (none without images); `by_size` the
+    coverage of sets of similar size, and `worst_size_coverage` the lowest of these (Angelopoulos et al., 2021).
+    """
+    sets, target = torch.as_tensor(sets).detach().cpu().bool(), torch.as_tensor(target).detach().cpu().long()
+    if sets.ndim != 2 or not len(sets) or target.shape != sets.shape[:1]:
+        raise ValueError(f"sets {list(sets.shape)} and labels {list(target.shape)} do not belong together")
+    classes = sets.shape[1]
+    if int(target.min()) < 0 or int(target.max()) >= classes:
+        raise ValueError(f"labels {int(target.min())} to {int(target.max())} are not all among {classes} classes")
+    held, size = sets.gather(1, target[:, None])[:, 0].double(), sets.sum(1)
+    support, *sums = (torch.bincount(target, weights, classes) for weights in (None, held, size.double()))
+    means = [[float(s / n) if n else None for s, n in zip(each, support, strict=True)] for each in sums]
+    strata = []
+    for low, high in zip((0, *(s + 1 for s in SIZES)), (*SIZES, classes), strict=True):
+        some = (size >= low) & (size <= high)
+        if some.any():
+            row = {"smallest": low, "largest": min(high, classes), "images": int(some.sum())}
+            strata.append({**row, "coverage": float(held[some].mean())})
+    return {
+        "coverage": float(held.mean()),
+        "mean_size": float(size.double().mean()),
+        "median_size": float(size.double().quantile(0.5)),
+        "worst_size_coverage": min(float(row["coverage"]) for row in strata),
+        "by_class": {"coverage": means[0], "size": means[1]},
+        "by_size": strata,
+    }
+
+
+def _rank(images: int, coverage: float) -> int:
+    """ceil((n + 1) * coverage), of the decimal that was written: 100 * 0.55 is 55, and a little more in floats."""
+    return math.ceil((images + 1) * coverage - 1e-9)

@@ -198,8 +198,8 @@ def needs_of(names: Iterable[str]) -> set[str]:
 
 
 def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> AnyPredictions:
-    """Logits of `model`, in evaluation mode, for every image of `loader`, in float32 on the CPU; compact predictions
-    above `LOGIT_CLASSES` classes.
+    """Logits of `model`, calibrated and in evaluation mode, for every image of `loader`, in float32 on the CPU; compact
+    predictions above `LOGIT_CLASSES` classes.
 
     Runs on `device` (none: where the batches are), under autocast where a dtype is given. In one process rows keep the
     loader's order; in a process group all ranks get the rows of all ranks, ordered by index. Every module's own
@@ -208,8 +208,10 @@ def predict_all(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -
     pieces: list[tuple[Tensor, ...]] = []
     waiting: list[tuple[Tensor, ...]] = []
     waiting_bytes = 0
+    calibrated: Callable[[Tensor], Tensor] | None = getattr(model, "calibrated", None)
     for batch, images in batches(model, loader, **where):
         logits = model(images).float()
+        logits = logits if calibrated is None else calibrated(logits)
         if logits.ndim != 2 or len(logits) != len(batch):
             raise ValueError(
                 f"the model gave shape {list(logits.shape)} for {len(batch)} images; "

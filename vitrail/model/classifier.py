@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -23,7 +24,50 @@ from vitrail.model.trunks.base import BaseTrunk
 if TYPE_CHECKING:
     from vitrail.model.optimize import Optimized
 
+CALIBRATIONS = ("identity", "temperature", "vector")
 Picture = str | Path | Image.Image | NDArray[Any] | Tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Logits to calibrated logits, in float32 at least: divided by a temperature, or by class times scale plus bias.
+    Minus infinity stays so."""
+
+    kind: str = "identity"
+    temperature: float = 1.0  # of vector scaling: the one it is regularised towards
+    scale: tuple[float, ...] = ()  # [classes] of vector scaling
+    bias: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in CALIBRATIONS:
+            raise ValueError(f"{self.kind!r} is no kind of calibration; there are {', '.join(CALIBRATIONS)}")
+        if not (self.temperature > 0 and all(map(math.isfinite, (self.temperature, *self.scale, *self.bias)))):
+            raise ValueError("temperature, scale and bias of a calibration must be finite, the temperature above 0")
+        if len(self.scale) != len(self.bias) or (self.kind == "vector") != bool(self.scale):
+            raise ValueError("vector scaling, and no other calibration, has a scale and a bias of every class")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.kind == "identity":
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.kind == "temperature":
+            return wide / self.temperature
+        if wide.shape[-1] != len(self.scale):
+            raise ValueError(f"logits of {wide.shape[-1]} classes, but the calibration is of {len(self.scale)} classes")
+        scale, bias = wide.new_tensor(self.scale), wide.new_tensor(self.bias)
+        return torch.where(wide == -math.inf, wide, wide * scale + bias)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "scale": list(self.scale), "bias": list(self.bias)}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Calibration:
+        """The calibration that `to_json` wrote. Raises `ValueError`, one sentence, where it is damaged."""
+        try:
+            vectors = (tuple(map(float, stored[name])) for name in ("scale", "bias"))
+            return cls(stored["kind"], float(stored["temperature"]), *vectors)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"this is no stored calibration ({error}); fit it again") from None
 
 
 @dataclass
@@ -96,6 +140,7 @@ class Classifier(nn.Module):
         self.classes, self.preprocess, self.multilabel = tuple(classes), preprocess, multilabel
         self.folded = False  # parts were merged for inference: no longer what `spec` describes
         self.chosen: int | None = None  # classifier of the stack that predicts (none: the head fuses them)
+        self.calibration = Calibration()  # of fused logits, fitted on held-out images
         self.stated: dict[str, Any] = {}  # facts about these weights, saved with them
         self.files: dict[str, str] = {}  # name -> text that is saved with the weights: the tokenizer of a text model
 
@@ -167,8 +212,13 @@ class Classifier(nn.Module):
 
         return feature_maps(self, images, levels)
 
+    def calibrated(self, logits: Tensor) -> Tensor:
+        """The logits of calibrated probabilities; those of one classifier in `use` were never calibrated, and stay."""
+        return self.calibration(logits) if self.chosen is None else logits
+
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax, or one sigmoid per class where several classes may hold."""
+        """Calibrated: softmax, or one sigmoid per class where several classes may hold."""
+        logits = self.calibrated(logits)
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
 
     @property
@@ -225,7 +275,10 @@ class Classifier(nn.Module):
         """Predictions of one batch of inputs as the trunk takes them, on any device. Raises `ValueError` for NaN."""
         with torch.inference_mode():
             logits = self(inputs.to(next(self.parameters()).device))
-            probabilities = self.probabilities(logits.float()).cpu()
+        return self.told(self.probabilities(logits.float()).cpu(), top)
+
+    def told(self, probabilities: Tensor, top: int) -> list[Prediction]:
+        """Predictions from probabilities [images, classes]. Raises `ValueError` for NaN."""
         if not probabilities.isfinite().all():
             raise ValueError("the model predicts NaN: its weights have diverged or are damaged; train it again")
         return [self._prediction(row, top) for row in probabilities]
@@ -284,7 +337,7 @@ class Classifier(nn.Module):
         keep = getattr(self.head, "keep", None)
         if keep is None:
             raise ValueError(f"the head {self.spec['head']['kind']} has no heads to choose from; gramian has")
-        self.head = keep(list(indices))
+        self.head, self.calibration = keep(list(indices)), Calibration()
         kept = {**self.spec["head"], "heads": len(indices), "auxiliary": False} if indices else {"kind": "mean"}
         self.spec = {**self.spec, "head": kept}
         return self

@@ -120,6 +120,7 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
         "multilabel": model.multilabel,
         "preprocess": plain(model.preprocess),
         "stated": model.stated,
+        **({} if model.calibration.kind == "identity" else {"calibration": model.calibration.to_json()}),
         "bytes": file.stat().st_size,
         "checksum": checksum(file),
         **({"files": list(model.files)} if model.files else {}),
@@ -156,6 +157,7 @@ class Description:
     classes: tuple[str, ...]
     multilabel: bool
     preprocess: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None = None
     files: tuple[str, ...] = ()
 
 

@@ -19,7 +19,7 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.model import store
 from vitrail.model.adapters.config import ADAPTER, read_header
 from vitrail.model.assemble import from_spec
-from vitrail.model.classifier import Classifier
+from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 
@@ -86,7 +86,12 @@ def _described(description: Mapping[str, Any], device: str | None, pretrained: b
     """The model of a description, with new weights."""
     options = {key: description[key] for key in ("classes", "multilabel")}
     preprocess = build(PreprocessConfig, description["preprocess"])
-    return from_spec(description["spec"], **options, preprocess=preprocess, device=device, pretrained=pretrained)
+    model = from_spec(description["spec"], **options, preprocess=preprocess, device=device, pretrained=pretrained)
+    if description.get("calibration") is not None:
+        model.calibration = Calibration.from_json(description["calibration"])
+        if len(model.calibration.scale) not in (0, len(model.classes)):
+            raise ValueError(f"the calibration is of {len(model.calibration.scale)} classes, not {len(model.classes)}")
+    return model
 
 
 def save_adapted(model: Classifier, folder: Path, *, weights: str, seed: int) -> Path:

@@ -28,6 +28,7 @@ from vitrail.measure.evaluator import Mistake
 from vitrail.quantities import MISSING, amount, duration, memory, number, percent, shorten
 from vitrail.report.charts import Series, bar_chart, heat_map, line_chart, reliability, whole_percent
 from vitrail.report.sheets import Picture, Sheet, data_uri
+from vitrail.report.tables import CALIBRATION
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
@@ -132,6 +133,7 @@ class Report:
     command: str = ""
     created: str = ""
     inside: str = ""  # the command that writes inspect/inspect.html, which the page links to
+    trust: Mapping[str, Any] | None = None  # what was fitted on val for probabilities (`measure.trust.Fitted.facts`)
 
 
 def write_report(path: str | Path, report: Report) -> None:
@@ -175,7 +177,7 @@ def render(report: Report) -> str:
         "training curves": _curves(report.history),
         "confusion matrix": _confusion(report.figures),
         "per-class metrics": _class_rows(report.figures),
-        "calibration": _calibration(report.figures),
+        "calibration": _calibration(report.figures, report.trust),
         "most confident errors": report.errors,
         "attention maps": report.attention,
         "kept patches": _kept(report.kept),
@@ -189,7 +191,9 @@ def render(report: Report) -> str:
         "report/report.html.jinja",
         ("report/report.css", "report/sheet.css"),
         report=report,
-        verdict=(report.verdict or verdict(report)).replace(" %", "\N{NO-BREAK SPACE}%"),
+        verdict=" ".join(filter(None, (report.verdict or verdict(report), believable(report)))).replace(
+            " %", "\N{NO-BREAK SPACE}%"
+        ),
         tiles=_tiles(report),
         sections=sections,
         # Most models keep everything: not worth a word.
@@ -337,13 +341,39 @@ def _class_rows(figures: Figures | None) -> list[dict[str, Any]]:
     ]
 
 
-def _calibration(figures: Figures | None) -> dict[str, Any] | None:
-    if not isinstance(figures, SingleLabelFigures):
-        return None
-    bins = figures.bin_count.tolist(), figures.bin_confidence.tolist(), figures.bin_accuracy.tolist()
-    mean = float(np.nansum(figures.bin_confidence * figures.bin_count) / figures.count)
-    chart = reliability(*bins, title="Reliability: accuracy against confidence")
-    return {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
+def _calibration(figures: Figures | None, trust: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    section: dict[str, Any] = {"chart": None, "rows": [], "sets": [], "trust": trust}
+    if isinstance(figures, SingleLabelFigures):
+        bins = figures.bin_count.tolist(), figures.bin_confidence.tolist(), figures.bin_accuracy.tolist()
+        mean = float(np.nansum(figures.bin_confidence * figures.bin_count) / figures.count)
+        chart = reliability(*bins, title="Reliability: accuracy against confidence")
+        section |= {"chart": chart, "confidence": mean, "accuracy": figures.top1, "ece": figures.ece}
+    if trust and "after" in trust:
+        pairs = ((trust["before"][name], trust["after"][name], *how) for name, how in CALIBRATION.items())
+        section["rows"] = [(title, tell(before), tell(after)) for before, after, title, tell in pairs]
+        section["sets"] = trust.get("sets", [])
+    return section if section["chart"] or section["rows"] else None
+
+
+BELIEVED = 0.02  # calibration error up to which probabilities are taken at their word
+
+
+def believable(report: Report) -> str:
+    """One sentence: whether probabilities can be believed, and for what share of images one class is enough."""
+    trust = report.trust
+    if not trust or "after" not in trust:
+        return ""
+    error, before = trust["after"]["ece"], trust["before"]["ece"]
+    can = "can" if error <= max(BELIEVED, trust.get("chance", 0)) else "cannot"
+    words = f"Its probabilities {can} be believed: they are {percent(error)} off on average ({percent(before)} before"
+    words += " calibration on val)"
+    single = [row["single"] for row in trust.get("sets", ()) if row["asked"] == 0.95 and not row["note"]]
+    if single:
+        words += (
+            f", and prediction sets that hold the label in 95 % of cases name one class for {percent(single[0], 0)}"
+        )
+        words += f" of {report.things}"
+    return f"{words}."
 
 
 def _kept(kept: tuple[Sheet, AttentionMaps] | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -53,6 +53,30 @@ def headline(figures: Figures, title: str = "") -> Table:
         table.add_row("all labels right", percent(scalars["subset_accuracy"]))
     table.add_row("loss", number(figures.loss, 4))
     return table
+
+
+CALIBRATION: dict[str, tuple[str, Callable[[float], str]]] = {
+    "ece": ("ECE", percent),
+    "adaptive_ece": ("adaptive ECE", percent),
+    "brier": ("Brier score", number),
+    "loss": ("log loss", number),
+}
+
+
+def trust_table(trust: Mapping[str, Any]) -> list[Table | str]:
+    """What was fitted on val (`measure.trust.Fitted.facts`) and what it gives."""
+    what = "vector scaling" if trust["kind"] == "vector" else f"temperature {number(trust['temperature'])}"
+    table = _table(f"{trust['split']}: {what}, fitted on {trust['images']:,} val images", "figure", "before", "after")
+    for name, (title, tell) in CALIBRATION.items():
+        if "after" in trust:
+            table.add_row(title, tell(trust["before"][name]), tell(trust["after"][name]))
+    sets = _table("prediction sets", "asked", "coverage", "mean size", "one class")
+    for row in trust.get("sets", ()):
+        shares = percent(row["asked"], 0), percent(row["coverage"]), number(row["mean_size"]), percent(row["single"])
+        sets.add_row(*shares)
+    told = ", ".join(f"{kind.replace('_', ' ')} {number(area)}" for kind, area in trust["reject"]["auroc"].items())
+    score = f"images of no class are told by {trust['reject']['kind'].replace('_', ' ')}"
+    return [table, *([sets] if "sets" in trust else []), f"{score}{f' (AUROC: {told})' if told else ''}"]
 
 
 def per_class(figures: Figures, most: int | None = None) -> Table:

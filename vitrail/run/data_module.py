@@ -58,8 +58,8 @@ class DataModule:
         """Of these training steps."""
         raise NotImplementedError
 
-    def evaluation(self, split: str) -> Batches:
-        """Every example of a split once, as evaluation sees it."""
+    def evaluation(self, split: str | Split) -> Batches:
+        """Every example of a split of these data, or of a part of one, once, as evaluation sees it."""
         raise NotImplementedError
 
     def training_once(self) -> Iterator[Batch]:
@@ -172,12 +172,13 @@ class ImageModule(DataModule):
         )
         return DeviceLoader(spec, self.images) if self.on_device else TrainLoader(spec)
 
-    def evaluation(self, split: str, on_device: bool | None = None) -> EvalLoader:
+    def evaluation(self, split: str | Split, on_device: bool | None = None) -> EvalLoader:
         on_device = self.on_device if on_device is None else on_device
+        rows = self.data[split] if isinstance(split, str) else split
         return (DeviceEvalLoader if on_device else EvalLoader)(
-            self.data[split],
+            rows,
             self.preprocess,
-            batch=min(256, max(1, len(self.data[split]))),
+            batch=min(256, max(1, len(rows))),
             device=self.device,
             workers=self.workers,
             rank=self.group.rank,

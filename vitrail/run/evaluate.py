@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
 
 from vitrail.data.config import PreprocessConfig
-from vitrail.data.dataset import UNLABELLED, DataSet, choose_level
+from vitrail.data.counter import seed_of, uniform
+from vitrail.data.dataset import UNLABELLED, DataSet, Split, choose_level
+from vitrail.data.open import open_source
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import read, steps_saved
+from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import (
     NOTHING,
@@ -28,13 +32,17 @@ from vitrail.measure.evaluator import (
     predict_all,
     rows_of_all,
 )
-from vitrail.model.classifier import Classifier
+from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.head import writes_texts
+from vitrail.model.store import DESCRIPTION, model_folder, read_description
 from vitrail.model.weights import load_model
 from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
 from vitrail.run.run_data import open_for
 from vitrail.schema import ConfigError, check, near
+
+if TYPE_CHECKING:
+    from vitrail.measure.trust import Fitted
 
 IMAGENET_V2 = frozenset(map(str, range(1000)))  # folders of ImageNet-V2 (arXiv 1902.10811) are class numbers
 
@@ -155,6 +163,71 @@ def evaluate(
         for key, reason in loader.skipped:
             bar.say(f"skipped {key}: {reason}")
     return figures, predictions, split
+
+
+HELD_OUT, REFERENCE = 2**26, 5_000  # logits of val, and training images, that are read; some, where there are more
+
+
+def fit_on_val(
+    model: Classifier,
+    data: DataSet,
+    evaluation: Callable[[Split], Batches],
+    seed: int,
+    outliers: DataSet | None = None,
+    **where: Unpack[Where],
+) -> Fitted:
+    """Calibration, prediction sets and reject score of a model from val; `evaluation` gives the batches of a split.
+
+    Raises `ValueError` where val has too few images. Test is never read.
+    """
+    from vitrail.measure.trust import FEWEST_HELD_OUT, fit_trust
+
+    def some(rows: Split, most: int) -> Split:
+        return rows.take(uniform(seed_of("trust", seed), rows.index).argsort(kind="stable")[:most])
+
+    if (images := len(data["val"])) < 2 * FEWEST_HELD_OUT:
+        raise ValueError(f"{images} val images are too few, at least {2 * FEWEST_HELD_OUT} are needed")
+    with ExitStack() as stack:
+        open_rows = lambda rows, most: stack.enter_context(evaluation(some(rows, most)))  # noqa: E731
+        val = open_rows(data["val"], max(2_000, HELD_OUT // len(data.classes)))
+        train = None if data.holds_texts else open_rows(data["train"], REFERENCE)
+        others = None if outliers is None else open_rows(next(iter(outliers.splits.values())), REFERENCE)
+        return fit_trust(model, val, train, seed, outliers=others, **where)
+
+
+def calibrate(
+    run: str | Path, data: str | Path | DataSet, *, outliers: str = "", batch: int = 256, device: str = "auto"
+) -> dict[str, Any]:
+    """Fit calibration, prediction sets and reject score of a saved model on val, and store them with it.
+
+    `outliers` are images of no class (none: they are made of val images). Returns what was fitted, and what it gives on
+    test, where there is one.
+    """
+    chosen, folder = choose_device(device), model_folder(run)
+    model = load(run).to(chosen)
+    if writes_texts(model) or model.unlabelled:
+        raise ValueError(f"{run} has no probabilities of classes to calibrate")
+    opened = _with_classes_of(model, open_for(model, data))
+    if not {"train", "val"} <= opened.splits.keys():
+        raise ValueError(f"{opened.uri} has no train and val images to calibrate on; name data that have")
+    where: Where = {"device": chosen, "autocast": choose_precision("auto", chosen)}
+
+    def evaluation(rows: Split) -> Batches:
+        return evaluation_batches(model, rows, model.preprocess, batch=batch, device=chosen, workers=None)
+
+    model.calibration = Calibration()
+    images = open_source(outliers) if outliers else None
+    fitted = fit_on_val(model, opened, evaluation, int(model.stated.get("seed", 0)), images, **where)
+    split = "test" if "test" in opened.splits else "val"
+    with evaluation(opened[split]) as loader:
+        before = predict_all(model, loader, **where)
+    after = fitted.calibrated(before, own=split == "val") if isinstance(before, Predictions) else before
+    facts = fitted.facts(before, after, split)
+    fitted.trust.save(folder)
+    description = read_description(folder) | {"calibration": fitted.calibration.to_json()}
+    description["stated"] = {**description["stated"], "trust": facts}
+    write_text(folder / DESCRIPTION, json_text(description, indent=1))
+    return facts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The end of a training run: the one evaluation on test, the saved model or adapter, the report."""
+"""The end of a training run: calibration on val, the one evaluation on test, the saved model or adapter, the report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,32 @@ from vitrail.config import dump
 from vitrail.data.check.scan import Bad
 from vitrail.engine.loop import Loop
 from vitrail.measure.classification import Figures
-from vitrail.measure.evaluator import UnlabelledFigures, write_predictions
+from vitrail.measure.evaluator import (
+    LOGIT_CLASSES,
+    Predictions,
+    UnlabelledFigures,
+    metrics_of,
+    write_predictions,
+)
 from vitrail.model.adapters.config import ADAPTER, read_header, summary
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
 from vitrail.model.parts.modules import without_adapters
-from vitrail.run.evaluate import figures_of
+from vitrail.run.evaluate import figures_of, fit_on_val
 from vitrail.run.page import RunSummary
 from vitrail.run.preflight import one_answer, worse_than_prior
 from vitrail.run.run_data import division
 
 if TYPE_CHECKING:
     from vitrail.measure.language import LanguageFigures
+    from vitrail.measure.trust import Fitted
     from vitrail.run.train import Trainer
+
+
+HELD_OUT, REFERENCE = (
+    2**26,
+    5_000,
+)  # logits of val, and training images, that calibration reads; some, where there are more
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,10 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
     config, data, folder, group = trainer.config, trainer.data, trainer.folder, trainer.group
     model, split = loop.kept, config.data.judge if "test" in data.splits else "val"
     where: dict[str, Any] = {"device": trainer.device, "autocast": trainer.precision}
+    fitted = _fit_trust(trainer, model, loop.notes, where) if config.calibrate else None
+    many = len(data.classes) > LOGIT_CLASSES and not data.multilabel
+    if fitted is not None and many:  # before probabilities are reduced to what metrics need
+        model.calibration = fitted.calibration
     with trainer.module.evaluation(split) as loader:
         metrics, predictions = figures_of(model, loader, data.classes, **where)
         known = ("perplexity", "bleu") if writes_texts(model) else ("classification",)
@@ -61,6 +78,13 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         skipped = [row for rows in group.gather([*skipped, *loader.skipped]) for row in rows]
     if trainer.reference is not None:
         trainer.reference.close()
+    trusted: dict[str, Any] | None = None
+    if fitted is not None:
+        before, model.calibration = predictions, fitted.calibration
+        if isinstance(before, Predictions):
+            predictions = fitted.calibrated(before, own=split == "val")
+            metrics = metrics_of(predictions, data.classes)
+        trusted = fitted.facts(before, predictions, split)
     if config.objective.kind in ("supervised", "distillation"):
         loop.notes += (only := [*one_answer(predictions, data), *worse_than_prior(metrics, data)])
         group.say(trainer.quiet, *only)
@@ -71,6 +95,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         "split": split,
         "figures": {**metrics.scalars(), **others},
         "seed": config.seed,
+        **({} if trusted is None else {"trust": trusted}),
     }
     adapter: dict[str, Any] | None = None
     if group.main:
@@ -81,6 +106,8 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         line = {"step": loop.step, "epoch": round(loop.step * loop.batch / loop.images, 6), "split": split}
         folder.write_metrics({**line, "final": True, **metrics.scalars(), **others})
         adapter = _save(trainer, model, loop.notes)
+        if fitted is not None:
+            fitted.trust.save(folder.model)
         summary_of_run = RunSummary(
             folder,
             without_adapters(model),
@@ -94,6 +121,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
             title=f"{config.model.name} on {data.uri}",
             config=dump(config),
             adapter=adapter,
+            trust=trusted,
         )
         trainer.module.report(summary_of_run)
     group.barrier()
@@ -108,6 +136,18 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         trainer.reading,
         config.objective.kind,
     )
+
+
+def _fit_trust(trainer: Trainer, model: Classifier, notes: list[str], where: dict[str, Any]) -> Fitted | None:
+    """What val tells about probabilities; none, with a note, where it cannot."""
+    if writes_texts(model) or trainer.data.unlabelled or "val" not in trainer.data.splits:
+        return None
+    try:
+        return fit_on_val(model, trainer.data, trainer.module.evaluation, trainer.config.seed, **where)
+    except ValueError as error:
+        notes.append(f"probabilities are not calibrated: {error}")
+        trainer.group.say(trainer.quiet, notes[-1])
+        return None
 
 
 def _save(trainer: Trainer, model: Classifier, notes: list[str]) -> dict[str, Any] | None:

@@ -56,6 +56,8 @@ class RunSummary:
     config: str
     adapter: Mapping[str, Any] | None = None
     """What the file of one holds."""
+    trust: Mapping[str, Any] | None = None
+    """What was fitted on val for its probabilities, and what that gives."""
 
     def report(self, **parts: Any) -> Report:
         """What reports of images and of texts have in common, and these parts."""
@@ -70,6 +72,7 @@ class RunSummary:
             environment=environment,
             command=str(environment.get("command", "")),
             created=time.strftime("%Y-%m-%d %H:%M"),
+            trust=self.trust,
             **parts,
         )
 

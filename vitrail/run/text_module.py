@@ -86,10 +86,10 @@ class TextModule(DataModule):
             length=self.length,
         )
 
-    def evaluation(self, split: str) -> TextEvalLoader:
+    def evaluation(self, split: str | Split) -> TextEvalLoader:
         return TextEvalLoader(
-            self.texts[split],
-            self.data[split],
+            self.texts[split] if isinstance(split, str) else encode_split(self.model, split),
+            self.data[split] if isinstance(split, str) else split,
             batch=EVALUATION_BATCH,
             device=self.device,
             rank=self.group.rank,

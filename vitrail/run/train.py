@@ -152,7 +152,7 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], problem: 
     chosen = {"data.loader": "auto"}  # values in place of which the run wrote what it chose
     changes = [
         f"{problem}: {name} was {shorten(str(stored.get(name)), 60)}, now it is {shorten(str(wanted.get(name)), 60)}"
-        for name in {**stored, **wanted}
+        for name in stored  # a setting that came later than the run has its default
         if name not in MOVABLE and stored.get(name) != wanted.get(name) and wanted.get(name) != chosen.get(name, ...)
     ]
     if changes:

@@ -16,8 +16,8 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
-from vitrail.measure import rejection
-from vitrail.measure.rejection import (
+from vitrail.measure import trust as rejection
+from vitrail.measure.trust import (
     fit_mahalanobis,
     fit_neighbours,
     logit_score,
