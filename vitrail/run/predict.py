@@ -31,7 +31,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class ImageAnswer:
     """What is told of one picture."""
 
     path: str
@@ -56,7 +56,7 @@ class Answer:
         return "".join([f"{UNKNOWN}  {words}" if self.unknown else words, *below])
 
 
-def csv_table(answers: Sequence[Answer]) -> str:
+def csv_table(answers: Sequence[ImageAnswer]) -> str:
     """Predictions as CSV: path, label, probability, and where they were asked for set, unknown; errors last."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -142,7 +142,7 @@ def predict(
     keep: float | None = None,
     index: ImageIndex | None = None,
     neighbours: int = 10,
-) -> Iterator[Answer]:
+) -> Iterator[ImageAnswer]:
     """What a model tells of image files, one by one; of a file that cannot be read, why.
 
     With a `coverage`, a set of classes that holds the right one with that probability (`sets`: by which method); with
@@ -164,14 +164,14 @@ def predict(
                 read.append((path, ""))
             except BadImage as error:
                 read.append((path, error.reason))
-        answers: Iterator[Answer] = iter(())
+        answers: Iterator[ImageAnswer] = iter(())
         if pixels:
             with torch.inference_mode():
                 outputs = model.outputs(torch.stack(pixels).to(device))
                 logits = model.fused(outputs.stack).float()
                 chances = model.probabilities(logits).cpu()
                 predictions = model.told(chances, top)
-                answers = iter([Answer("", prediction) for prediction in predictions])
+                answers = iter([ImageAnswer("", prediction) for prediction in predictions])
                 if rule is not None:
                     answers = _with_sets(answers, rule.sets(chances), chances, model.classes)
                 if limit is not None and trust is not None:
@@ -181,11 +181,13 @@ def predict(
                     found = index.nearest(outputs.representation, neighbours)
                     answers = (replace(a, neighbours=n) for a, n in zip(answers, found, strict=True))
         for path, reason in read:
-            bad = Answer(path, Prediction("", 0.0, (), reason))
+            bad = ImageAnswer(path, Prediction("", 0.0, (), reason))
             yield bad if reason else replace(next(answers), path=path)
 
 
-def _with_sets(answers: Iterator[Answer], inside: Tensor, chances: Tensor, classes: Sequence[str]) -> Iterator[Answer]:
+def _with_sets(
+    answers: Iterator[ImageAnswer], inside: Tensor, chances: Tensor, classes: Sequence[str]
+) -> Iterator[ImageAnswer]:
     for answer, held, row in zip(answers, inside, chances, strict=True):
         chosen = sorted(held.nonzero()[:, 0].tolist(), key=lambda c: -float(row[c]))
         yield replace(answer, classes=tuple((classes[c], float(row[c])) for c in chosen))
