@@ -51,8 +51,10 @@ def _arrays(folder: Path, kind: str, classes: Sequence[str]) -> Iterator[tuple[C
         count = len(labels) if labels.ndim == 1 and labels.dtype.kind in "ui" else 0
         if not count or count % len(SEVERITIES) or (images.shape, images.dtype) != ((count, 32, 32, 3), np.uint8):
             raise ValueError(f"they are {images.dtype} {images.shape} and {labels.dtype} {labels.shape}")
-        if labels.max() + 1 != len(classes):
-            raise ValueError(f"labels are of {labels.max() + 1} classes, and the model has {len(classes)}")
+        if (int(labels.min()), int(labels.max())) != (0, len(classes) - 1):
+            raise ValueError(
+                f"labels go from {labels.min()} to {labels.max()}, and the model has {len(classes)} classes"
+            )
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(
             f"{folder}: {kind}.npy must be uint8 [5 x images, 32, 32, 3] and labels.npy class numbers [5 x images], "
