@@ -33,6 +33,8 @@ TEST_OF = {  # where no test goes over the registry
     },
     "evaluator": {
         "denoising": DIFFUSION,
+        "cifar_c": "measure/test_cifar_c.py::test_errors_by_kind_and_severity_are_those_of_a_loop",
+        "slices": "measure/test_slices.py::test_slices_are_terciles_of_what_brute_force_measures",
         "episodes": "measure/test_episodes.py::test_the_protocol_gives_numbers_and_a_table_that_can_be_stored",
         "perplexity": LANGUAGE,
         "bleu": LANGUAGE,

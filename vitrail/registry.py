@@ -90,6 +90,8 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "long_tail": "measure.long_tail:evaluate_long_tail",
         "long_tail_thirds": "measure.long_tail:evaluate_thirds",
         "corruptions": "measure.corruptions:evaluate_corruptions",
+        "cifar_c": "measure.cifar_c:evaluate_cifar_c",
+        "slices": "measure.evaluator:evaluate_slices",
         "denoising": "measure.denoising:evaluate_denoising",
         "perplexity": "measure.language:evaluate_perplexity",
         "bleu": "measure.language:evaluate_bleu",

@@ -50,7 +50,8 @@ class EvaluateCommand:
     """output of `vitrail attack`: accuracy and compute of an adaptive model with its patch, too"""
     protocol: Annotated[tuple[str, ...], "NAME ..."] = ()
     """evaluate by these: knn, linear, linear_published, clusters, few, episodes, purity, retrieval, corruptions,
-    members, classification, long_tail, long_tail_thirds"""
+    cifar_c (files of CIFAR-10-C, ImageNet-C), slices (size, brightness, blur), members, classification,
+    long_tail, long_tail_thirds"""
     classes: Annotated[tuple[str, ...], "CLASS ..."] = ()
     """only these can be predicted, and images of others are left out; episodes are drawn from these"""
     calibrate: bool = False  # fit probabilities, prediction sets and rejection again on val, and store them
@@ -170,6 +171,7 @@ class EvaluateCommand:
     def _sweep(self, data: Sequence[str]) -> int:
         """Every combination of data set, crop ratio and image size; of a single one all metrics."""
         from vitrail.measure.classification import SingleLabelFigures
+        from vitrail.measure.evaluator import group_table
         from vitrail.measure.long_tail import long_tail, long_tail_table, training_counts
         from vitrail.report import tables
         from vitrail.report.tables import sweep_table
@@ -192,6 +194,8 @@ class EvaluateCommand:
             groups = long_tail(metrics, counts, self.tail)
             values["long_tail"] = groups.to_json()
             parts += [tables.result_table(long_tail_table(values["long_tail"]))] if groups.several else []
+        if rows[0].groups:
+            parts.append(tables.result_table(group_table(rows[0].groups)))
         if metrics.classes and (self.per_class or len(metrics.classes) <= 20):
             parts.append(tables.per_class(metrics))
         if isinstance(metrics, SingleLabelFigures):

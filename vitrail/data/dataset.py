@@ -53,6 +53,7 @@ class Split:
     levels: NDArray[np.int64] | None = None  # [images, levels] class at each of `DataSet.levels`
     boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
     generated: NDArray[np.bool_] | None = None  # [images] made by a model, no photograph; none: all are real
+    groups: NDArray[np.str_] | None = None  # [images] name of the group that each is counted with
 
     def __len__(self) -> int:
         return len(self.index)
@@ -76,6 +77,7 @@ class Split:
             levels=None if self.levels is None else self.levels[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
             generated=None if self.generated is None else self.generated[rows],
+            groups=None if self.groups is None else self.groups[rows],
         )
 
     def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:

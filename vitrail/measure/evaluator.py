@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.counter import uniform
+from vitrail.data.dataset import Split
 from vitrail.measure.classification import (
     Figures,
     ImageMetrics,
@@ -31,6 +33,7 @@ from vitrail.measure.classification import (
     single_label_metrics,
 )
 from vitrail.model.store import read_tensors, write_tensors
+from vitrail.quantities import percent
 from vitrail.registry import part
 from vitrail.schema import near
 
@@ -284,6 +287,63 @@ def classify(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
             for true, guess, images in figures.confused_pairs()
         ]
     return {"numbers": figures.scalars(), "tables": tables, "pictures": {}}
+
+
+def by_group(predictions: AnyPredictions, split: Split, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Images, top-1 with Wilson's 95 % interval and ECE of each group of a split; none where it has no groups."""
+    if split.groups is None:
+        return {}
+    if predictions.multilabel:
+        raise ValueError("accuracy by group needs images with one label each, and these have several; leave out ?group")
+    group_of = dict(zip(split.index.tolist(), split.groups.tolist(), strict=True))
+    names, groups = np.array([group_of[index] for index in predictions.index.tolist()]), {}
+    for name in np.unique(names).tolist():
+        inside = torch.from_numpy(names == name)
+        chosen = type(predictions)(*(column[inside] for column in vars(predictions).values()))
+        numbers = {"images": len(chosen), **metrics_of(chosen, classes).scalars()}
+        groups[name] = {key: numbers[key] for key in ("images", "top1", "top1_low", "top1_high", "ece")}
+    return groups
+
+
+def worst_group(groups: Mapping[str, Any]) -> str:
+    """The group of lowest top-1."""
+    return min(groups, key=lambda name: groups[name]["top1"])
+
+
+def group_table(groups: Mapping[str, Any]) -> ResultTable:
+    """Accuracy and calibration by group."""
+    rows = [(name, f"{row['images']:,}", *map(percent, list(row.values())[1:])) for name, row in groups.items()]
+    columns = ("group", "images", "top-1", "from", "to (95 %)", "ECE")
+    return ResultTable(f"by group (worst: {worst_group(groups)})", columns, rows)
+
+
+def image_properties(image: Image.Image) -> tuple[float, float, float]:
+    """Pixels, mean luminance, and variance of the Laplacian of luminance, which is low where an image is blurred."""
+    grey = np.asarray(image.convert("L"), np.float64)
+    padded = np.pad(grey, 1, "edge")
+    around = padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
+    return grey.size, float(grey.mean()), float((around - 4 * grey).var())
+
+
+@evaluator(table=group_table)
+def evaluate_slices(model: Model, data: Loaders, **where: Unpack[Where]) -> Findings:
+    """Accuracy and calibration by terciles of image size, brightness and sharpness (variance of the Laplacian)."""
+    loader: Any = data.loaders[data.split]
+    if not hasattr(loader, "split"):
+        raise ValueError("slices read the stored images again, and this loader has none; use vitrail evaluate RUN")
+    predictions = predict_all(model, loader, **where)
+    row = {index: number for number, index in enumerate(loader.split.index.tolist())}
+    split = loader.split.take([row[i] for i in predictions.index.tolist()])
+    slices: dict[str, Any] = {}
+    properties = np.array([image_properties(split.read(row)) for row in range(len(split))])
+    for name, values in zip(("pixels", "brightness", "sharpness"), properties.T, strict=True):
+        third = np.searchsorted(np.quantile(values, (1 / 3, 2 / 3)), values)
+        inside = {t: values[third == t] for t in np.unique(third).tolist()}
+        text = {t: f"{name} {t + 1}/3: {part.min():,.0f} to {part.max():,.0f}" for t, part in inside.items()}
+        grouped = replace(split, groups=np.array([text[t] for t in third.tolist()]))
+        slices |= by_group(predictions, grouped, data.classes)
+    numbers = {"worst_slice_top1": slices[worst_group(slices)]["top1"]}
+    return {"numbers": numbers, "tables": {"slices": slices}, "pictures": {}}
 
 
 def batches(model: Model, loader: Iterable[Batch], **where: Unpack[Where]) -> Iterator[tuple[Batch, Tensor]]:

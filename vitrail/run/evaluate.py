@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,9 +28,11 @@ from vitrail.measure.evaluator import (
     UnlabelledFigures,
     Where,
     batches,
+    by_group,
     metrics_of,
     predict_all,
     rows_of_all,
+    worst_group,
 )
 from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.cost import cost
@@ -239,6 +241,7 @@ class Judged:
     image_size: int
     crop_ratio: float
     figures: Figures
+    groups: dict[str, Any] = field(default_factory=dict)  # metrics by group
 
     def to_json(self) -> dict[str, Any]:
         conditions = {
@@ -247,7 +250,8 @@ class Judged:
             "image_size": self.image_size,
             "crop_ratio": self.crop_ratio,
         }
-        return {**conditions, "count": self.figures.count, **self.figures.scalars()}
+        groups = {"groups": self.groups, "worst_group": worst_group(self.groups)} if self.groups else {}
+        return {**conditions, "count": self.figures.count, **self.figures.scalars(), **groups}
 
 
 def sweep(
@@ -272,8 +276,9 @@ def sweep(
     for uri, opened in [(uri, open_for(model, uri)) for uri in data]:  # all are there before the first is read
         for size in sizes:
             for ratio in ratios:
-                figures, _, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
-                results.append(Judged(str(uri), used, size, ratio, figures))
+                figures, predictions, used = evaluate(model, opened, crop_ratio=ratio, image_size=size, **options)
+                groups = by_group(predictions, opened[used], model.classes)
+                results.append(Judged(str(uri), used, size, ratio, figures, groups))
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
+from vitrail.measure.cifar_c import holds_corrupted, open_corrupted
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.measure.ensembles import Together, together
 from vitrail.measure.evaluator import AnyPredictions, Findings, Loaders, Predictions, needs_of, only_classes
@@ -54,13 +56,16 @@ def evaluate_protocols(
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
     model.to(chosen)
-    opened = open_for(model, data)
+    paths = [Path(base, str(data)) for base in ("", os.environ.get("VITRAIL_DATA", ""))]
+    official = list(protocols) == ["cifar_c"] and not isinstance(data, DataSet)
+    corrupted = next((path for path in paths if official and holds_corrupted(path)), None)
+    opened = open_corrupted(corrupted, model.classes) if corrupted else open_for(model, data)
     if opened.unlabelled:
         raise ValueError(f"{opened.uri} has no labels to evaluate with; name images that have: --data LABELLED")
     if any("embedding" not in needs_of([name]) for name in protocols):
         opened = _with_classes_of(model, opened)
-    split = split or ("test" if "test" in opened.splits else "val")
-    wanted = {split}
+    split = split or ("test" if corrupted or "test" in opened.splits else "val")
+    wanted = set(opened.splits) if corrupted else {split}
     if "train" in needs_of(protocols):
         wanted = {split, "train", "val"} & {split, *opened.splits}
     if "episodes" in protocols and episodes is not None and episodes.support == "train":

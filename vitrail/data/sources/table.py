@@ -3,7 +3,7 @@
 Paths are relative to the table. `a|b` in any label makes the whole set multi-label; `|` alone then means no label at
 all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
 column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them. A column
-`generated` of 0 and 1 tells images that a model made from real ones.
+`generated` of 0 and 1 tells images that a model made from real ones. `?group=COLUMN` names the group of each image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vitrail.files import file_size
 from vitrail.quantities import shorten
 from vitrail.schema import near
 
-COLUMNS = ("path", "label", "split", "coarse", "generated")
+COLUMNS = ("path", "label", "split", "coarse", "generated", "group")
 LEVEL = "level:"  # begins the name of a column that holds one more level
 
 _BETWEEN = "|"  # labels of one image
@@ -62,7 +62,7 @@ def open_table(location: Location) -> DataSet:
     table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else _read_text(path, uri)
     columns = {}
     for column in COLUMNS:
-        name = names.get(column, column)
+        name = names.get(column, "" if column == "group" else column)  # groups are counted only where asked for
         if name in table.columns:
             columns[column] = table.columns[name]
         elif column in ("path", "label") or column in names:
@@ -166,9 +166,9 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
     coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
     reader = FileReader(str(root.absolute()), tuple(paths))
     generated = np.array(columns["generated"]) == "1" if "generated" in columns else None
-    whole = Split(
-        UNDIVIDED, reader, np.arange(len(paths)), paths, labels, stacked(labels, coarser), generated=generated
-    )
+    groups = np.array(columns["group"]) if "group" in columns else None
+    rows = (np.arange(len(paths)), paths, labels, stacked(labels, coarser))
+    whole = Split(UNDIVIDED, reader, *rows, generated=generated, groups=groups)
     splits = {UNDIVIDED: whole}
     if "split" in columns:
         splits = whole.divide(split_rows([split_called(text) for text in columns["split"]]))
