@@ -213,6 +213,20 @@ SELFSUPERVISED = {
         base="small-byol",
         settings={"objective.kind": "cmsf", "objective.bank": 4096, "objective.predictor_hidden": 512},
     ),
+    "small-fixmatch": Recipe(
+        "FixMatch on a small ResNet: 4 labels per class of CIFAR-10, pseudo-labels for the rest.",
+        source="FixMatch (Sohn et al. 2020, arXiv 2001.07685): a WRN-28-2, 2^20 steps, RandAugment and cutout; here "
+        "a ResNet-20, 100 epochs, TrivialAugment and erasing",
+        command="--data cifar10.npz",
+        expect="not run yet; the paper: 86.2 % of CIFAR-10 with 40 labels, 94.9 with 250",
+        settings={
+            "data": {"batch": 512, "augment": {"crop": "pad", "trivial": True, "erasing": 1.0}, "weak.crop": "pad"},
+            "model.name": "cifar_resnet20",
+            "objective": {"kind": "fixmatch", "labelled": 0.0008},
+            "optim": {"name": "sgd", "lr": 0.03, "momentum": 0.9, "weight_decay": 5e-4, "epochs": 100, "warmup": 0},
+            "engine": {"ema": 0.999, "log_every": 50, "evaluate_every": 10, "checkpoint_every": 10},
+        },
+    ),
     "small-supcon": Recipe(
         "Supervised contrast on a small ResNet, in minutes.",
         base="small-byol",
