@@ -14,9 +14,9 @@ a class of their own), so that rare labels are divided in proportion and frequen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +182,9 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 Key = tuple[int, int]  # seed, which draw
-_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE = range(1, 7)  # which draw: an image has an independent number in each
+_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE, _FOLD = range(
+    1, 8
+)  # which draw: an image has an independent number in each
 
 
 def split_called(name: str) -> str | None:
@@ -231,6 +233,30 @@ def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int
         notes.append("no test split: final metrics are on val")
     ordered = {name: splits[name] for name in SPLIT_NAMES if name in splits}
     return replace(data, splits=ordered, notes=(*data.notes, *notes))
+
+
+def hold_out_fold(data: DataSet, fold: str, test_fraction: float, seed: int) -> DataSet:
+    """Cross-validation: val is fold I of K (`I/K`) of train and val together, stratified; test is as `hold_out` has it.
+
+    Of every class, and of all images, each fold has as many as another or one more. Raises `ValueError`.
+    """
+    part, _, count = fold.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count) != 1):
+        raise ValueError(f"data.fold: {fold!r} is not I/K, as in 1/5, the first of five folds")
+    divided = hold_out(data, 0.0, test_fraction, seed)
+    pooled = [divided[name] for name in ("train", "val") if name in divided.splits]
+    if pooled[0].reader is not pooled[-1].reader:
+        raise ValueError(f"data.fold: train and val of {data.uri} are stored apart; name the data that were packed")
+    known = [column.name for column in fields(Split)[2:] if getattr(pooled[0], column.name) is not None]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(split, name) for split in pooled]) for name in known}
+    whole = replace(pooled[0], **joined)
+    held = np.zeros(len(whole), bool)
+    order = np.lexsort((whole.index, bits(seed, _FOLD, whole.index), stratum(whole.labels)))
+    held[order[int(part) - 1 :: int(count)]] = True
+    splits = {**divided.splits, **whole.divide({"train": np.flatnonzero(~held), "val": np.flatnonzero(held)})}
+    notes = [note for note in divided.notes if not note.startswith("no ")]  # of val, which is there now
+    notes.append(f"val: fold {fold} of train and val, {held.sum()} {data.things}, stratified, seed {seed}")
+    return replace(data, splits={name: splits[name] for name in SPLIT_NAMES if name in splits}, notes=tuple(notes))
 
 
 def limit_train(data: DataSet, limit: int, seed: int) -> DataSet:

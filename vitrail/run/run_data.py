@@ -24,12 +24,12 @@ from vitrail.engine.progress import Progress
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import model_folder, read_description
 
-DIVISION = ("val_fraction", "test_fraction", "split_seed")  # what decides which image is in which split
+DIVISION = ("val_fraction", "test_fraction", "split_seed", "fold")  # what decides which image is in which split
 
 
 def division(config: DataConfig) -> dict[str, Any]:
     """The settings of a run that divide data; a saved model states them."""
-    return {name: getattr(config, name) for name in DIVISION}
+    return {name: value for name in DIVISION if (value := getattr(config, name)) != ""}
 
 
 def open_run(config: DataConfig) -> DataSet:
