@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 from sklearn.model_selection import StratifiedKFold
 
 import vitrail
 from vitrail.config import DataConfig, RunConfig, from_mapping
-from vitrail.data.dataset import DataSet, hold_out_fold
+from vitrail.data.dataset import DataSet, hold_out
 from vitrail.data.open import open_data, open_source
 from vitrail.recipes import recipe
 from vitrail.run.run_data import division, open_for, open_run
@@ -69,8 +70,8 @@ def test_an_image_is_in_its_fold_whatever_the_order(table: Path) -> None:
     rng = np.random.default_rng(1)
     mixed = {name: split.take(rng.permutation(len(split))) for name, split in source.splits.items()}
     for fold in ("1/3", "3/3"):
-        first = hold_out_fold(source, fold, 0.1, 0)["val"].index
-        second = hold_out_fold(replace(source, splits=mixed), fold, 0.1, 0)["val"].index
+        first = hold_out(source, 0.1, 0.1, 0, fold)["val"].index
+        second = hold_out(replace(source, splits=mixed), 0.1, 0.1, 0, fold)["val"].index
         assert set(first.tolist()) == set(second.tolist())
 
 
@@ -81,8 +82,6 @@ def test_another_seed_gives_other_folds() -> None:
 
 
 def test_test_of_an_undivided_source_is_that_of_no_folds(tmp_path: Path) -> None:
-    from PIL import Image
-
     for i in range(60):
         (tmp_path / f"c{i % 3}").mkdir(exist_ok=True)
         Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / f"c{i % 3}" / f"{i}.png")
@@ -96,6 +95,13 @@ def test_test_of_an_undivided_source_is_that_of_no_folds(tmp_path: Path) -> None
 def test_what_is_no_fold_is_one_sentence(fold: str) -> None:
     with pytest.raises(ValueError, match="is not I/K, as in 1/5"):
         open_data(SHAPES, fold=fold)
+
+
+@pytest.mark.parametrize("uri", ["synthetic:meals", "PHOTOS"])
+def test_where_nothing_can_be_stratified_there_are_no_folds(uri: str, tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="level and fold mean nothing there"):
+        open_data(uri.replace("PHOTOS", str(tmp_path)), fold="1/5")
 
 
 def test_train_and_val_that_were_packed_apart_are_not_pooled(table: Path, tmp_path: Path) -> None:

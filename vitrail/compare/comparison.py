@@ -429,11 +429,10 @@ def seed_study(members: Sequence[Member], metric: str) -> dict[str, Any]:
     courses = [m.course(metric) for m in members]
     sets = {members[0].split: final}
     for kind in ("fold", "seed") if members[0].fold else ():
-        groups = [
-            [v for m, v in zip(members, final, strict=True) if getattr(m, kind) == key]
-            for key in dict.fromkeys(getattr(m, kind) for m in members)
-        ]
-        sets[f"over {kind}s"] = [float(np.mean(group)) for group in groups]
+        groups: dict[Any, list[float]] = {}
+        for member, value in zip(members, final, strict=True):
+            groups.setdefault(getattr(member, kind), []).append(value)
+        sets[f"over {kind}s"] = [float(np.mean(group)) for group in groups.values()]
     if members[0].split != "val" and all(courses):
         sets["val"] = [course[max(course)] for course in courses]
     for uri in members[0].elsewhere:

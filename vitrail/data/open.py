@@ -20,7 +20,6 @@ from vitrail.data.dataset import (
     choose_level,
     drop_unreadable,
     hold_out,
-    hold_out_fold,
     reduce_train,
 )
 from vitrail.files import odd_kind
@@ -65,18 +64,17 @@ def open_data(
     completions = data.holds_completions  # they have no classes
     if len(data.classes) < 2 and not completions and not data.unlabelled:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    if completions and (shots is not None or long_tail is not None or label_noise or level or fold):
+    missing = "classes" if completions else "labels" if data.unlabelled else ""
+    if missing and (shots is not None or long_tail is not None or label_noise or level or fold):
         raise ValueError(
-            f"{uri} has no classes, so data.shots, long_tail, label_noise, level and fold mean nothing there"
+            f"{uri} has no {missing}: data.shots, long_tail, label_noise, level and fold mean nothing there"
         )
-    if data.unlabelled and (shots is not None or long_tail is not None or label_noise or level):
-        raise ValueError(f"{uri} has no labels, so data.shots, long_tail, label_noise and level mean nothing there")
     if completions:
-        from vitrail.data.sources.text import hold_out_prompts as divide
+        from vitrail.data.sources.text import hold_out_prompts
+
+        data = hold_out_prompts(data, val_fraction, test_fraction, split_seed)
     else:
-        divide = hold_out
-    divided = hold_out_fold(data, fold, test_fraction, split_seed) if fold else None
-    data = choose_level(divided or divide(data, val_fraction, test_fraction, split_seed), level)
+        data = choose_level(hold_out(data, val_fraction, test_fraction, split_seed, fold), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
     return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
 

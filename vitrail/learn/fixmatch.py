@@ -1,5 +1,4 @@
-"""FixMatch: few labels, and confident predictions of weak views as labels of strong views (Sohn et al., 2020, arXiv
-2001.07685)."""
+"""FixMatch: confident predictions of weak views are labels of strong ones (Sohn et al., 2020, arXiv 2001.07685)."""
 
 from __future__ import annotations
 
@@ -45,5 +44,5 @@ class FixMatch(Supervised):
         confident = ~known & (sure >= self.options.threshold)
         labels = (F.cross_entropy(weak, batch.label, reduction="none") * known).sum() / known.sum().clamp(min=1)
         pseudo = (F.cross_entropy(strong, guess, reduction="none") * confident).sum() / (~known).sum().clamp(min=1)
-        logged = {"labels": labels.detach(), "pseudo": pseudo.detach(), "confident": confident.float().mean()}
-        return {"loss": labels + self.options.weight * pseudo, **logged}
+        loss = labels + self.options.weight * pseudo
+        return {"loss": loss, "labels": labels.detach(), "confident": confident.float().mean()}

@@ -68,8 +68,8 @@ def typicality(unit: Tensor, k: int = NEIGHBOURS) -> Tensor:
 def typical(unit: Tensor, labelled: Tensor, budget: int, seed: int = 0) -> Suggestion:
     """TypiClust: as many clusters as there will be labels; those with the fewest labels and then the largest first.
 
-    As in the authors' code, neighbours are images of the cluster without a label, no more than half of them, clusters
-    of at most five images are left out, and clusters take turns where they are fewer than the budget.
+    As in the authors' code: neighbours are unlabelled images of the cluster, at most half of them; clusters of five
+    images and fewer are left out; clusters take turns where they are too few.
     """
     count = min(budget + len(labelled), CLUSTERS, len(unit))
     cluster = _clusters(unit, count, seed)
@@ -89,39 +89,28 @@ def typical(unit: Tensor, labelled: Tensor, budget: int, seed: int = 0) -> Sugge
 def coverage(
     unit: Tensor, labelled: Tensor, budget: int, classes: int, seed: int = 0, radius: float | None = None
 ) -> Suggestion:
-    """ProbCover: greedily the image whose ball adds the most images to those in the balls of images with a label.
-
-    Where all images are covered, covering begins anew.
-    """
+    """ProbCover: greedily the image whose ball adds the most images to the covered ones; once all are, begin anew."""
     radius = radius or pure_radius(unit, max(2, classes), seed)
     order = torch.randperm(len(unit), generator=torch.Generator().manual_seed(seed))
     pairs = len(unit) * float(np.mean([len(ball) for ball in _balls(unit[order[:QUERIES]], unit, radius)]))
     part = max(budget, int(len(unit) * min(1.0, math.sqrt(MOST_EDGES / pairs))))
     pool = torch.cat([labelled, order[~torch.isin(order, labelled)][:part]]).sort().values
     balls = _balls(unit[pool], unit[pool], radius)
-    sizes = np.array([len(ball) for ball in balls])
-    gains, uncovered, candidates = sizes.copy(), np.ones(len(pool), bool), np.ones(len(pool), bool)
-    picks: list[tuple[int, int]] = []  # place in the pool, images added
-
-    def cover(image: int) -> None:
-        candidates[image] = False
-        fresh = balls[image][uncovered[balls[image]]]
-        uncovered[fresh] = False
-        for other in fresh.tolist():  # one radius: the balls that hold an image are those of the images in its own
-            gains[balls[other]] -= 1
-
-    for image in torch.searchsorted(pool, labelled).tolist():
-        cover(image)
-    while len(picks) < budget:
-        best = int(np.where(candidates, gains, -1).argmax())
-        if gains[best] <= 0:
+    sizes, uncovered, candidates = np.array([len(ball) for ball in balls]), *np.ones((2, len(pool)), bool)
+    gains, fixed, picks = sizes.copy(), torch.searchsorted(pool, labelled).tolist(), list[tuple[int, int]]()
+    while len(picks) < len(fixed) + budget:
+        if len(picks) >= len(fixed) and not uncovered.any():
             gains[:], uncovered[:] = sizes, True
-            continue
+        best = fixed[len(picks)] if len(picks) < len(fixed) else int(np.where(candidates, gains, -1).argmax())
         picks.append((best, int(gains[best])))
-        cover(best)
+        fresh = balls[best][uncovered[balls[best]]]
+        candidates[best] = uncovered[fresh] = False
+        for image in fresh.tolist():  # one radius: the balls that hold an image are those of the images in its own
+            gains[balls[image]] -= 1
+    chosen, added = zip(*picks[len(fixed) :], strict=True)
     drawn = f", of {len(pool):,} drawn at random" if len(pool) < len(unit) else ""
     note = f"coverage: the score is how many images a ball of radius {radius:.3g} adds to the covered ones{drawn}"
-    return pool[[image for image, _ in picks]], torch.tensor([added for _, added in picks]), note
+    return pool[list(chosen)], torch.tensor(added), note
 
 
 def pure_radius(unit: Tensor, classes: int, seed: int = 0) -> float:

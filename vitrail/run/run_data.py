@@ -144,7 +144,8 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
     if "published" in model.stated:
         return open_whole(str(data))
     stated = model.stated.get("division", {})
-    return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+    names = DIVISION if model.stated.get("data") == str(data) else DIVISION[:-1]  # folds are of its own data
+    return open_data(data, **{name: stated[name] for name in names if name in stated})
 
 
 def open_whole(uri: str) -> DataSet:

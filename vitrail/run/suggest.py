@@ -30,8 +30,7 @@ def suggest(
 ) -> tuple[dict[str, Any], DataSet, list[Suspect]]:
     """The next `count` images to label: a function of images, model, rows of `labelled` that have a label, and seed.
 
-    Of divided data these are training images; labels that the data have are not read. Also returned for a contact
-    sheet: the data, and which of them. Raises `ValueError` with one sentence.
+    Of divided data these are training images. With the data, and which of them they are. Raises `ValueError`.
     """
     opened, device = drop_unreadable(open_source(data)), choose_device("auto")
     model = load(run).to(device)
