@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import vitrail
 from vitrail.compare.comparison import Comparison, Member, compare_members
@@ -93,7 +95,13 @@ def test_the_table_has_the_spread_over_folds_and_over_seeds(folded: tuple[Compar
     assert sets["over folds"]["std"] == pytest.approx(table.mean(0).std(ddof=1))
     assert sets["over seeds"]["std"] == pytest.approx(table.mean(1).std(ddof=1))
     assert "knn" in row.means
-    assert comparison_tables(comparison) is not None
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(comparison_tables(comparison))
+    text = " ".join(console.export_text().split())
+    assert "mean ± std runs points" in text
+    assert "the mean of 6 runs" in text
+    assert "plain over folds 3 " in text
+    assert "plain over seeds 2 " in text
     assert any("folds share training images" in note for note in comparison.notes)
 
 

@@ -162,6 +162,10 @@ class Comparison:
     budget: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def repeats(self) -> str:
+        return "runs" if any(m.fold for row in self.rows for m in row.members) else "seeds"
+
     def row(self, variant: str) -> StudyRow:
         return next(row for row in self.rows if row.variant == variant)
 
