@@ -22,6 +22,7 @@ from vitrail.data.open import open_data
 from vitrail.engine.run_folder import RunFolder
 from vitrail.measure.evaluator import StoredPredictions, read_predictions
 from vitrail.recipes import recipe
+from vitrail.run.protocols import evaluate_protocols
 from vitrail.schema import ConfigError
 
 URI = "synthetic:shapes?n=60&size=28&classes=3"
@@ -103,6 +104,15 @@ def test_the_table_has_the_spread_over_folds_and_over_seeds(folded: tuple[Compar
     assert "plain over folds 3 " in text
     assert "plain over seeds 2 " in text
     assert any("folds share training images" in note for note in comparison.notes)
+
+
+def test_protocols_are_evaluated_on_the_fold_too(folded: tuple[Comparison, Path]) -> None:
+    member = folded[0].row("plain").members[0]
+    on_fold, on_test = (
+        evaluate_protocols(member.path, URI, ["knn"], split=split)[0]["knn"] for split in ("val", "test")
+    )
+    assert on_fold["numbers"]["knn"] != on_test["numbers"]["knn"]
+    assert member.metrics["knn"] == on_fold["numbers"]["knn"]
 
 
 def test_runs_are_paired_by_seed_and_fold(folded: tuple[Comparison, Path]) -> None:

@@ -127,5 +127,11 @@ def test_a_model_states_its_fold_and_is_evaluated_on_it(tmp_path: Path) -> None:
     assert not np.array_equal(opened["val"].index, open_data(config.data.uri)["val"].index)
 
 
+def test_folds_are_of_the_data_that_a_run_learned_from_and_of_no_others(table: Path, tmp_path: Path) -> None:
+    model = vitrail.create_model("vit_micro_28", classes=4, depth=1, width=32, heads=2)
+    model.stated |= {"data": SHAPES, "division": {"split_seed": 0, "fold": "2/3"}}
+    assert np.array_equal(open_for(model, table)["val"].index, open_data(table)["val"].index)
+
+
 def test_a_model_without_folds_states_nothing_of_them() -> None:
     assert set(division(DataConfig())) == {"val_fraction", "test_fraction", "split_seed"}
