@@ -158,3 +158,9 @@ def test_suggestions_need_a_model(photos: Path, capsys: pytest.CaptureFixture[st
     code, _, err = ask(capsys, "check", photos, "--suggest", 3)
     assert (code, err.count("\n")) == (2, 1)
     assert "--model RUN" in err
+
+
+def test_a_table_of_labels_is_for_suggestions_alone(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = ask(capsys, "check", photos, "--labelled", "next.csv")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--suggest 100" in err

@@ -41,6 +41,8 @@ class CheckCommand:
 
         if self.suggest is not None:
             return self._suggest(self.suggest)
+        if self.labelled is not None:
+            return fail("--labelled is the table of a round of --suggest; say how many images: --suggest 100")
         from vitrail.data.check.check import check_data, picture_sheet
         from vitrail.data.open import open_data
         from vitrail.data.sources.packed import is_packed
