@@ -66,6 +66,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "isd": "learn.config:IsdConfig learn.isd:Isd",
         "msf": "learn.config:MsfConfig learn.msf:Msf",
         "cmsf": "learn.config:CmsfConfig learn.cmsf:Cmsf",
+        "fixmatch": "learn.config:FixmatchConfig learn.fixmatch:FixMatch",
         "compres": "learn.config:CompresConfig learn.compres:Compres",
         "simreg": "learn.config:SimregConfig learn.simreg:Simreg",
         "clusters": "learn.config:ClustersConfig learn.compres:Clusters",

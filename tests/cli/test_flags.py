@@ -230,6 +230,14 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "json": True,
     },
     "check --json d --out s.png --strict": {"data": "d", "json": True, "out": Path("s.png"), "strict": True},
+    "check d --model r --suggest 9 --by typical --labelled t.csv --csv n.csv": {
+        "data": "d",
+        "model": "r",
+        "suggest": 9,
+        "by": "typical",
+        "labelled": Path("t.csv"),
+        "csv": Path("n.csv"),
+    },
     "pack": {},
     "pack auto --size 0 none --workers 2 --json": {
         "data": "auto",

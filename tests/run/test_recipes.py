@@ -26,8 +26,8 @@ from vitrail.model.build import create_model
 from vitrail.model.config import TrunkConfig
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, recipe, stated, with_values
-from vitrail.recipes.embedding_students import STUDENTS
 from vitrail.recipes.row import flat
+from vitrail.recipes.without_labels import STUDENTS
 from vitrail.schema import ConfigError, plain
 
 

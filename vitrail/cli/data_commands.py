@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from vitrail.console import fail, output, progress
 from vitrail.files import reject_unwritable
@@ -21,6 +21,7 @@ class CheckCommand:
 
     Example: vitrail check photos/ --out sheet.png
     Example: vitrail check runs/demo
+    Example: vitrail check unlabelled/ --model runs/demo --suggest 100 --csv next.csv
     """
 
     data: Annotated[str, Positional("URI")]
@@ -28,11 +29,20 @@ class CheckCommand:
     run or model folder"""
     out: Path | None = None  # write a sheet of pictures to this PNG
     strict: bool = False  # warnings count, too
+    model: Annotated[str, "RUN|auto"] = ""
+    csv: Path | None = None
+    suggest: int | None = None  # how many images to label next, by the embeddings of --model
+    by: Literal["margin", "typical", "coverage", "both"] = "both"  # --suggest: from 10 labels per class, both is margin
+    labelled: Annotated[Path | None, "CSV"] = None  # --suggest: the --csv of the round before, with labels in it
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
         from rich.table import Table
 
+        if self.suggest is not None:
+            return self._suggest(self.suggest)
+        if self.labelled is not None:
+            return fail("--labelled is the table of a round of --suggest; say how many images: --suggest 100")
         from vitrail.data.check.check import check_data, picture_sheet
         from vitrail.data.open import open_data
         from vitrail.data.sources.packed import is_packed
@@ -60,6 +70,22 @@ class CheckCommand:
         pictures = [] if self.out is None else [f"pictures: {self.out}"]
         output(self.json, report.to_json(), table, *pictures)
         return report.exit_code(self.strict)
+
+    def _suggest(self, count: int) -> int:
+        from vitrail.data.check.contact_sheet import draw_sheet
+        from vitrail.run.suggest import suggest, write_table
+
+        if self.model in ("", "auto"):
+            return fail("--suggest needs the embeddings of a model; name a run or a model folder: --model RUN")
+        for path in filter(None, (self.out, self.csv)):
+            reject_unwritable(path, "name another file", file=True)
+        result, opened, chosen = suggest(self.model, self.data, count, self.by, self.labelled, quiet=self.json)
+        if self.csv is not None:
+            write_table(self.csv, result)
+        if self.out is not None:
+            draw_sheet(opened, self.out, chosen, most_suspects=count)
+        lines = [f"{row['score']:>10.4g}  {row['path']}" for row in result["suggestions"]]
+        return output(self.json, result, f"round {result['round']}, {result['note']}", *lines)
 
     def _faults(self, faults: list[str]) -> int:
         sound = f"{self.data}: everything is as it was written"

@@ -40,6 +40,7 @@ class Member:
     history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     predictions: StoredPredictions | None = None
     elsewhere: Mapping[str, float] = field(default_factory=dict)  # the same metric on further test sets, by URI
+    fold: str = ""  # I/K of cross-validation
 
     @property
     def seconds(self) -> float | None:
@@ -160,6 +161,10 @@ class Comparison:
     conditions: str = ""  # under which speed and memory were measured
     budget: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def repeats(self) -> str:
+        return "runs" if any(m.fold for row in self.rows for m in row.members) else "seeds"
 
     def row(self, variant: str) -> StudyRow:
         return next(row for row in self.rows if row.variant == variant)
@@ -286,6 +291,8 @@ def _differences(members: Sequence[Member]) -> list[str]:
         notes.append(f"metrics are of different splits ({', '.join(splits)}): they cannot be compared directly")
     if len(sources) > 1:
         notes.append(f"runs were tested on different data ({', '.join(sources)})")
+    if any(m.fold for m in members):
+        notes.append("folds share training images, so p over runs is lower than for independent ones")
     silent = [m.path for m in members if m.predictions is None]
     if silent:
         notes.append(
@@ -316,14 +323,16 @@ def _row(
 
 
 def _against(members: Sequence[Member], baseline: Sequence[Member], metric: str) -> Against | None:
-    by_seed = {m.seed: m for m in baseline}
-    pairs = [(m, by_seed[m.seed]) for m in members if m.seed in by_seed]
+    repeats = {(m.seed, m.fold): m for m in baseline}
+    pairs = [(m, repeats[m.seed, m.fold]) for m in members if (m.seed, m.fold) in repeats]
     if not pairs and len(members) == len(baseline) == 1:  # single runs, compared although their seeds differ
         pairs = [(members[0], baseline[0])]
     if not pairs:
         return None
     gains = [float(a.metrics[metric]) - float(b.metrics[metric]) for a, b in pairs]
-    hits = _hit_differences(pairs) if metric == "top1" else None
+    folds = [_hit_differences([p for p in pairs if p[0].fold == f]) for f in dict.fromkeys(m.fold for m in members)]
+    known = [fold for fold in folds if fold is not None and len(fold) == len(pairs) / len(folds)]
+    hits = np.concatenate(known, 1) if metric == "top1" and len(known) == len(folds) else None
     return Against(
         seeds=len(pairs),
         difference=float(np.mean(gains)),
@@ -419,10 +428,15 @@ def _class_scores(members: Sequence[Member]) -> Floats:
 
 
 def seed_study(members: Sequence[Member], metric: str) -> dict[str, Any]:
-    """Effect of the seed: spread of the final metric, correlations, early and final evaluations."""
+    """Effect of the seed: spread of the final metric, correlations, early and final evaluations; and of folds."""
     final = [float(m.metrics[metric]) for m in members]
     courses = [m.course(metric) for m in members]
     sets = {members[0].split: final}
+    for kind in ("fold", "seed") if members[0].fold else ():
+        groups: dict[Any, list[float]] = {}
+        for member, value in zip(members, final, strict=True):
+            groups.setdefault(getattr(member, kind), []).append(value)
+        sets[f"over {kind}s"] = [float(np.mean(group)) for group in groups.values()]
     if members[0].split != "val" and all(courses):
         sets["val"] = [course[max(course)] for course in courses]
     for uri in members[0].elsewhere:
@@ -432,7 +446,7 @@ def seed_study(members: Sequence[Member], metric: str) -> dict[str, Any]:
         "seeds": [m.seed for m in members],
         "sets": {name: {**Spread.of(values).to_json(), "values": values} for name, values in sets.items()},
     }
-    if len(members) >= FEWEST:
+    if len(members) >= FEWEST and not members[0].fold:
         study["between"] = [
             {"sets": [a, b], **Correlation.of(sets[a], sets[b]).to_json()} for a, b in combinations(sets, 2)
         ]

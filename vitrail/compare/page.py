@@ -91,7 +91,7 @@ def verdict(comparison: Comparison) -> str:
         seeds = f"{spread.count} seeds" if spread.count > 1 else "one seed"
         return f"{metric} on {comparison.split} is {mean_and_std(best)} over {seeds}, from {low} to {high}."
     text = f"{best.variant} has the best {metric}: {mean_and_std(best)} on {comparison.split}"
-    text += f", the mean of {spread.count} seeds." if spread.count > 1 else ", with one seed only."
+    text += f", the mean of {spread.count} {comparison.repeats}." if spread.count > 1 else ", with one seed only."
     if all(row.variant != baseline for row, _ in known):
         return text + f" The baseline {baseline} has no finished run, so nothing is tested against it."
     text += _clear_differences(comparison) or (
@@ -353,7 +353,8 @@ def accuracy(comparison: Comparison) -> Table:
     """Mean and spread of each variant, and the evidence for a difference from the baseline."""
     metric = METRICS[comparison.metric]
     title = f"{comparison.name}: {metric} on {comparison.split} in percent, points against {comparison.baseline}"
-    names = ("mean ± std", "seeds", "points", "95 % interval", "p seeds", "p images")
+    repeats = comparison.repeats
+    names = ("mean ± std", repeats, "points", "95 % interval", f"p {repeats}", "p images")
     shown = names[: None if shutil.get_terminal_size().columns >= WIDE else -2]  # the report has them all
     table = _table(title, *shown)
     for row in comparison.rows:

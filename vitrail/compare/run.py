@@ -158,6 +158,7 @@ def read_member(path: Path, variant: str) -> Member:
         metrics={k: float(v) for k, v in final.items() if isinstance(v, float) and k not in ("epoch", "step")},
         split=str(final["split"]),
         data=config.data.uri,
+        fold=config.data.fold,
         classes=tuple(read_description(model_folder(path))["classes"]),
         history=history,
         predictions=read_predictions(path),
@@ -239,7 +240,8 @@ def _with_protocols(
             if key not in of_run:
                 if not quiet:
                     _report(f"{member.variant}, seed {member.seed}: evaluated by {key}")
-                findings, _ = evaluate_protocols(member.path, member.data if uri is None else uri, [name])
+                own = {"data": uri, "split": None} if uri else {"data": member.data, "split": member.split}
+                findings, _ = evaluate_protocols(member.path, protocols=[name], **own)
                 of_run[key] = {k: float(v) for k, v in findings[name]["numbers"].items()}
                 write_text(path, json.dumps(kept, indent=1))
             suffix = "" if uri is None else f" on {uri}"

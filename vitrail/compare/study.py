@@ -6,6 +6,7 @@
       plain: {}
       conv: {model: {trunk: {stem: conv}}}
     seeds: 3                         # 0, 1 and 2; or a list
+    folds: 5                         # cross-validation: every seed on each fold of train and val (none: 0)
     budget: epochs                   # epochs, time, macs: the same for all; none: as each variant says
     baseline: plain                  # what the others are compared with (none: the first)
     test_sets: [other.npz]           # further data on which finished runs are evaluated
@@ -35,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -50,7 +52,7 @@ Budget = Literal["epochs", "time", "macs", "none"]
 
 STUDIES = Path("runs") / "studies"
 MOST_SEEDS = 10_000
-KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate")
+KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate", "folds")
 SHARED = "run-"  # how folders of shared runs begin
 REFERENCE = re.compile(rf"{RUN_OF}([\w.+=-]+?)(?::(\d+))?")  # to the run of another variant
 # Settings of the machine, which do not change the result of a run; and calibration, which no run of a study has: their
@@ -82,6 +84,7 @@ class Study:
     test_sets: Sequence[str] = ()  # further data on which finished runs are evaluated
     first: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as variants, for others to stand on
     evaluate: Mapping[str, str | None] = field(default_factory=dict)  # protocol -> data (none: the run's own)
+    folds: int = 0  # of train and val together, each evaluated on by runs that learned from the others; 0: none
     configs: Mapping[str, RunConfig] = field(init=False, repr=False)  # of each variant, before seed and budget
     first_configs: Mapping[str, RunConfig] = field(init=False, repr=False)
 
@@ -155,7 +158,8 @@ class Planned:
 
     @property
     def name(self) -> str:
-        return f"{self.variant}-seed{self.seed}"
+        fold = self.config.data.fold.partition("/")[0]
+        return f"{self.variant}-seed{self.seed}" + (f"-fold{fold}" if fold else "")
 
 
 def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -> list[Planned]:
@@ -164,23 +168,24 @@ def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -
 
     `lengths` holds what the budget rule set: `{"wide": {"epochs": 7.3}}`.
     """
-    runs: dict[tuple[str, int], Planned] = {}
+    runs: dict[tuple[str, int, str], Planned] = {}
     configs = {**study.first_configs, **study.configs}
 
-    def planned(name: str, seed: int) -> Planned:
-        if (name, seed) not in runs:
+    def planned(name: str, seed: int, fold: str) -> Planned:
+        if (name, seed, fold) not in runs:
             config = configs[name]
+            config = replace(config, data=replace(config.data, fold=fold, judge="val")) if fold else config
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
             config = replace(config, seed=seed, out=None, optim=optim, calibrate=False)
-            needs = {text: planned(of, seed if at is None else at).path for text, of, at in _references(config)}
+            needs = {text: planned(of, seed if at is None else at, fold).path for text, of, at in _references(config)}
             if needs:
                 config = build(RunConfig, _replaced(plain(config), {text: str(path) for text, path in needs.items()}))
-            runs[name, seed] = Planned(name, seed, config, run_folder(config, root), tuple(needs.values()))
-        return runs[name, seed]
+            runs[name, seed, fold] = Planned(name, seed, config, run_folder(config, root), tuple(needs.values()))
+        return runs[name, seed, fold]
 
-    for seed in study.seeds:
-        for name in study.configs:
-            planned(name, seed)
+    folds = [f"{number}/{study.folds}" for number in range(1, study.folds + 1)] or [""]
+    for seed, fold, name in product(study.seeds, folds, study.configs):
+        planned(name, seed, fold)
     return list(runs.values())
 
 
@@ -359,6 +364,7 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
             budget=values.get("budget", "epochs") or "none",
             baseline=str(values.get("baseline") or ""),
             test_sets=[sets] if isinstance(sets, str) else list(sets),
+            folds=values.get("folds") or 0,
         )
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
@@ -418,6 +424,8 @@ def _problems(study: Study) -> list[str]:
             f"budget: {study.budget!r} is not one of {', '.join(budgets)}{near(str(study.budget), budgets)}"
         )
     problems += _seed_problems(study.seeds)
+    if study.folds is True or study.folds not in range(0, MOST_SEEDS) or study.folds == 1:
+        problems.append(f"folds: {study.folds!r} is no number of folds; use 2 or more, or leave it out")
     problems += [f"first.{name}: a variant has that name, too" for name in study.first if name in study.variants]
     known = kinds("evaluator")
     problems += [f"evaluate: no protocol {n!r}{near(str(n), known)}" for n in study.evaluate if n not in known]

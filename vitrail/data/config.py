@@ -145,6 +145,8 @@ class DataConfig:
     test_fraction: Fraction = 0.1
     """Share held out as test where the source is one undivided tree."""
     split_seed: Whole = 0
+    fold: str = ""
+    """Cross-validation: I/K, such as 1/5, makes that of K stratified folds of train and val the new val."""
     judge: Literal["test", "val"] = "test"
     """Which images a run is evaluated on at the end: `val` while settings are being chosen; test then stays unseen."""
     level: str = ""

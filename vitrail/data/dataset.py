@@ -14,9 +14,9 @@ a class of their own), so that rare labels are divided in proportion and frequen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +184,7 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 Key = tuple[int, int]  # seed, which draw
-_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE = range(1, 7)  # which draw: an image has an independent number in each
+_TEST, _VAL, _LIMIT, SHOTS, LONG_TAIL, NOISE, _FOLD = range(1, 8)  # which draw: an image has another number in each
 
 
 def split_called(name: str) -> str | None:
@@ -198,11 +198,12 @@ def split_rows(names: Sequence[str | None]) -> dict[str, NDArray[np.int64]]:
     return {name: np.flatnonzero(array == name) for name in (*SPLIT_NAMES, UNDIVIDED) if name in names}
 
 
-def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int) -> DataSet:
+def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int, fold: str = "") -> DataSet:
     """The data set with a val split, and with a test split where the source is one undivided tree.
 
     Shares of an undivided tree are shares of the whole tree; otherwise val is a share of train. A source with val but
-    without test keeps it so. Raises `ValueError` where the shares leave nothing to train on, or nothing to hold out.
+    without test keeps it so. With a fold I/K, val is that one of K of train and val together. Raises `ValueError` where
+    the shares leave nothing to train on, or nothing to hold out.
     """
     undivided = UNDIVIDED in data.splits
     if undivided and val_fraction + test_fraction >= 1:
@@ -212,8 +213,14 @@ def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int
         )
     splits, notes = dict(data.splits), []
     source = splits.pop(UNDIVIDED) if undivided else splits["train"]
+    if fold and (val := splits.pop("val", None)) is not None:
+        if val.reader is not source.reader:
+            raise ValueError(f"data.fold: train and val of {data.uri} are stored apart; name the data that were packed")
+        columns = [column.name for column in fields(Split)[2:] if getattr(val, column.name) is not None]
+        pooled: Any = {name: np.concatenate([getattr(source, name), getattr(val, name)]) for name in columns}
+        source = replace(source, **pooled)
     wanted = [("test", test_fraction, _TEST)] if undivided else []
-    wanted += [("val", val_fraction, _VAL)] if "val" not in splits else []
+    wanted += [("val", val_fraction, _VAL)] if "val" not in splits and not fold else []
     rest = np.ones(len(source), bool)
     for name, fraction, draw in wanted:
         if fraction >= 1:
@@ -225,6 +232,11 @@ def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int
             splits[name] = source.take(rows, name)
             share = f"{fraction:.3g} of {'all' if undivided else 'train'}"
             notes.append(f"{name}: {len(rows)} {data.things} ({share}) held out, stratified, seed {seed}")
+    if fold:
+        rows = _fold(source, rest, fold, seed)
+        rest[rows] = False
+        splits["val"] = source.take(rows, "val")
+        notes.append(f"val: fold {fold} of train and val, {len(rows)} {data.things}, stratified, seed {seed}")
     if undivided or not rest.all():
         splits["train"] = source.take(np.flatnonzero(rest), "train")
     if "val" not in splits:
@@ -287,6 +299,16 @@ def _share(whole: Split, free: NDArray[np.bool_], fraction: float, key: Key, wha
         )
     counts = apportion(exact, np.zeros_like(room), room, max(1, round(float(exact.sum()))))
     return smallest(whole, free, counts, key)
+
+
+def _fold(whole: Split, free: NDArray[np.bool_], fold: str, seed: int) -> NDArray[np.int64]:
+    """Rows of fold I of K: of every class, and of all images, each fold has as many as another or one more."""
+    part, _, count = fold.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count) != 1):
+        raise ValueError(f"data.fold: {fold!r} is not I/K, as in 1/5, the first of five folds")
+    rows = np.flatnonzero(free)
+    order = np.lexsort((whole.index[rows], bits(seed, _FOLD, whole.index[rows]), stratum(whole.labels)[rows]))
+    return np.sort(rows[order[int(part) - 1 :: int(count)]])
 
 
 def smallest(split: Split, free: NDArray[np.bool_], counts: NDArray[np.int64], key: Key) -> NDArray[np.int64]:

@@ -40,6 +40,7 @@ def open_data(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    fold: str = "",
     level: str = "",
     shots: int | None = None,
     fraction: float = 1.0,
@@ -50,10 +51,10 @@ def open_data(
     """The data set a URI names, with train and val splits and, where there is one, test.
 
     `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
-    `val_fraction` of the whole are held out. `level` is the level of a taxonomy that then becomes the
-    label: splits are the same whatever is learned. `shots`, `fraction`, `long_tail`, `limit` and `label_noise` at last
-    change train alone. All draws are stratified and depend on `split_seed`. Raises `FileNotFoundError` or `ValueError`
-    with one sentence.
+    `val_fraction` of the whole are held out. With a `fold` I/K, val is that one of train and val together. `level` is
+    the level of a taxonomy that then becomes the label: splits are the same whatever is learned. `shots`, `fraction`,
+    `long_tail`, `limit` and `label_noise` at last change train alone. All draws are stratified and depend on
+    `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
 
     >>> data = open_data("embedded:fashion")
     >>> len(data["train"]), len(data["val"]), len(data["test"]), data.classes[1]
@@ -63,15 +64,17 @@ def open_data(
     completions = data.holds_completions  # they have no classes
     if len(data.classes) < 2 and not completions and not data.unlabelled:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    if completions and (shots is not None or long_tail is not None or label_noise or level):
-        raise ValueError(f"{uri} has no classes, so data.shots, long_tail, label_noise and level mean nothing there")
-    if data.unlabelled and (shots is not None or long_tail is not None or label_noise or level):
-        raise ValueError(f"{uri} has no labels, so data.shots, long_tail, label_noise and level mean nothing there")
+    missing = "classes" if completions else "labels" if data.unlabelled else ""
+    if missing and (shots is not None or long_tail is not None or label_noise or level or fold):
+        raise ValueError(
+            f"{uri} has no {missing}: data.shots, long_tail, label_noise, level and fold mean nothing there"
+        )
     if completions:
-        from vitrail.data.sources.text import hold_out_prompts as divide
+        from vitrail.data.sources.text import hold_out_prompts
+
+        data = hold_out_prompts(data, val_fraction, test_fraction, split_seed)
     else:
-        divide = hold_out
-    data = choose_level(divide(data, val_fraction, test_fraction, split_seed), level)
+        data = choose_level(hold_out(data, val_fraction, test_fraction, split_seed, fold), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
     return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
 

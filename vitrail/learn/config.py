@@ -282,6 +282,25 @@ class CmsfConfig(BankConfig):
 
 
 @dataclass(frozen=True)
+class FixmatchConfig(ObjectiveOptions):
+    """Few labels, and confident predictions of weak views as labels of strong ones (FixMatch, arXiv 2001.07685)."""
+
+    kind: Literal["fixmatch"] = "fixmatch"
+    labelled: Fraction = 0.1
+    """Share of every class whose labels may be used (0.0008 of CIFAR-10: 4 per class)."""
+    ratio: Count = 7
+    """Images without a label that are drawn for each one with a label."""
+    threshold: Fraction = 0.95
+    """Probability from which a prediction is a label."""
+    weight: NotNegative = 1.0
+    """Of such labels, relative to 1 for true ones."""
+
+    def problems(self, run: Any) -> list[str]:
+        mixed = run.data.sampling != "shuffle" or run.data.augment.mixup or run.data.augment.cutmix
+        return ["objective: fixmatch needs data.sampling shuffle, and mixup and cutmix of 0"] if mixed else []
+
+
+@dataclass(frozen=True)
 class DinoConfig(LabelFree, MomentumConfig):
     """Predict from small views what the momentum teacher predicts from large ones (DINO, Caron et al., 2021, arXiv
     2104.14294).

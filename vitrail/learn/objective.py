@@ -55,6 +55,7 @@ class Objective(nn.Module):
     model: Classifier
     views: ViewSpec = ViewSpec()
     frozen: tuple[str, ...] = ()
+    groups: NDArray[np.int64] | None = None  # [images] of which each is drawn as often; none: as data.sampling says
     notes: tuple[str, ...] = ()
     """Notes for the user before the run, though nothing is wrong."""
     reading: str = ""

@@ -101,7 +101,7 @@ class NeighbourScore:
     def __call__(self, embeddings: Tensor) -> Tensor:
         """Scores [images] of embeddings [images, width]."""
         pieces = []
-        for rows in _checked(embeddings, self.memory.shape[1]).split(QUERIES):
+        for rows in checked_embeddings(embeddings, self.memory.shape[1]).split(QUERIES):
             unit = F.normalize(rows.double(), dim=1)
             farthest = top_rows(unit.float(), self.memory, self.k)[1][:, -1]
             pieces.append(-(unit - self.memory[farthest]).norm(dim=1))  # sqrt(2 - 2 cos) would lose half the digits
@@ -129,7 +129,9 @@ class MahalanobisScore:
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         """Scores [images] of embeddings [images, width]."""
-        pieces = _checked(embeddings, len(self.whitening)).split(max(1, SCORES_AT_ONCE // max(self.means.shape)))
+        pieces = checked_embeddings(embeddings, len(self.whitening)).split(
+            max(1, SCORES_AT_ONCE // max(self.means.shape))
+        )
         whitened = (rows.double() @ self.whitening.T for rows in pieces)
         return torch.cat([-torch.cdist(rows, self.means).amin(1).square() for rows in whitened])
 
@@ -151,7 +153,7 @@ def fit_neighbours(embeddings: Scores, k: int = NEIGHBOURS) -> NeighbourScore:
     The paper uses a k of 50 for CIFAR-10, 200 for CIFAR-100 and 1000 for ImageNet. A training image is its own nearest
     neighbour: take thresholds from other images. Raises `ValueError` for fewer than k images.
     """
-    rows = _checked(torch.as_tensor(embeddings))
+    rows = checked_embeddings(torch.as_tensor(embeddings))
     if not 1 <= k <= len(rows):
         raise ValueError(f"k = {k} neighbours of {len(rows)} training images are impossible; use a k from 1 to that")
     return NeighbourScore(F.normalize(rows.float(), dim=1), k)
@@ -163,7 +165,7 @@ def fit_mahalanobis(embeddings: Scores, target: Scores) -> MahalanobisScore:
     `target` is [images], or [images, classes] of 0/1, where an image counts once for each of its labels. Classes
     without images have no mean. Raises `ValueError` where no embedding differs from the mean of its class.
     """
-    rows, labels = _checked(torch.as_tensor(embeddings)), torch.as_tensor(target).detach().cpu()
+    rows, labels = checked_embeddings(torch.as_tensor(embeddings)), torch.as_tensor(target).detach().cpu()
     several = labels.ndim == 2
     if labels.ndim not in (1, 2) or len(labels) != len(rows) or (labels.is_floating_point() and not several):
         raise ValueError(
@@ -203,10 +205,10 @@ def read_embedding_score(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
     """The score that `to_json` and `tensors` of a fitted one describe. Raises `ValueError` where they are damaged."""
     try:
         if facts["kind"] == "neighbours":
-            score: EmbeddingScore = NeighbourScore(_checked(tensors["memory"]).float(), int(facts["k"]))
+            score: EmbeddingScore = NeighbourScore(checked_embeddings(tensors["memory"]).float(), int(facts["k"]))
             fits = 1 <= int(facts["k"]) <= len(tensors["memory"])
         elif facts["kind"] == "mahalanobis":
-            means, whitening = (_checked(tensors[name]).double() for name in ("means", "whitening"))
+            means, whitening = (checked_embeddings(tensors[name]).double() for name in ("means", "whitening"))
             score = MahalanobisScore(means, whitening, float(facts["shrinkage"]), int(facts["images"]))
             fits = len(whitening) == whitening.shape[1] == means.shape[1]
         else:
@@ -464,7 +466,8 @@ def _finite(scores: Scores) -> Floats:
     return values
 
 
-def _checked(embeddings: Tensor, width: int | None = None) -> Tensor:
+def checked_embeddings(embeddings: Tensor, width: int | None = None) -> Tensor:
+    """Embeddings [images, width] on the CPU. Raises `ValueError` for another shape, no images, or NaN."""
     rows = embeddings.detach().cpu()
     if rows.ndim != 2 or not rows.shape[1] or (width is None and not len(rows)) or width not in (None, rows.shape[1]):
         wanted = f"[images, {'width' if width is None else width}]"

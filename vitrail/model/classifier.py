@@ -226,6 +226,16 @@ class Classifier(nn.Module):
         """Whether it learned from images without labels, and so knows no classes."""
         return tuple(self.classes) == (UNLABELLED,)
 
+    def check_classifies_images(self) -> None:
+        """Raises `ValueError` for a model of texts, and for one without classes."""
+        if hasattr(self.trunk, "tokeniser"):
+            raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")
+        if self.unlabelled:
+            raise ValueError(
+                "this model learned from images without labels and knows no classes; train one on it first: vitrail "
+                "train small-transfer --data LABELLED --model.weights RUN --model.name NAME (as its config.yaml says)"
+            )
+
     def predict(
         self, images: Picture | Sequence[Picture], *, top: int = 5, batch: int = 64, errors: str = "raise"
     ) -> list[Prediction]:
@@ -237,13 +247,7 @@ class Classifier(nn.Module):
         from vitrail.data.dataset import BadImage
         from vitrail.data.preprocess import Preprocess
 
-        if hasattr(self.trunk, "tokeniser"):
-            raise ValueError("this model classifies texts; use vitrail.model.text_build.predict_texts(model, texts)")
-        if self.unlabelled:
-            raise ValueError(
-                "this model learned from images without labels and knows no classes; train one on it first: vitrail "
-                "train small-transfer --data LABELLED --model.weights RUN --model.name NAME (as its config.yaml says)"
-            )
+        self.check_classifies_images()
         if top < 1:
             raise ValueError(f"top: {top} classes are none to tell; ask for at least 1")
         if errors not in ("raise", "return"):

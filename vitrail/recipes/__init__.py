@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 from vitrail.config import DataConfig, RunConfig, from_mapping
 from vitrail.recipes.adaptive_compute import ADAPTIVE
 from vitrail.recipes.coarse_and_rare import GRAFIT, LONG_TAIL
-from vitrail.recipes.embedding_students import STUDENTS
 from vitrail.recipes.fine_tuning import ADAPTERS, TRANSFER
 from vitrail.recipes.image_architectures import ARCHITECTURES, POOLING
 from vitrail.recipes.mae_and_attention import ATTENTION_TRANSFER
@@ -17,7 +16,7 @@ from vitrail.recipes.plain_vits import DEIT, DEIT3
 from vitrail.recipes.row import flat
 from vitrail.recipes.starting_points import FROM_SCRATCH, START
 from vitrail.recipes.text_models import LANGUAGE, SEQUENCES, TEXT
-from vitrail.recipes.without_labels import SELFSUPERVISED
+from vitrail.recipes.without_labels import SELFSUPERVISED, STUDENTS
 from vitrail.schema import build, near, plain
 
 T = TypeVar("T")

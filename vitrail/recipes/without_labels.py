@@ -1,4 +1,4 @@
-"""Self-supervised and semi-supervised representation learning.
+"""Self-supervised and semi-supervised learning, and students that learn a teacher's embeddings.
 
 BYOL: Grill et al. 2020, arXiv 2006.07733; MoCo-v2: Chen et al. 2020, arXiv 2003.04297; ISD: Tejankar et al. 2020, arXiv
 2012.09259; MSF: Koohpayegani et al. 2021, arXiv 2105.07269; CMSF: Navaneet et al. 2021, arXiv 2112.04607; SupCon:
@@ -13,6 +13,8 @@ and saturation is jittered as much as brightness and contrast, where it has half
 batches of 256, and follow the batch. Small versions crop from 0.08 and do not blur, as the CIFAR recipes of solo-learn
 and lightly; why those with a momentum encoder have a learning rate of 0.2 and a last BatchNorm:
 docs/results/self-supervised.md.
+
+Students see crops and flips only, as in CompRess: no colour jitter, in the small versions neither.
 """
 
 from vitrail.recipes.row import Recipe
@@ -213,6 +215,20 @@ SELFSUPERVISED = {
         base="small-byol",
         settings={"objective.kind": "cmsf", "objective.bank": 4096, "objective.predictor_hidden": 512},
     ),
+    "small-fixmatch": Recipe(
+        "FixMatch on a small ResNet: 4 labels per class of CIFAR-10, pseudo-labels for the rest.",
+        source="FixMatch (Sohn et al. 2020, arXiv 2001.07685): a WRN-28-2, 2^20 steps, RandAugment and cutout; here "
+        "a ResNet-20, 100 epochs, TrivialAugment and erasing",
+        command="--data cifar10.npz",
+        expect="not run yet; the paper: 86.2 % of CIFAR-10 with 40 labels, 94.9 with 250",
+        settings={
+            "data": {"batch": 512, "augment": {"crop": "pad", "trivial": True, "erasing": 1.0}, "weak.crop": "pad"},
+            "model.name": "cifar_resnet20",
+            "objective": {"kind": "fixmatch", "labelled": 0.0008},
+            "optim": {"name": "sgd", "lr": 0.03, "momentum": 0.9, "weight_decay": 5e-4, "epochs": 100, "warmup": 0},
+            "engine": {"ema": 0.999, "log_every": 50, "evaluate_every": 10, "checkpoint_every": 10},
+        },
+    ),
     "small-supcon": Recipe(
         "Supervised contrast on a small ResNet, in minutes.",
         base="small-byol",
@@ -234,5 +250,111 @@ SELFSUPERVISED = {
             "optim": {"lr": 5e-4, "epochs": 50, "warmup": 5, "floor": 1e-5},
             "engine": {"ema": 0.99, "log_every": 50, "evaluate_every": 10, "checkpoint_every": 10},
         },
+    ),
+}
+
+STUDENTS = {
+    "compres-1q": Recipe(
+        "CompRess with one queue: match the teacher's similarities to its anchors.",
+        source="CompRess; its learning rate falls to a fifth at epochs 90 and 120, a cosine here",
+        command="--data imagenet/ --objective.teacher RUN",
+        expect="the paper: 62.6 % linear, 53.5 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated_in="CompRess (arXiv 2010.14713)",
+        stated={
+            **SGD,
+            "objective": {"queues": 1, "bank": 128_000, "temperature": 0.04},
+            "optim": {"lr": 0.01, "epochs": 130},
+        },
+        settings={
+            "model": {"name": "timm:resnet18", "head": {"kind": "projected", "projector": "none"}},
+            "objective.kind": "compres",
+            "optim": {"lr_batch": 256, "warmup": 0, "floor": 0.0, "nesterov": False},
+            "evaluators": ("classification", "knn"),
+        },
+    ),
+    "compres-2q": Recipe(
+        "CompRess with two queues: anchors of the student's own besides the teacher's.",
+        base="compres-1q",
+        source="CompRess; its learning rate falls to a fifth at epochs 90 and 120, a cosine here",
+        expect="the paper: 61.7 % linear, 53.4 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated={
+            **SGD,
+            "objective": {"queues": 2, "bank": 128_000, "temperature": 0.04, "momentum": 0.999},
+            "optim": {"lr": 0.01, "epochs": 130},
+        },
+    ),
+    "reg": Recipe(
+        "Plain regression of a teacher's embedding, a baseline of CompRess.",
+        base="compres-1q",
+        source="CompRess, appendix",
+        expect="the paper: 52.2 % linear, 41.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated_in="CompRess (arXiv 2010.14713): ResNet-18",
+        stated={
+            "data.batch": 256,
+            "objective": {"layers": 1, "match": "raw"},
+            "optim": {"name": "adam", "lr": 1e-3, "weight_decay": 1e-4, "epochs": 100, "schedule": "step"},
+            "optim.step_every": 40,
+            "optim.step_factor": 0.1,
+        },
+        settings={"objective.kind": "simreg", "optim.lr_batch": None, "optim.nesterov": True},
+    ),
+    "reg-bn": Recipe(
+        "Regression of a teacher's embedding, both normalised over the batch, a baseline of CompRess.",
+        base="compres-1q",
+        source="CompRess, appendix",
+        expect="the paper: 58.2 % linear, 47.3 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated={
+            **SGD,
+            "objective": {"layers": 1, "match": "batch_norm"},
+            "optim": {"lr": 0.1, "epochs": 100, "schedule": "step", "step_every": 40, "step_factor": 0.1},
+        },
+        settings={"objective.kind": "simreg"},
+    ),
+    "cluster-classification": Recipe(
+        "Classification of k-means clusters of a teacher's features, the baseline CC of CompRess.",
+        base="compres-1q",
+        source="CompRess, appendix; ours: weight decay and batch",
+        expect="the paper: 61.1 % linear, 51.1 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated_in="CompRess (arXiv 2010.14713): ResNets",
+        stated={"optim.lr": 0.1, "optim.epochs": 100, "optim.schedule": "cosine", "objective.clusters": 16_000},
+        settings={"objective.kind": "clusters"},
+    ),
+    "crd": Recipe(
+        "CRD (Tian et al. 2019, arXiv 1910.10699): contrast with a teacher's embeddings, a baseline of CompRess.",
+        base="compres-1q",
+        source="CompRess, appendix (learning rate); ours: its length; the rest is CRD's and CompRess' own",
+        expect="the paper: 58.4 % linear, 43.7 % 1-NN, MoCo ResNet-50 to ResNet-18; not run here",
+        stated_in="CompRess (arXiv 2010.14713): no supervised term",
+        stated={"optim.lr": 0.05},
+        settings={"objective.kind": "crd", "optim.epochs": 100},
+    ),
+    "small-compres": Recipe(
+        "A teacher's similarities matched by a small ResNet, in minutes.",
+        base="compres-1q",
+        command="--data cifar10.npz --objective.teacher RUN",
+        expect="after 30 epochs, with a bank of 16,384, from a ResNet-18 of 39.6 % of CIFAR-100 by 20 neighbours: "
+        "36.5 % (one seed, studies/selfsupervised.py), measured before students saw crops and flips only; to be "
+        "repeated",
+        settings={
+            "model.name": "cifar_resnet20",
+            "objective.bank": 4096,
+            "optim": {"lr": 0.2, "epochs": 50, "warmup": 1},
+            "engine": {"log_every": 50, "evaluate_every": 10, "checkpoint_every": 10},
+        },
+    ),
+    "small-simreg": Recipe(
+        "A teacher's embeddings regressed by a small ResNet, in minutes.",
+        base="small-compres",
+        settings={"objective.kind": "simreg", "optim.lr": 0.05},
+    ),
+    "small-clusters": Recipe(
+        "A teacher's clusters classified by a small ResNet, in minutes.",
+        base="small-compres",
+        settings={"objective.kind": "clusters", "objective.clusters": 500, "optim.lr": 0.05},
+    ),
+    "small-crd": Recipe(
+        "A teacher's embeddings contrasted by a small ResNet, in minutes.",
+        base="small-compres",
+        settings={"objective.kind": "crd", "objective.negatives": 4096, "optim.lr": 0.05},
     ),
 }

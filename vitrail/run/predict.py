@@ -27,6 +27,7 @@ from vitrail.run.data_module import evaluation_batches
 from vitrail.run.run_data import contents, open_for
 
 UNKNOWN = "unknown"
+NOTHING = Prediction("", 0.0, ())  # of a model without classes
 BATCH = 64
 
 
@@ -149,6 +150,8 @@ def predict(
     `keep`, whether the image is unlike all classes, by a threshold that such a share of known images passes. Both need
     what was fitted on held-out images: `Trust.read(model_folder(run))`. With an `index`, the nearest images.
     """
+    if index is None or not model.unlabelled:  # embeddings are enough for a search
+        model.check_classifies_images()
     if (coverage is not None or keep is not None) and trust is None:
         raise ValueError("prediction sets and rejection need `trust`: Trust.read(model_folder(run))")
     rule = None if trust is None or coverage is None else trust.rule(coverage, sets)
@@ -170,7 +173,7 @@ def predict(
                 outputs = model.outputs(torch.stack(pixels).to(device))
                 logits = model.fused(outputs.stack).float()
                 chances = model.probabilities(logits).cpu()
-                predictions = model.told(chances, top)
+                predictions = [NOTHING] * len(pixels) if model.unlabelled else model.told(chances, top)
                 answers = iter([ImageAnswer("", prediction) for prediction in predictions])
                 if rule is not None:
                     answers = _with_sets(answers, rule.sets(chances), chances, model.classes)

@@ -24,12 +24,12 @@ from vitrail.engine.progress import Progress
 from vitrail.model.classifier import Classifier
 from vitrail.model.store import model_folder, read_description
 
-DIVISION = ("val_fraction", "test_fraction", "split_seed")  # what decides which image is in which split
+DIVISION = ("val_fraction", "test_fraction", "split_seed", "fold")  # what decides which image is in which split
 
 
 def division(config: DataConfig) -> dict[str, Any]:
     """The settings of a run that divide data; a saved model states them."""
-    return {name: getattr(config, name) for name in DIVISION}
+    return {name: value for name in DIVISION if (value := getattr(config, name)) != ""}
 
 
 def open_run(config: DataConfig) -> DataSet:
@@ -144,7 +144,8 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
     if "published" in model.stated:
         return open_whole(str(data))
     stated = model.stated.get("division", {})
-    return open_data(data, **{name: stated[name] for name in DIVISION if name in stated})
+    names = DIVISION if model.stated.get("data") == str(data) else DIVISION[:-1]  # folds are of its own data
+    return open_data(data, **{name: stated[name] for name in names if name in stated})
 
 
 def open_whole(uri: str) -> DataSet:

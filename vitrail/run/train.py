@@ -198,9 +198,9 @@ class Trainer:
             train.generated,
         )
         self.objective = build_objective(config.objective, self.model, facts)
-        self.sampler = BatchSampler(
-            len(train), config.data.batch, config.seed, config.data.sampling, train.labels, config.data.repeats
-        )
+        groups = self.objective.groups
+        drawn = (config.data.sampling, train.labels) if groups is None else ("balanced", groups)
+        self.sampler = BatchSampler(len(train), config.data.batch, config.seed, *drawn, config.data.repeats)
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen

@@ -59,7 +59,7 @@ def open_table(location: Location) -> DataSet:
     Raises `ValueError` that counts all faulty rows and lists the first ten.
     """
     path, uri, names = location.path, location.uri, location.options
-    table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else _read_text(path, uri)
+    table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else read_text_table(path, uri)
     columns = {}
     for column in COLUMNS:
         name = names.get(column, "" if column == "group" else column)  # groups are counted only where asked for
@@ -86,7 +86,7 @@ SOURCE = Source(
 )
 
 
-def _read_text(path: Path, uri: str) -> Table:
+def read_text_table(path: Path, uri: str) -> Table:
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             first = stream.readline()
