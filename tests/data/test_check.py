@@ -88,6 +88,19 @@ def test_a_recompressed_and_a_resized_copy_are_near_duplicates(tmp_path):
     assert {"train: a/0.png ~ train: a/jpeg.jpg", "train: a/1.png ~ train: a/large.png"} == set(near.examples)
 
 
+def test_near_duplicates_with_another_label_are_suspects(tmp_path):
+    clean(tmp_path, {"a": 20, "b": 20})
+    scene(1).save(tmp_path / "b/a_in_b.jpg", quality=80)
+    scene(2).save(tmp_path / "a/same_label.jpg", quality=80)
+    data = open_data(tmp_path, val_fraction=0, test_fraction=0)
+    report = check_data(data)
+    (finding,) = named(report, "near-duplicates with different labels")
+    assert (finding.level, finding.count) == ("warning", 1)
+    assert finding.examples == ("train: a/0.png ~ train: b/a_in_b.jpg",)
+    suspects = {data["train"].keys[s.row] for s in report.suspects if s.reason == "near duplicate, other label"}
+    assert suspects == {"a/0.png", "b/a_in_b.jpg"}
+
+
 def test_unreadable_images_are_an_error_beyond_the_limit(tmp_path):
     expected = make_hostile(tmp_path / "a")
     clean(tmp_path, {"b": 40})
