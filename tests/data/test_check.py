@@ -10,6 +10,7 @@ import pytest
 from hostile import make_hostile
 from PIL import Image
 
+from vitrail.data.check import contact_sheet
 from vitrail.data.check.check import CheckReport, Finding, check_data, picture_sheet
 from vitrail.data.check.contact_sheet import ALARM, TILE, Suspect
 from vitrail.data.check.duplicates import (
@@ -257,6 +258,15 @@ def test_exit_codes_follow_severity():
         1,
         2,
     ]
+
+
+def test_the_sheet_names_given_and_proposed_label(tmp_path, monkeypatch):
+    data = open_data(clean(tmp_path / "data", {"a": 12, "b": 12}), val_fraction=0, test_fraction=0)
+    fit, texts = contact_sheet._fit, []
+    monkeypatch.setattr(contact_sheet, "_fit", lambda pen, text, *how: texts.append(text) or fit(pen, text, *how))
+    suspects = (Suspect("train", 0, "probably mislabelled", "b", 0.1), Suspect("train", 1, "unlike all others"))
+    picture_sheet(data, tmp_path / "sheet.png", CheckReport("x", {}, 2, (), suspects))
+    assert texts[2:] == ["a: 0.png", "proposed: b", "a: 1.png", "unlike all others"]
 
 
 def test_the_sheet_frames_suspects_and_only_them(tmp_path):
