@@ -229,6 +229,10 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "bits": 4,
         "json": True,
     },
+    "check d --model auto --epochs 3 --device cpu --csv s.csv": {
+        **{"data": "d", "model": "auto", "epochs": 3, "device": "cpu", "csv": Path("s.csv")},
+    },
+    "check d --apply s.csv": {"data": "d", "apply": Path("s.csv")},
     "check --json d --out s.png --strict": {"data": "d", "json": True, "out": Path("s.png"), "strict": True},
     "check d --model r --suggest 9 --by typical --labelled t.csv --csv n.csv": {
         "data": "d",

@@ -10,6 +10,7 @@ import pytest
 from hostile import make_hostile
 from PIL import Image
 
+from vitrail.data.check import contact_sheet
 from vitrail.data.check.check import CheckReport, Finding, check_data, picture_sheet
 from vitrail.data.check.contact_sheet import ALARM, TILE, Suspect
 from vitrail.data.check.duplicates import (
@@ -86,6 +87,19 @@ def test_a_recompressed_and_a_resized_copy_are_near_duplicates(tmp_path):
     assert near.level == "warning"
     assert near.count == 2
     assert {"train: a/0.png ~ train: a/jpeg.jpg", "train: a/1.png ~ train: a/large.png"} == set(near.examples)
+
+
+def test_near_duplicates_with_another_label_are_suspects(tmp_path):
+    clean(tmp_path, {"a": 20, "b": 20})
+    scene(1).save(tmp_path / "b/a_in_b.jpg", quality=80)
+    scene(2).save(tmp_path / "a/same_label.jpg", quality=80)
+    data = open_data(tmp_path, val_fraction=0, test_fraction=0)
+    report = check_data(data)
+    (finding,) = named(report, "near-duplicates with different labels")
+    assert (finding.level, finding.count) == ("warning", 1)
+    assert finding.examples == ("train: a/0.png ~ train: b/a_in_b.jpg",)
+    suspects = {data["train"].keys[s.row] for s in report.suspects if s.reason == "near duplicate, other label"}
+    assert suspects == {"a/0.png", "b/a_in_b.jpg"}
 
 
 def test_unreadable_images_are_an_error_beyond_the_limit(tmp_path):
@@ -244,6 +258,15 @@ def test_exit_codes_follow_severity():
         1,
         2,
     ]
+
+
+def test_the_sheet_names_given_and_proposed_label(tmp_path, monkeypatch):
+    data = open_data(clean(tmp_path / "data", {"a": 12, "b": 12}), val_fraction=0, test_fraction=0)
+    fit, texts = contact_sheet._fit, []
+    monkeypatch.setattr(contact_sheet, "_fit", lambda pen, text, *how: texts.append(text) or fit(pen, text, *how))
+    suspects = (Suspect("train", 0, "probably mislabelled", "b", 0.1), Suspect("train", 1, "unlike all others"))
+    picture_sheet(data, tmp_path / "sheet.png", CheckReport("x", {}, 2, (), suspects))
+    assert texts[2:] == ["a: 0.png", "proposed: b", "a: 1.png", "unlike all others"]
 
 
 def test_the_sheet_frames_suspects_and_only_them(tmp_path):

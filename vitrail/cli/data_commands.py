@@ -19,7 +19,12 @@ class CheckCommand:
     Of a run, a model folder or a packed data set, every checksum is compared first. Exit code: 0 nothing serious, 1
     warnings with --strict, 2 errors.
 
+    With --model embeddings of the images show which labels are probably wrong. --csv writes them to a table: put a
+    class or `remove` into its column fix, and --apply writes the data set as a table with these fixes.
+
     Example: vitrail check photos/ --out sheet.png
+    Example: vitrail check photos/ --model auto --csv suspects.csv
+    Example: vitrail check photos/ --apply suspects.csv --out photos/corrected.csv
     Example: vitrail check runs/demo
     Example: vitrail check unlabelled/ --model runs/demo --suggest 100 --csv next.csv
     """
@@ -27,10 +32,15 @@ class CheckCommand:
     data: Annotated[str, Positional("URI")]
     """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes; or a
     run or model folder"""
-    out: Path | None = None  # write a sheet of pictures to this PNG
+    out: Path | None = None  # write a sheet of pictures to this PNG; with --apply a table to this CSV
+    model: Annotated[str | None, "RUN|auto"] = None
+    """find label errors by embeddings of this run or model folder, or of a network trained on the images, without
+    labels (auto)"""
+    epochs: int = 20  # of that network
+    device: str = "auto"  # auto, cpu, cuda
+    csv: Path | None = None  # write suspects, or with --suggest images to label, to this CSV
+    apply: Path | None = None  # an edited CSV of suspects
     strict: bool = False  # warnings count, too
-    model: Annotated[str, "RUN|auto"] = ""
-    csv: Path | None = None
     suggest: int | None = None  # how many images to label next, by the embeddings of --model
     by: Literal["margin", "typical", "coverage", "both"] = "both"  # --suggest: from 10 labels per class, both is margin
     labelled: Annotated[Path | None, "CSV"] = None  # --suggest: the --csv of the round before, with labels in it
@@ -43,10 +53,11 @@ class CheckCommand:
             return self._suggest(self.suggest)
         if self.labelled is not None:
             return fail("--labelled is the table of a round of --suggest; say how many images: --suggest 100")
-        from vitrail.data.check.check import check_data, picture_sheet
+        from vitrail.data.check.check import check_data, picture_sheet, write_suspects
         from vitrail.data.open import open_data
         from vitrail.data.sources.packed import is_packed
         from vitrail.data.sources.packed import verify as verify_packed
+        from vitrail.data.sources.table import apply_fixes
 
         folder = Path(self.data)
         if any((folder / name).is_file() for name in ("config.yaml", "model.json", "model/model.json")):
@@ -55,11 +66,25 @@ class CheckCommand:
             return self._faults(verify(folder))
         if self.out is not None:
             reject_unwritable(self.out, file=True)
+        if self.csv is not None:
+            reject_unwritable(self.csv, "choose another --csv", file=True)
         opened = open_data(self.data)
+        if self.apply is not None:
+            if self.out is None or self.model is not None or self.csv is not None:
+                return fail("--apply writes a table to --out CORRECTED.csv, and takes neither --model nor --csv")
+            counts = apply_fixes(opened, self.apply, self.out)
+            text = "{images} images, {changed} labels changed, {removed} images removed".format(**counts)
+            return output(self.json, {"out": str(self.out), **counts}, f"{self.out}: {text}")
         if is_packed(folder) and (faults := verify_packed(folder)):
             return self._faults(faults)
         with progress("check", quiet=self.json) as bar:
             report = check_data(opened, progress=lambda done, total: bar(done, total, f"{done} images"))
+        if self.model is not None:
+            from vitrail.run.check_labels import check_labels
+
+            report = check_labels(opened, report, self.model, self.epochs, self.device, self.json)
+        if self.csv is not None:
+            write_suspects(opened, report.suspects, self.csv)
         if self.out is not None:
             picture_sheet(opened, self.out, report)
         table = Table(title=self.data, box=None, title_justify="left", header_style="bold")
@@ -75,7 +100,7 @@ class CheckCommand:
         from vitrail.data.check.contact_sheet import draw_sheet
         from vitrail.run.suggest import suggest, write_table
 
-        if self.model in ("", "auto"):
+        if not self.model or self.model == "auto":
             return fail("--suggest needs the embeddings of a model; name a run or a model folder: --model RUN")
         for path in filter(None, (self.out, self.csv)):
             reject_unwritable(path, "name another file", file=True)

@@ -125,6 +125,11 @@ class DataSet:
         """Whether the examples are prompts and completions, which have no classes."""
         return any(getattr(s.reader, "completions", False) for s in self.splits.values())
 
+    def label_text(self, label: NDArray[np.int64], empty: str = "no label") -> str:
+        """The class of a label, or classes joined by |."""
+        chosen = np.flatnonzero(label).tolist() if np.ndim(label) else [int(label)]
+        return "|".join(self.classes[c] for c in chosen if 0 <= c < len(self.classes)) or empty
+
     def __getitem__(self, split: str) -> Split:
         if split not in self.splits:
             raise KeyError(f"{self.uri} has no split {split!r}; it has {', '.join(self.splits)}")

@@ -90,6 +90,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         group.say(trainer.quiet, *only)
     model.stated |= {
         "recipe": config.recipe,
+        "needs_labels": config.objective.needs_labels(),
         "data": data.uri,
         "division": division(config.data),
         "split": split,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vitrail.data.check.contact_sheet import Suspect, draw_sheet
 from vitrail.data.check.duplicates import Fingerprints, copies, near_copies, strangers, take_fingerprints
 from vitrail.data.dataset import DataSet
+from vitrail.data.sources.table import write_csv
 
 Level = Literal["note", "warning", "error"]
 
@@ -22,7 +23,7 @@ TINY_CLASS = 10  # training images
 IMBALANCE = 10.0  # largest class over smallest
 SMALL_SIDE = 16  # pixels
 LONG_ASPECT = 4.0
-TRUST = 0.5  # least share of images whose neighbours agree with their label, for neighbours to accuse others
+TRUST = 0.5  # least share of labels that neighbours or classifiers agree with, for these to accuse others
 _STRAY_NAMES = ("thumbs", "__macosx", "new folder", "untitled folder", "desktop", "ipynb_checkpoints")
 _ODD_MODES = {"CMYK": "CMYK", "1": "1 bit", "I": "32 bits", "F": "floating point", "LAB": "LAB", "YCbCr": "YCbCr"}
 
@@ -87,7 +88,7 @@ def check_data(
         findings += _unreadable(prints, bad_limit)
         findings += _oddities(prints)
         findings += _duplicates(prints, suspects)
-        findings += _near_duplicates(prints)
+        findings += _near_duplicates(prints, suspects)
         findings += _suspicious(prints, data.classes, suspects)
     return CheckReport(data.uri, images, len(data.classes), tuple(findings), tuple(suspects))
 
@@ -95,6 +96,16 @@ def check_data(
 def picture_sheet(data: DataSet, path: str | Path, report: CheckReport | None = None) -> Path:
     """Write one PNG with a few images a class and, where a report is given, its suspects in frames."""
     return draw_sheet(data, path, () if report is None else report.suspects)
+
+
+def write_suspects(data: DataSet, suspects: Sequence[Suspect], path: Path) -> None:
+    """Write a row for each suspect; the column `fix` is empty, for a class name or `remove`."""
+    rows: list[tuple[object, ...]] = [("path", "index", "split", "label", "proposed", "score", "reason", "fix")]
+    for s in suspects:
+        split, score = data[s.split], "" if s.score is None else f"{s.score:.3g}"
+        image = (split.keys[s.row], split.index[s.row], s.split, data.label_text(split.labels[s.row]))
+        rows.append((*image, s.proposed, score, s.reason, ""))
+    write_csv(path, rows)
 
 
 def _labels(data: DataSet) -> Iterator[Finding]:
@@ -214,13 +225,19 @@ def _duplicates(prints: Fingerprints, suspects: list[Suspect]) -> Iterator[Findi
     yield from found("conflicting labels", "warning", conflicts, "copies of an image that carry another label")
 
 
-def _near_duplicates(prints: Fingerprints) -> Iterator[Finding]:
+def _near_duplicates(prints: Fingerprints, suspects: list[Suspect]) -> Iterator[Finding]:
     pairs = near_copies(prints)
     crossing = prints.split[pairs[:, 0]] != prints.split[pairs[:, 1]]
-    for some, text in ((pairs[crossing], "nearly equal pairs across splits"), (pairs[~crossing], "nearly equal pairs")):
+    other = np.array([(prints.labels[a] != prints.labels[b]).any() for a, b in pairs.tolist()], bool)
+    suspects += [_suspect(prints, i, "near duplicate, other label") for i in np.unique(pairs[other]).tolist()]
+    for check, some, text in (
+        ("near duplicates", pairs[crossing], "nearly equal pairs across splits"),
+        ("near duplicates", pairs[~crossing], "nearly equal pairs"),
+        ("near-duplicates with different labels", pairs[other], "nearly equal pairs whose labels differ"),
+    ):
         if len(some):
             examples = tuple(f"{prints.name(a)} ~ {prints.name(b)}" for a, b in some[:10].tolist())
-            yield Finding("near duplicates", "warning", len(some), text, examples)
+            yield Finding(check, "warning", len(some), text, examples)
 
 
 def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Suspect]) -> Iterator[Finding]:
@@ -229,7 +246,7 @@ def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Sus
     odd, trust = strangers(prints, len(classes))
     if not odd or trust < TRUST:
         return
-    suspects += [_suspect(prints, image, f"looks like {classes[other]}") for image, other in odd]
+    suspects += [_suspect(prints, image, f"looks like {classes[other]}", classes[other]) for image, other in odd]
     examples = tuple(
         f"{prints.name(i)} ({classes[int(prints.labels[i])]}, looks like {classes[other]})" for i, other in odd[:10]
     )
@@ -239,5 +256,5 @@ def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Sus
     yield Finding("suspicious labels", "warning", len(odd), text, examples)
 
 
-def _suspect(prints: Fingerprints, image: int, reason: str) -> Suspect:
-    return Suspect(prints.splits[prints.split[image]], int(prints.row[image]), reason)
+def _suspect(prints: Fingerprints, image: int, reason: str, proposed: str = "") -> Suspect:
+    return Suspect(prints.splits[prints.split[image]], int(prints.row[image]), reason, proposed)

@@ -24,6 +24,8 @@ class Suspect:
     split: str
     row: int
     reason: str
+    proposed: str = ""  # label; of several joined by |
+    score: float | None = None  # how credible its label is, 0 to 1
 
 
 def draw_sheet(
@@ -69,19 +71,19 @@ def draw_sheet(
         _place(sheet, split, suspect.row, (x, y), framed=True)
         small = _font(11)
         name = Path(split.keys[suspect.row]).name
-        pen.text((x, y + TILE), _fit(pen, f"{_label(data, split, suspect.row)}: {name}", CAPTION, small), INK, small)
-        pen.text((x, y + TILE + LINE - 2), _fit(pen, suspect.reason, CAPTION, small), ALARM, small)
+        pen.text(
+            (x, y + TILE),
+            _fit(pen, f"{data.label_text(split.labels[suspect.row])}: {name}", CAPTION, small),
+            INK,
+            small,
+        )
+        text = f"proposed: {suspect.proposed}" if suspect.proposed else suspect.reason
+        pen.text((x, y + TILE + LINE - 2), _fit(pen, text, CAPTION, small), ALARM, small)
     if left_out:
         pen.text((GAP, sheet.height - 2 * LINE), f"and {left_out} more classes", INK, font)
     with replacing(path) as temporary:
         sheet.save(temporary, "PNG")
     return path
-
-
-def _label(data: DataSet, split: Split, row: int) -> str:
-    label = split.labels[row]
-    chosen = np.flatnonzero(label).tolist() if np.ndim(label) else [int(label)]
-    return "|".join(data.classes[c] for c in chosen if 0 <= c < len(data.classes)) or "no label"
 
 
 def _place(sheet: Image.Image, split: Split, row: int, corner: tuple[int, int], framed: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,15 +35,17 @@ from vitrail.data.dataset import (
 )
 from vitrail.data.decode import raise_if_of_the_machine
 from vitrail.data.sources.folder import FileReader, natural, some
-from vitrail.files import file_size
+from vitrail.files import file_size, replacing
 from vitrail.quantities import shorten
-from vitrail.schema import near
+from vitrail.schema import ConfigError, near
 
 COLUMNS = ("path", "label", "split", "coarse", "generated", "group")
 LEVEL = "level:"  # begins the name of a column that holds one more level
 
 _BETWEEN = "|"  # labels of one image
 _SHOWN = 10
+_REMOVE = "remove"  # in place of a label, unless a class has this name
+_OF_FIXES = ("path", "index", "split", "fix")
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,50 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
     repeated = len(paths) - len(set(paths))
     notes = (f"{repeated} paths are listed more than once",) if repeated else ()
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
+
+
+def apply_fixes(data: DataSet, fixes: Path, out: Path) -> dict[str, int]:
+    """Write `data` with the fixes of a table as a table that opens as data; returns how many were changed and removed.
+
+    Raises `ConfigError` that lists all rows of an unknown image or class, before anything is written.
+    """
+    if data.levels or not all(isinstance(split.reader, FileReader) for split in data.splits.values()):
+        raise ValueError(f"{data.uri}: fixes are for image files with one level of labels, and it holds others")
+    table = read_text_table(fixes, str(fixes))
+    if missing := [name for name in _OF_FIXES if name not in table.columns]:
+        raise ValueError(f"{fixes} has no column {missing[0]!r}; edit a file that --csv wrote, and keep its columns")
+    places = {(name, str(i)): row for name, split in data.splits.items() for row, i in enumerate(split.index.tolist())}
+    wanted: dict[tuple[str, int], str] = {}
+    faults = []
+    for line, key, index, name, fix in zip(table.places, *(table.columns[c] for c in _OF_FIXES), strict=True):
+        row = places.get((name, index), -1)
+        parts = [part.strip() for part in fix.split(_BETWEEN) if part.strip()] if data.multilabel else [fix]
+        unknown = [] if fix == _REMOVE else [part for part in parts if part not in data.classes]
+        if fix and (row < 0 or data[name].keys[row].strip() != key):
+            faults.append(f"{fixes}, {line}: {data.uri} has no image {key!r} with index {index} in split {name!r}")
+        elif fix and unknown:
+            faults.append(f"{fixes}, {line}: no class {unknown[0]!r}, nor {_REMOVE!r}{near(unknown[0], data.classes)}")
+        elif fix and wanted.setdefault((name, row), fix) != fix:
+            faults.append(f"{fixes}, {line}: {key!r} has another fix above")
+    if faults:
+        raise ConfigError(faults)
+    rows = []
+    for name, split in data.splits.items():
+        for row in range(len(split)):
+            label = wanted.get((name, row)) or data.label_text(split.labels[row], empty="")
+            label += _BETWEEN if data.multilabel and _BETWEEN not in label else ""  # one label of several possible ones
+            path = os.path.relpath(split.reader.path(int(split.index[row])), str(out.parent))  # type: ignore[attr-defined]
+            if label.strip(_BETWEEN) != _REMOVE or _REMOVE in data.classes:
+                rows.append((path, label, name, int(split.generated is not None and split.generated[row])))
+    write_csv(out, [("path", "label", "split", "generated"), *rows])
+    removed = sum(map(len, data.splits.values())) - len(rows)
+    return {"images": len(rows), "changed": len(wanted) - removed, "removed": removed}
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write rows, the header first, atomically."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, lineterminator="\n").writerows(rows)
 
 
 def _levels(uri: str, columns: Mapping[str, list[str]], coarse: str) -> dict[str, list[str]]:
