@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.batch import Batch
-from vitrail.data.dataset import DataSet
+from vitrail.data.dataset import UNLABELLED, DataSet
 from vitrail.data.open import open_data
 from vitrail.measure.calibration import calibration_metrics, choose_calibration, fit_conformal, set_metrics
 from vitrail.measure.evaluator import Predictions, draw_by_class, read_predictions
@@ -27,7 +28,7 @@ from vitrail.measure.trust import FILE, MADE, Trust, fit_trust, threshold_for
 from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.export import to_torch
 from vitrail.recipes import recipe
-from vitrail.run.evaluate import calibrate, evaluate
+from vitrail.run.evaluate import calibrate, evaluate, verify
 from vitrail.run.predict import image_index, predict
 
 URI = "synthetic:shapes?n=1600&size=16"
@@ -187,6 +188,13 @@ def test_calibrate_fits_a_saved_model_again_as_training_did(trained: Path, tmp_p
     known = [Trust.read(path / "model") for path in (run, trained)]
     assert known[0].kind == known[1].kind
     torch.testing.assert_close(known[0].known, known[1].known, rtol=1e-4, atol=1e-5)
+
+
+def test_a_check_of_a_run_reads_what_was_fitted(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    assert verify(tmp_path / "model") == []
+    (tmp_path / "model" / FILE).write_bytes((trained / "model" / FILE).read_bytes()[:-8])
+    assert [FILE in fault for fault in verify(tmp_path / "model")] == [True]
 
 
 def test_damage_to_what_was_fitted_is_one_sentence(trained: Path, tmp_path: Path) -> None:
@@ -351,3 +359,17 @@ def test_adaptive_models_are_calibrated_and_rejected_by_what_they_keep(data: Dat
         wanted = choose_calibration(model(images)[fitted.first], batch.label[fitted.first])
     assert fitted.calibration.temperature == pytest.approx(wanted.temperature, rel=1e-4)
     assert len(fitted.trust.known) == len(fitted.first)
+
+
+def test_a_model_without_classes_can_be_searched_by_and_says_no_more(
+    data: DataSet, pictures: list[Path], tmp_path: Path
+) -> None:
+    model = vitrail.create_model("vit_micro_28", classes=(UNLABELLED,), image_size=16, depth=1, patch=4).eval()
+    model.save(tmp_path / "model")
+    index = image_index(model, tmp_path / "model", URI)
+    (answer,) = predict(model, pictures[:1], index=index, neighbours=2)
+    assert answer.neighbours is not None
+    assert answer.neighbours[0][0] == data["test"].keys[0]
+    assert answer.prediction.top == ()
+    with pytest.raises(ValueError, match="knows no classes"):
+        next(predict(model, pictures[:1]))

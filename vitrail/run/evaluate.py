@@ -113,6 +113,10 @@ def verify(path: str | Path) -> list[str]:
             faults.append(str(error))
     try:
         load(path)
+        from vitrail.measure.trust import FILE, Trust
+
+        if (model_folder(path) / FILE).is_file():
+            Trust.read(model_folder(path))
     except (ValueError, OSError) as error:
         faults.append(str(error))
     return faults
