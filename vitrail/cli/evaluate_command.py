@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vitrail.console import fail, output
-from vitrail.files import reject_unwritable, write_text
+from vitrail.files import reject_unwritable
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.schema import Positional, Unprefixed
 
@@ -300,9 +300,10 @@ class PredictCommand:
         return self._answers(model, paths)
 
     def _answers(self, model: Any, paths: Sequence[Path]) -> int:
+        from vitrail.data.sources.table import write_csv
         from vitrail.measure.trust import Trust
         from vitrail.model.store import model_folder
-        from vitrail.run.predict import csv_table, image_index, predict
+        from vitrail.run.predict import csv_rows, image_index, predict
         from vitrail.run.run_data import own_uri
 
         trust = index = None
@@ -319,7 +320,7 @@ class PredictCommand:
             output(self.json, answer.to_json(), f"{answer.path}  {answer.text()}")
             answers.append(answer)
         if self.csv is not None:
-            write_text(self.csv, csv_table(answers))
+            write_csv(self.csv, csv_rows(answers))
         return 1 if any(answer.prediction.error for answer in answers) else 0
 
     def _print(self, of: dict[str, str], prediction: Any) -> None:

@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from vitrail.run.train import Trainer
 
 
-HELD_OUT, REFERENCE = (
-    2**26,
-    5_000,
-)  # logits of val, and training images, that calibration reads; some, where there are more
-
-
 @dataclass(frozen=True)
 class Run:
     """A finished run: where it is, how good it is, and its model."""

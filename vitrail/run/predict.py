@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,17 +55,14 @@ class ImageAnswer:
         return "".join([f"{UNKNOWN}  {words}" if self.unknown else words, *below])
 
 
-def csv_table(answers: Sequence[ImageAnswer]) -> str:
-    """Predictions as CSV: path, label, probability, and where they were asked for set, unknown; errors last."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["path", "label", "probability", "set", "unknown", "error"])
+def csv_rows(answers: Sequence[ImageAnswer]) -> list[tuple[object, ...]]:
+    """The rows of a table, its header first: path, label, probability, set and unknown where asked for, error."""
+    rows: list[tuple[object, ...]] = [("path", "label", "probability", "set", "unknown", "error")]
     for answer in answers:
-        told, classes = answer.prediction, answer.classes
-        held = "" if classes is None else "|".join(label for label, _ in classes)
+        told, held = answer.prediction, "|".join(label for label, _ in answer.classes or ())
         unknown = "" if answer.unknown is None else str(answer.unknown).lower()
-        rows.writerow([answer.path, told.label, f"{told.probability:.6g}", held, unknown, told.error or ""])
-    return text.getvalue()
+        rows.append((answer.path, told.label, f"{told.probability:.6g}", held, unknown, told.error or ""))
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +106,8 @@ def image_index(model: Classifier, run: str | Path, uri: str, *, quiet: bool = T
                 pieces.append(F.normalize(found.embedding, dim=1).half().cpu())
         write_tensors(file, {"memory": torch.cat(pieces)})
     memory = read_tensors(file)["memory"].to(device)
-    return ImageIndex(memory, keys, _labels(data))
+    labels = [data.label_text(label) for split in data.splits.values() for label in split.labels]
+    return ImageIndex(memory, keys, labels)
 
 
 def _digest(data: DataSet, folder: Path) -> str:
@@ -120,16 +116,6 @@ def _digest(data: DataSet, folder: Path) -> str:
         digest.update(repr((split.name, contents(split, {})[0])).encode())
         digest.update(split.index.tobytes() + split.labels.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _labels(data: DataSet) -> list[str]:
-    """The classes of every image, joined by | where it has several."""
-    names = []
-    for split in data.splits.values():
-        for label in split.labels:
-            held = label.nonzero()[0] if split.labels.ndim == 2 else [label]
-            names.append("|".join(data.classes[int(c)] for c in held))
-    return names
 
 
 def predict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from vitrail.data.check.contact_sheet import Suspect
 from vitrail.data.dataset import UNDIVIDED, DataSet, drop_unreadable
 from vitrail.data.open import open_source
-from vitrail.data.sources.table import read_text_table
+from vitrail.data.sources.table import read_text_table, write_csv
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.files import replacing
 from vitrail.measure.config import CLASS_COUNTS
 from vitrail.measure.evaluator import batches
 from vitrail.measure.suggestion import FEW, suggest_rows
@@ -62,10 +60,8 @@ def suggest(
 
 def write_table(path: Path, result: dict[str, Any]) -> None:
     """What `labelled` is in the next round, once the suggestions have labels."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
-        writer.writeheader()
-        writer.writerows([*result["labelled"], *result["suggestions"]])
+    rows = ([row[name] for name in COLUMNS] for row in (*result["labelled"], *result["suggestions"]))
+    write_csv(path, [COLUMNS, *rows])
 
 
 def _read_labelled(path: Path, keys: set[str]) -> tuple[list[dict[str, Any]], int]:
