@@ -24,6 +24,7 @@ from vitrail.config import dump, from_mapping
 from vitrail.engine.config import EngineConfig
 from vitrail.engine.device import ProcessGroup, prepare
 from vitrail.engine.run_folder import TIMING, RunFolder
+from vitrail.files import write_text
 from vitrail.recipes import recipe
 
 TINY = {
@@ -344,9 +345,22 @@ def test_a_warning_is_told_to_every_run(stand_in: Path) -> None:
     assert ["look out" in log.read_text() for log in (stand_in / "s" / "logs").iterdir()] == [True, True]
 
 
-def test_a_worker_that_cannot_begin_is_a_failed_run_and_says_why(stand_in: Path) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_worker_that_cannot_begin_is_a_failed_run_and_says_why(
+    early: bool, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (stand_in / "vitrail" / "compare" / "__init__.py").write_text("raise ImportError('no such thing')")
     (one,) = planned(stand_in, 1, 1)
+
+    def write_when_the_worker_has_ended(path: Path, text: str) -> None:
+        for _ in range(600):
+            if any(log.stat().st_size for log in (stand_in / "s" / "logs").iterdir()):
+                break
+            time.sleep(0.1)
+        write_text(path, text)
+
+    if early:  # before it is given its run
+        monkeypatch.setattr("vitrail.compare.jobs.write_text", write_when_the_worker_has_ended)
     failed = run_missing([one], stand_in / "s", jobs=1, devices=[], quiet=True)
     assert failed == {one.path: "ImportError: no such thing"}
 

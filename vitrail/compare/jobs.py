@@ -165,7 +165,8 @@ class _Scheduler:
         if self.most > 1:  # side by side, each gets its share of the cores
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.most)))
-        self.slots.append(_Slot(Worker(self._new_log(job), environment), job.variant, device))
+        log = self._new_log(job)
+        self.slots.append(_Slot(Worker(log, environment), job.variant, device, log=log))
         return self.slots[-1]
 
     def _end(self, slot: _Slot) -> None:
@@ -182,13 +183,17 @@ class _Scheduler:
             config = self.folder / "configs" / f"{job.name}.yaml"
             write_text(config, dump(job.config))
             arguments = ["--config", str(config), "--out", str(job.path)]
-        slot.job, slot.log, slot.began = job, self._new_log(job), time.monotonic()
+        begun = slot.job is None and slot.log == self._log(job)  # it may hold why the worker could not begin
+        slot.job, slot.log, slot.began = job, slot.log if begun else self._new_log(job), time.monotonic()
         slot.worker.submit([*arguments, "--json"], slot.log)
         device = "" if slot.device is None else f" on device {slot.device}"
         self.progress.say(f"{job.name}: {'continued' if continued else 'begun'}{device}")
 
+    def _log(self, job: Planned) -> Path:
+        return self.folder / "logs" / f"{job.name}.txt"
+
     def _new_log(self, job: Planned) -> Path:
-        log = self.folder / "logs" / f"{job.name}.txt"
+        log = self._log(job)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         return log
