@@ -375,7 +375,7 @@ def fit_trust(
     if target.ndim == 1:
         half = torch.zeros_like(half).index_fill_(0, draw_by_class(target, lambda n: (n + 1) // 2, seed), True)
     if min(int(half.sum()), int((~half).sum())) < FEWEST_HELD_OUT:
-        raise ValueError(f"{len(index)} val images are too few; calibration needs {4 * FEWEST_HELD_OUT} or more")
+        raise ValueError(f"{len(index)} examples of val are too few; calibration needs {4 * FEWEST_HELD_OUT} or more")
     several = target.ndim == 2
     calibration = choose_calibration(logits[half], target[half], seed)
     if calibration.kind == "vector":

@@ -192,7 +192,7 @@ def fit_on_val(
         return rows.take(uniform(seed_of("trust", seed), rows.index).argsort(kind="stable")[:most])
 
     if (images := len(data["val"])) < 2 * FEWEST_HELD_OUT:
-        raise ValueError(f"{images} val images are too few, at least {2 * FEWEST_HELD_OUT} are needed")
+        raise ValueError(f"{images} val {data.things} are too few, at least {2 * FEWEST_HELD_OUT} are needed")
     with ExitStack() as stack:
         open_rows = lambda rows, most: stack.enter_context(evaluation(some(rows, most)))  # noqa: E731
         val = open_rows(data["val"], max(2_000, HELD_OUT // len(data.classes)))
