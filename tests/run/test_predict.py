@@ -22,6 +22,7 @@ from vitrail.config import RunConfig, from_mapping
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import UNLABELLED, DataSet
 from vitrail.data.open import open_data
+from vitrail.files import LaterVersion
 from vitrail.measure.calibration import calibration_metrics, choose_calibration, fit_conformal, set_metrics
 from vitrail.measure.evaluator import Predictions, draw_by_class, read_predictions
 from vitrail.measure.trust import FILE, MADE, Trust, fit_trust, threshold_for
@@ -204,6 +205,11 @@ def test_damage_to_what_was_fitted_is_one_sentence(trained: Path, tmp_path: Path
     assert (again.kind, again.auroc) == (trust.kind, trust.auroc)
     replace(trust, kind="aura", embedding=None).save(tmp_path)
     with pytest.raises(ValueError, match="is damaged"):
+        Trust.read(tmp_path)
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr("vitrail.measure.trust.FORMAT_VERSION", 1_000_000)
+        trust.save(tmp_path)
+    with pytest.raises(LaterVersion, match="update vitrail"):
         Trust.read(tmp_path)
     (tmp_path / FILE).write_bytes(b"\0" * 20)
     with pytest.raises(ValueError, match="damaged"):

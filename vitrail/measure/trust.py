@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.files import parse_json
+from vitrail.files import FORMAT_VERSION, LaterVersion, parse_json, reject_later
 from vitrail.kernels.similarity import top_rows
 from vitrail.measure.calibration import (
     METHODS,
@@ -281,7 +281,7 @@ class Trust:
     def save(self, folder: Path) -> None:
         """Write it beside the model in `folder`."""
         tensors = {f"labels.{method}": scores for method, scores in self.labels.items()} | {"known": self.known}
-        facts: dict[str, Any] = {"kind": self.kind, "auroc": dict(self.auroc)}
+        facts: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": self.kind, "auroc": dict(self.auroc)}
         if self.embedding is not None:
             tensors |= self.embedding.tensors()
             facts["embedding"] = self.embedding.to_json()
@@ -301,11 +301,14 @@ class Trust:
         try:
             with safe_open(folder / FILE, "pt") as file:
                 facts = parse_json((file.metadata() or {})["facts"])
+            reject_later(folder / FILE, facts)
             score = read_embedding_score(facts["embedding"], tensors) if "embedding" in facts else None
             labels = {name.removeprefix("labels."): t for name, t in tensors.items() if name.startswith("labels.")}
             if score is None and facts["kind"] not in SOFTMAX_SCORES:
                 raise ValueError(f"its kind is {facts['kind']!r}")
             return cls(labels, tensors["known"], str(facts["kind"]), score, dict(facts["auroc"]))
+        except LaterVersion:
+            raise
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{folder / FILE} is damaged ({error}); fit it again: vitrail evaluate RUN --calibrate"
