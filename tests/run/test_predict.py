@@ -18,6 +18,7 @@ from torch import Tensor
 
 import vitrail
 from vitrail.cli import run as command
+from vitrail.compare.study import Study, plan
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import UNLABELLED, DataSet
@@ -168,6 +169,8 @@ def test_without_test_images_each_half_of_val_is_calibrated_by_the_other(
 
 
 def test_no_calibrate_too_few_images_and_studies_leave_probabilities_alone(tmp_path: Path) -> None:
+    study = Study("s", config(tmp_path / "none"), {"plain": {}}, seeds=(0, 1))
+    assert [one.config.calibrate for one in plan(study, {}, tmp_path)] == [False, False]
     small = {**SETTINGS["data"], "uri": "synthetic:shapes?n=300&size=16"}
     for name, more, note in (("off", {"calibrate": False}, False), ("few", {"data": small}, True)):
         run = vitrail.train(config(tmp_path / name, **more), quiet=True)
