@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
 
 from vitrail.cli import run
@@ -21,6 +23,7 @@ from vitrail.model.build import create_model
 from vitrail.model.weights import load_model
 from vitrail.run import check_labels as module
 from vitrail.run.check_labels import check_labels
+from vitrail.run.run_data import open_run
 
 EMPTY = CheckReport("", {}, 3, ())
 
@@ -182,6 +185,45 @@ def test_auto_learns_without_labels_once(
     assert of_model(check_labels(data, EMPTY, "auto", epochs=2), data) == of_model(report, data)
     assert len(trainings) == 1  # read from the cache
     assert named(report, "memorised labels") == []
+
+
+def test_five_trainings_give_probabilities_of_images_that_they_have_not_seen(
+    photos: Path, tmp_path: Path, trainings: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = planted(photos, tmp_path / "data")
+    (root / "blue" / "000.jpg").write_text("no image")
+    data, seen = open_data(root), []
+    held_out: Callable = module.held_out
+
+    def recorded(*arguments):
+        blocks = held_out(*arguments)
+        seen.extend(blocks())
+        return blocks
+
+    monkeypatch.setattr(module, "held_out", recorded)
+    model = {"name": "vit_micro_28", "trunk": {"depth": 1, "width": 32, "heads": 2}}
+    settings = {"recipe": "vit", "model": model, "optim": {"lr": 3e-3}, "data": {"workers": 0, "batch": 8}}
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+    report = check_labels(data, EMPTY, str(tmp_path / "settings.yaml"), epochs=6)
+    assert [config.data.fold for config in trainings] == [f"{number}/5" for number in range(1, 6)]
+    rows = torch.cat([rows for rows, _ in seen])
+    readable = sum(map(len, data.splits.values())) - 1
+    assert sorted(rows.tolist()) == list(range(readable))  # each once
+    for _, probabilities in seen:
+        torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
+    for config in trainings:
+        divided = open_run(config.data)
+        assert not {*divided["val"].keys} & {*divided["train"].keys}
+        assert not config.calibrate
+    assert of_model(report, data).keys() >= {"a red one.jpg", "a green one.jpg"}
+    assert named(report, "memorised labels") == []
+    check_labels(data, EMPTY, str(tmp_path / "settings.yaml"), epochs=6)
+    assert len(trainings) == 5  # read from the cache
+
+
+def test_a_recipe_without_labels_gives_no_probabilities(photos: Path) -> None:
+    with pytest.raises(ValueError, match=r"small-moco learns without labels, so it gives no probabilities.*name auto"):
+        check_labels(open_data(photos), EMPTY, "small-moco")
 
 
 def test_images_without_labels_are_rejected(tmp_path: Path, network: Path) -> None:

@@ -19,11 +19,12 @@ class CheckCommand:
     Of a run, a model folder or a packed data set, every checksum is compared first. Exit code: 0 nothing serious, 1
     warnings with --strict, 2 errors.
 
-    With --model embeddings of the images show which labels are probably wrong. --csv writes them to a table: put a
-    class or `remove` into its column fix, and --apply writes the data set as a table with these fixes.
+    With --model classifiers that have not seen a label show whether it is probably wrong. --csv writes suspects to a
+    table: put a class or `remove` into its column fix, and --apply writes the data set as a table with these fixes.
 
     Example: vitrail check photos/ --out sheet.png
     Example: vitrail check photos/ --model auto --csv suspects.csv
+    Example: vitrail check cifar100.npz --model small-rsb --epochs 30 --csv suspects.csv
     Example: vitrail check photos/ --apply suspects.csv --out photos/corrected.csv
     Example: vitrail check runs/demo
     Example: vitrail check unlabelled/ --model runs/demo --suggest 100 --csv next.csv
@@ -33,10 +34,10 @@ class CheckCommand:
     """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes; or a
     run or model folder"""
     out: Path | None = None  # write a sheet of pictures to this PNG; with --apply a table to this CSV
-    model: Annotated[str | None, "RUN|auto"] = None
-    """find label errors by embeddings of this run or model folder, or of a network trained on the images, without
-    labels (auto)"""
-    epochs: int = 20  # of that network
+    model: Annotated[str | None, "RUN|auto|RECIPE"] = None
+    """find label errors by embeddings of this run or model folder, or of a network trained on the images without
+    labels (auto); or by five trainings with labels, each without a fifth of the images (a recipe or a YAML file)"""
+    epochs: int = 20  # of these trainings
     device: str = "auto"  # auto, cpu, cuda
     csv: Path | None = None  # write suspects, or with --suggest images to label, to this CSV
     apply: Path | None = None  # an edited CSV of suspects

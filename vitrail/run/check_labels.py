@@ -1,13 +1,16 @@
-"""Label errors of a data set by embeddings of a model (`vitrail check --model`)."""
+"""Label errors of a data set by embeddings of a model, or by trainings of our own (`vitrail check --model`)."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.check.check import TRUST, CheckReport, Finding, Level
 from vitrail.data.check.contact_sheet import Suspect
 from vitrail.data.check.scan import cache_file
@@ -15,14 +18,14 @@ from vitrail.data.dataset import DataSet
 from vitrail.engine.device import choose_device, choose_precision, join
 from vitrail.engine.loop import Stopped
 from vitrail.engine.progress import Progress, duration
-from vitrail.measure.evaluator import Where
-from vitrail.measure.label_errors import inseparable, out_of_fold, outliers, suspects
+from vitrail.measure.evaluator import Where, batches
+from vitrail.measure.label_errors import Blocks, inseparable, out_of_fold, outliers, suspects
 from vitrail.measure.retrieval import embed_all
 from vitrail.model.classifier import Classifier
 from vitrail.recipes import RECIPES, recipe, with_values
 from vitrail.run.data_module import evaluation_batches, reads_texts, reject_other_kind
 from vitrail.run.evaluate import load
-from vitrail.run.run_data import fingerprint
+from vitrail.run.run_data import fingerprint, open_run
 from vitrail.run.train import train
 
 RECIPE, FOLDS = "small-moco", 5
@@ -34,15 +37,19 @@ def check_labels(
 ) -> CheckReport:
     """The report with label errors, outliers and classes hard to tell apart, by embeddings of all splits together.
 
-    `model` is a run or model folder, or `auto`: a network is then trained on these images without labels, for `epochs`
-    epochs, and kept in the user's cache. Raises `ValueError` where images have no labels.
+    `model` is a run or model folder; or `auto`: a network is then trained on these images without labels; or a recipe
+    or YAML file of settings: a model is then trained five times with labels, each time without a fifth of the images,
+    of which it gives the probabilities. Trainings have `epochs` epochs and stay in the user's cache. Raises
+    `ValueError` where images have no labels.
     """
     if data.unlabelled:
         raise ValueError(f"{data.uri} has no labels to check; leave out --model")
     if any(finding.check == "label range" for finding in report.findings):
         return report  # labels of no class: to be fixed first
-    place = choose_device(device)
-    network = (_self_supervised(data, epochs, device, quiet) if model == "auto" else load(model)).to(place)
+    place, fitted = choose_device(device), Path(model).is_file() or (model in RECIPES and not Path(model).exists())
+    runs = cross_fitted(data, model, epochs, device, quiet) if fitted else []
+    network = _self_supervised(data, epochs, device, quiet) if model == "auto" else load(runs[0] if runs else model)
+    network = network.to(place)
     reject_other_kind(reads_texts(network), data)
     images, pieces = [], []
     with Progress("embeddings", sum(map(len, data.splits.values())), quiet=quiet) as bar:
@@ -54,7 +61,12 @@ def check_labels(
             lost = {key for key, _ in loader.skipped}
             images += [Suspect(split.name, row, "") for row, key in enumerate(split.keys) if key not in lost]
     embeddings, labels = (torch.cat(column) for column in zip(*pieces, strict=True))
-    result = suspects(out_of_fold(embeddings, labels.long(), min(FOLDS, len(labels))), labels.long())
+    if runs:
+        places = {(image.split, int(data[image.split].index[image.row])): n for n, image in enumerate(images)}
+        blocks = held_out(data, runs, places, place)
+    else:
+        blocks = out_of_fold(embeddings, labels.long(), min(FOLDS, len(labels)))
+    result = suspects(blocks, labels.long())
     wrong = [
         Suspect(images[i].split, images[i].row, "probably mislabelled", data.label_text(other), float(result.scores[i]))
         for i, other in zip(result.images.tolist(), result.proposed.cpu().numpy(), strict=True)
@@ -71,7 +83,7 @@ def check_labels(
         Finding("probably mislabelled", level, len(wrong), text, _examples(data, wrong)),
         Finding("unlike all others", "note", len(far), "images far from all others", _examples(data, far)),
         Finding("classes hard to tell apart", "note", len(pairs), "pairs that are mixed up both ways", names),
-        Finding("memorised labels", "note", int(_memorised(network, data)), MEMORISED),
+        Finding("memorised labels", "note", int(not runs and _memorised(network, data)), MEMORISED),
     )
     added = tuple(finding for finding in findings if finding.count)
     return replace(report, findings=report.findings + added, suspects=(*wrong, *report.suspects, *far))
@@ -92,16 +104,65 @@ def _memorised(model: Classifier, data: DataSet) -> bool:
 
 def _self_supervised(data: DataSet, epochs: int, device: str, quiet: bool) -> Classifier:
     """A network trained on these images without their labels, or read from the cache."""
-    file = cache_file(f"{data.uri} {fingerprint(data)} {epochs}")
+    count = len(data["train"])
+    batch = min(256, max(2, count // 4))
+    changes = {"optim.epochs": epochs, "optim.warmup": min(1, epochs // 2), "data.batch": batch}
+    title = f"training embeddings of {count} images without labels: {RECIPE}, {epochs} epochs"
+    return load(_trained(data, with_values(recipe(RECIPE), changes), f"{epochs}", title, device, quiet))
+
+
+def cross_fitted(data: DataSet, settings: str, epochs: int, device: str, quiet: bool) -> list[Path]:
+    """Runs of a recipe or a YAML file, each on all folds of train and val but one; finished ones are in the cache."""
+    config = recipe(settings) if settings in RECIPES else from_mapping({**load_yaml(settings), "out": None})
+    if not config.objective.needs_labels():
+        raise ValueError(
+            f"--model {settings} learns without labels, so it gives no probabilities of classes; name auto"
+        )
+    batch = min(config.data.batch, max(2, len(data["train"]) // 4))
+    changes = {"optim.epochs": epochs, "optim.warmup": min(config.optim.warmup, epochs // 5), "data.batch": batch}
+    runs = []
+    for number in range(1, FOLDS + 1):
+        fold = with_values(config, {**changes, "data.fold": f"{number}/{FOLDS}"})
+        title = f"training {number} of {FOLDS}, without a fifth of the images: {settings}, {epochs} epochs"
+        name = f"{dump(fold)} {data['val'].labels.tolist() if 'val' in data.splits else ''}"
+        runs.append(_trained(data, fold, name, title, device, quiet))
+    return runs
+
+
+def held_out(data: DataSet, runs: list[Path], places: dict[tuple[str, int], int], device: torch.device) -> Blocks:
+    """Probabilities of every image by the run that has not seen it, of test images by the first run.
+
+    `places` are the rows of the blocks, by split and index of an image.
+    """
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        where: Where = {"device": device, "autocast": choose_precision("auto", device)}
+        for path in runs:
+            network = load(path).to(device)
+            held = set(open_run(from_mapping(load_yaml(path)).data)["val"].keys)
+            for split in data.splits.values():
+                first = split.name == "test" and path == runs[0]
+                part = split.take([row for row, key in enumerate(split.keys) if first or key in held])
+                how = network.preprocess
+                with evaluation_batches(network, part, how, batch=256, device=device, workers=None) as loader:
+                    for batch, images in batches(network, loader, **where):
+                        rows = torch.tensor([places[split.name, i] for i in batch.index.tolist()], device=device)
+                        yield rows, network.probabilities(network(images).float())
+
+    return blocks
+
+
+def _trained(data: DataSet, config: RunConfig, name: str, title: str, device: str, quiet: bool) -> Path:
+    """The folder of a finished run on these data in the cache, which is resumed where it was stopped."""
+    file = cache_file(f"{data.uri} {fingerprint(data)} {name}")
     out = file.with_name(file.name.replace("scan-", "embeddings-").removesuffix(".json.gz"))
     if not (out / "model" / "model.json").is_file():
-        count, say, began = len(data["train"]), join().say, time.monotonic()
-        say(quiet, f"training embeddings of {count} images without labels: {RECIPE}, {epochs} epochs, kept in {out}")
-        changes = {"data.uri": data.uri, "data.batch": min(256, max(2, count // 4)), "evaluators": (), "out": str(out)}
-        changes |= {"optim.epochs": epochs, "optim.warmup": min(1, epochs // 2), "engine.device": device}
+        say, began = join().say, time.monotonic()
+        say(quiet, f"{title}, kept in {out}")
+        changes = {"data.uri": data.uri, "evaluators": (), "out": str(out), "engine.device": device, "calibrate": False}
         try:
-            train(with_values(recipe(RECIPE), {**changes, "data.check": "off"}), quiet=quiet, continued=True)
+            train(with_values(config, {**changes, "data.check": "off"}), quiet=quiet, continued=True)
         except Stopped:  # the same command resumes it
             raise KeyboardInterrupt from None
         say(quiet, f"trained in {duration(time.monotonic() - began)}")
-    return load(out)
+    return out
