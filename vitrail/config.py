@@ -191,7 +191,7 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config) + config.objective.problems(config)
+    problems += _adapter(config) + _writing(config) + _selection(config) + config.objective.problems(config)
     problems += _sizes(config)
     return problems
 
@@ -244,6 +244,19 @@ def _writing(config: RunConfig) -> list[str]:
     if odd:
         does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
         return [f"evaluators: {', '.join(sorted(odd))} does not evaluate a model that {does}; use {better}"]
+    return []
+
+
+def _selection(config: RunConfig) -> list[str]:
+    """Why weights cannot be selected, or a run be stopped, by its evaluations on val."""
+    setting = config.engine.selects_by
+    if setting and config.objective.kind == "attack":
+        return [f"{setting}, but an attack trains a patch and no weights that val could tell apart; leave it out"]
+    if setting and not (config.engine.evaluate_every and config.evaluators):
+        return [
+            f"{setting}, which needs evaluations on val during training; set engine.evaluate_every above 0 and name "
+            "evaluators, or leave it out"
+        ]
     return []
 
 

@@ -17,7 +17,7 @@ HeadName = Literal["class", "distillation", "both"]
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Metrics of a trained model, with its last weights, on any data with its classes.
+    """Metrics of a trained model, with the weights that its run kept, on any data with its classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
 

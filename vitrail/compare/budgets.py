@@ -106,6 +106,7 @@ def probe(config: RunConfig, seconds: float = PROBE_SECONDS) -> float:
     try:
         log_every = min(PROBE_STEPS, config.engine.log_every)
         engine = replace(config.engine, evaluate_every=0.0, checkpoint_every=0.0, log_every=log_every)
+        engine = replace(engine, select="last", patience=0)
         optim = replace(config.optim, steps=10**6)  # longer than it is ever watched
         write_text(folder / "probe.yaml", dump(replace(config, engine=engine, optim=optim, out=None)))
         arguments = ["train", "--config", str(folder / "probe.yaml"), "--out", str(folder / "run")]

@@ -28,7 +28,7 @@ from vitrail.measure.probe import FEWEST, Correlation, Spread, early_and_final
 
 @dataclass(frozen=True)
 class Member:
-    """One finished run of a variant. Its metrics are those of the last weights, never of the best ones."""
+    """One finished run of a variant. Its metrics are those of the weights that it kept (`engine.select`)."""
 
     variant: str
     seed: int

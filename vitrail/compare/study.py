@@ -124,7 +124,7 @@ class Study:
 SMOKE = {
     "data": {"batch": 12, "limit": 240, "check": "off"},
     "optim": {"steps": 2},
-    "engine": {"evaluate_every": 0, "checkpoint_every": 0},
+    "engine": {"evaluate_every": 1, "checkpoint_every": 0},  # not 0: variants may select weights by evaluations
 }
 
 

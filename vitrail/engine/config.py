@@ -82,3 +82,16 @@ class EngineConfig:
     """Epochs between checkpoints (0: only at the end or when stopped)."""
     keep: Whole = 2
     """Checkpoints kept."""
+    select: Literal["last", "best"] = "last"
+    """Weights that the run keeps: the last, or those with the best main metric on val (the first metric that the first
+    of `evaluators` reports; of equal ones the earlier): --engine.select best --engine.evaluate_every 1."""
+    patience: Whole = 0
+    """Early stopping: end after N evaluations in a row without a better main metric on val (0: never), as in
+    --engine.patience 5. The learning-rate schedule stays as it is, and a cosine schedule reaches its best at its end:
+    use patience with --optim.schedule constant or step, or to end hopeless runs."""
+
+    @property
+    def selects_by(self) -> str:
+        """The setting by which evaluations on val decide what is kept or when to stop; empty: they do not."""
+        by_patience = f"engine.patience is {self.patience}" if self.patience else ""
+        return "engine.select is best" if self.select == "best" else by_patience

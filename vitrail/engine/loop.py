@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new
+LESS_IS_BETTER = ("loss", "perplexity")  # how names of such metrics end
 MOST_LOST = 10  # updates in a row without a finite gradient, after which a run has diverged
 
 
@@ -43,6 +45,32 @@ class Stopped(Exception):
     def __init__(self, step: int, run: Path) -> None:
         super().__init__(f"stopped after step {step}; continue with: vitrail train --resume {run}")
         self.step, self.run = step, run
+
+
+@dataclass
+class Best:
+    """The best evaluation on val so far by the main metric, the first that is reported; of equal ones the earliest."""
+
+    metric: str = ""
+    value: float | None = None
+    step: int = 0
+    waited: int = 0  # evaluations since then
+    weights: dict[str, Tensor] = field(default_factory=dict)  # on the host; empty where the last are kept
+
+    def update(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Count an evaluation; returns whether it is the best so far. NaN never is."""
+        self.metric = self.metric or next(iter(metrics), "")
+        value = metrics.get(self.metric, math.nan)
+        sign = -1 if self.metric.endswith(LESS_IS_BETTER) else 1
+        if math.isnan(value) or (self.value is not None and sign * value <= sign * self.value):
+            self.waited += 1
+            return False
+        self.value, self.step, self.waited = value, step, 0
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint stores besides the weights."""
+        return {name: getattr(self, name) for name in ("metric", "value", "step", "waited")}
 
 
 @dataclass
@@ -98,11 +126,12 @@ class Loop:
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped
+        self.best = Best()  # counted where weights or the end of the run depend on it
         self.notes: list[str] = []
 
     @property
     def kept(self) -> Classifier:
-        """The weights that are evaluated and kept: the moving average where there is one."""
+        """The weights that are evaluated and kept: the moving average where there is one; at the end, the selected."""
         model = self.work.model
         assert isinstance(model, Classifier)
         return model
@@ -112,8 +141,13 @@ class Loop:
         """Steps completed so far."""
         return self.work.step
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether `engine.patience` evaluations in a row brought no better metric."""
+        return 0 < self.engine.patience <= self.best.waited
+
     def run(self) -> LoopResult:
-        """Train to the end of the schedule. Raises `Stopped` when asked to stop, after saving."""
+        """Train to the end of the schedule, or of patience. Raises `Stopped` when asked to stop, after saving."""
         began, first = time.monotonic(), self.step
         settling: float | None = None  # seconds of the first steps, compilation among them
         total = self.schedule.steps
@@ -124,7 +158,9 @@ class Loop:
             self._window = (time.monotonic(), self.step)
             stack.callback(gc.unfreeze)
             self._describe(bar)
-            for piece in self.batches(self.step, total):
+            if self.exhausted or self.step == total:
+                self._say(bar, f"training had ended at step {self.step}; it is not continued, only evaluated again")
+            for piece in self.batches(self.step, self.step if self.exhausted else total):
                 try:
                     if not self.work.feed(piece):
                         continue
@@ -143,17 +179,44 @@ class Loop:
                     self._log(bar)
                 if finished or self._due(self.engine.evaluate_every):
                     self._evaluate(bar)
+                if self.exhausted and not finished:
+                    finished = True
+                    if self.step % self.engine.log_every:
+                        self._log(bar)
                 halt = not finished and asked_to_stop(stop.requested)
                 if finished or halt or self._due(self.engine.checkpoint_every):
                     self.save()
                 if halt:
                     raise Stopped(self.step, self.folder.path)
+                if finished:
+                    break
+            if self.best.weights:
+                self.kept.load_state_dict(self.best.weights, strict=False)  # without what is found again
+            for text in self.outcome():
+                self._say(bar, text)
+                self.notes.append(text)
         seconds = time.monotonic() - began
         rate = (self.step - first) * self.batch / max(seconds, 1e-9)
         if self.group.main:
             apart = "" if settling is None else f", the first {SETTLED_STEPS} of them in {settling:.1f} s"
             self.folder.log(f"{self.step - first} steps in {seconds:.1f} s{apart}")
         return LoopResult(self.kept, self.step, seconds, rate, self.notes)
+
+    def outcome(self) -> list[str]:
+        """A sentence on early stopping and one on the weights that were selected, where there are any."""
+        best, sentences = self.best, []
+        place = f"epoch {self._epoch(best.step):.4g} (step {best.step})"
+        if self.exhausted and self.step < self.schedule.steps:
+            sentences.append(
+                f"training stopped early at epoch {self._epoch():.4g} (step {self.step} of {self.schedule.steps}): "
+                f"{best.metric} on val has not improved for {best.waited} evaluations in a row"
+                + ("" if best.value is None else f", the best was {best.value:.4g} at {place}")
+            )
+        if self.engine.select == "best" and best.value is not None:
+            sentences.append(f"the weights of {place} are kept: the best {best.metric} on val, {best.value:.4g}")
+        elif self.engine.select == "best":
+            sentences.append(f"the last weights are kept: {best.metric} on val was never a number to select by")
+        return sentences
 
     def _too_large(self) -> str:
         pieces = self.engine.accumulate or 1
@@ -182,8 +245,8 @@ class Loop:
     def _due(self, epochs: float) -> bool:
         return bool(epochs) and self.step % self._every(epochs) == 0
 
-    def _epoch(self) -> float:
-        return self.step * self.batch / self.images
+    def _epoch(self, step: int | None = None) -> float:
+        return (self.step if step is None else step) * self.batch / self.images
 
     def _log(self, bar: Progress) -> None:
         means = self.work.meter.read(self.group)
@@ -237,6 +300,11 @@ class Loop:
         self.work.agree()
         metrics = dict(self.evaluate(self.kept))
         self.work.train()
+        if self.engine.selects_by:
+            # Of the first process, so that all select and stop alike.
+            improved = self.best.update(self.group.gather(metrics)[0], self.step)
+            if improved and self.engine.select == "best":
+                self.best.weights = {n: t.to("cpu", copy=True) for n, t in self.kept.state_dict().items()}
         seconds = round(time.monotonic() - began, 3)
         self._write(
             {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **metrics, "seconds": seconds}
@@ -270,6 +338,8 @@ class Loop:
         if self.work.ema is not None:
             average = self.work.ema.model.state_dict()  # of the model alone, which may contain a frozen module
             tensors |= {f"ema/{n}": t for n, t in average.items() if not self._found_again(f"model.{n}", base)}
+        selected = self.best.weights
+        tensors |= {f"best/{n}": t for n, t in selected.items() if not self._found_again(f"model.{n}", base)}
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 for key, value in self.work.optimizer.state[parameter].items():
@@ -284,7 +354,8 @@ class Loop:
             tensors |= {f"meter/{rank}/{name}": value for name, value in sums.items()}
         tensors["skipped"] = self.work.updater.skipped
         tensors["last_skipped"] = self.work.updater.last_skipped
-        return checkpoint.State(self.step, tensors, self._kept_facts())
+        facts = {"best": self.best.facts()} if self.best.metric else {}
+        return checkpoint.State(self.step, tensors, {**self._kept_facts(), **facts})
 
     def _base(self) -> dict[str, Tensor]:
         """The weights below an adapter; none where the run trains a whole model."""
@@ -356,6 +427,7 @@ class Loop:
         self.work.meter.restore(state.part(f"meter/{self.group.rank}"), self.device)
         self.work.updater.skipped.copy_(state.tensors["skipped"])
         self.work.updater.last_skipped.copy_(state.tensors["last_skipped"])
+        self.best = Best(**state.facts.get("best", {}), weights=state.part("best"))  # earlier versions had none
         self.work.step = self.saved = state.step
 
 

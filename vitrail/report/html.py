@@ -133,6 +133,7 @@ class Report:
     command: str = ""
     created: str = ""
     inside: str = ""  # the command that writes inspect/inspect.html, which the page links to
+    outcome: Sequence[str] = ()  # sentences on early stopping and the weights that were selected
     trust: Mapping[str, Any] | None = None  # what was fitted on val for probabilities (`measure.trust.Fitted.facts`)
 
 

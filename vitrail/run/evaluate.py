@@ -140,8 +140,8 @@ def evaluate(
 
     Returns the figures, every prediction, and the split. Data that come undivided are divided as the model's run
     divided its own. Classes are matched by name; an unknown class is an error.
-    `crop_ratio` and `image_size` take the place of the model's own (none). A run is evaluated with its last weights.
-    Of more than 1,000 classes predictions keep the highest logits only, unless `every_logit` is set.
+    `crop_ratio` and `image_size` take the place of the model's own (none). A run is evaluated with the weights that it
+    kept. Of more than 1,000 classes predictions keep the highest logits only, unless `every_logit` is set.
     """
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)

@@ -61,6 +61,13 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
     config, data, folder, group = trainer.config, trainer.data, trainer.folder, trainer.group
     model, split = loop.kept, config.data.judge if "test" in data.splits else "val"
     where: dict[str, Any] = {"device": trainer.device, "autocast": trainer.precision}
+    outcome = loop.outcome()
+    if config.engine.select == "best" and split == "val":
+        outcome.append(
+            "metrics on val are optimistic, since val selected the weights; hold out test images to evaluate"
+        )
+        loop.notes.append(outcome[-1])
+        group.say(trainer.quiet, outcome[-1])
     fitted = _fit_trust(trainer, model, loop.notes, where) if config.calibrate else None
     many = len(data.classes) > LOGIT_CLASSES and not data.multilabel
     if fitted is not None and many:  # before probabilities are reduced to what metrics need
@@ -91,6 +98,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         "figures": {**metrics.scalars(), **others},
         "seed": config.seed,
         **({} if trusted is None else {"trust": trusted}),
+        **({"selected": loop.best.facts()} if config.engine.select == "best" else {}),
     }
     adapter: dict[str, Any] | None = None
     if group.main:
@@ -117,6 +125,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
             config=dump(config),
             adapter=adapter,
             trust=trusted,
+            outcome=outcome,
         )
         trainer.module.report(summary_of_run)
     group.barrier()

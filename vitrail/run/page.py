@@ -58,6 +58,8 @@ class RunSummary:
     """What the file of one holds."""
     trust: Mapping[str, Any] | None = None
     """What was fitted on val for its probabilities, and what that gives."""
+    outcome: Sequence[str] = ()
+    """Sentences on early stopping and the weights that were selected."""
 
     def report(self, **parts: Any) -> Report:
         """What reports of images and of texts have in common, and these parts."""
@@ -73,6 +75,7 @@ class RunSummary:
             command=str(environment.get("command", "")),
             created=time.strftime("%Y-%m-%d %H:%M"),
             trust=self.trust,
+            outcome=self.outcome,
             **parts,
         )
 

@@ -56,6 +56,10 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
         raise ValueError(
             f"data.judge is val, and {chosen.uri} has no such {data.things}; set --data.val_fraction above 0"
         )
+    if (setting := config.engine.selects_by) and (data.unlabelled or "val" not in data.splits):
+        what = "labels" if data.unlabelled else f"val {data.things}"
+        remedy = "leave it out" if data.unlabelled else "set --data.val_fraction above 0, or leave it out"
+        raise ValueError(f"{setting}, and {chosen.uri} has no {what} to compute a metric on val from; {remedy}")
     for split in data.splits.values():
         if not len(split):
             raise ValueError(f"{chosen.uri}: split {split.name} has no {data.things}")
