@@ -41,11 +41,11 @@ def test_quantile_and_sets_equal_loops(method: str, seed: int | None, monkeypatc
     monkeypatch.setattr(conformal, "SCORES_AT_ONCE", 100)  # several pieces
     (p, y), (new, _) = drawn(99), drawn(80, seed=1)
     rule = fit_conformal(p, y, 0.8, method, seed, k_reg=2, lam=0.05)
-    shares = [1.0] * 99 if seed is None else uniform(seed_of("fit", seed), np.arange(99)).tolist()
+    shares = [0.0] * 99 if seed is None else uniform(seed_of("fit", seed), np.arange(99)).tolist()
     scores = sorted(score(p[i].tolist(), int(y[i]), method, shares[i], 2, 0.05) for i in range(99))
     assert rule.quantile == pytest.approx(scores[79], abs=1e-12)  # the 80th of 99
     index = np.arange(80) + 1000
-    shares = [1.0] * 80 if seed is None else uniform(seed_of("sets", seed), index).tolist()
+    shares = [0.0] * 80 if seed is None else uniform(seed_of("sets", seed), index).tolist()
     sets = rule.sets(new, index)
     for i, row in enumerate(new.tolist()):
         expected = [score(row, c, method, shares[i], 2, 0.05) <= rule.quantile for c in range(6)]
@@ -90,7 +90,22 @@ def test_an_empty_set_gets_the_most_probable_class() -> None:
 
 def test_of_equal_probabilities_the_lower_class_comes_first() -> None:
     rule = ConformalRule("aps", 0.5, quantile=0.1001, images=100)
-    assert rule.sets(torch.full((3, 200), 1 / 200)).int().tolist() == [[1] * 20 + [0] * 180] * 3
+    assert rule.sets(torch.full((3, 200), 1 / 200)).int().tolist() == [[1] * 21 + [0] * 179] * 3
+
+
+@pytest.mark.parametrize("method", ["aps", "raps"])
+def test_sets_of_a_confident_model_hold_what_was_asked_or_its_accuracy(method: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 16 * torch.randn(20_000, 10, generator=generator, dtype=torch.float64)
+    label = torch.multinomial((0.5 * logits).softmax(1), 1, generator=generator)[:, 0]
+    p = logits.softmax(1).float()  # many are exactly 1
+    accuracy = float((p.argmax(1) == label).double().mean())
+    assert 0.8 < accuracy < 0.93
+    for coverage in (0.7, 0.95):
+        sets = fit_conformal(p[:10_000], label[:10_000], coverage, method).sets(p[10_000:])
+        share = float(sets.gather(1, label[10_000:, None]).double().mean())
+        assert share == pytest.approx(max(coverage, accuracy), abs=0.01)
+        assert sets[torch.arange(10_000), p[10_000:].argmax(1)].all()  # none is empty
 
 
 def test_a_zero_penalty_is_aps_and_a_large_one_limits_the_size() -> None:

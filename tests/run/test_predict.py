@@ -219,6 +219,20 @@ def test_damage_to_what_was_fitted_is_one_sentence(trained: Path, tmp_path: Path
         Trust.read(tmp_path)
 
 
+def test_sets_by_the_score_of_earlier_versions_are_fitted_again(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust = Trust.read(trained / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.measure.trust.EXCLUSIVE", None)  # as these stored it
+        trust.save(tmp_path)
+    earlier = Trust.read(tmp_path)
+    assert earlier.rule(0.9).quantile == trust.rule(0.9).quantile
+    for method in ("aps", "raps"):
+        with pytest.raises(ValueError, match=f"fitted {method} sets of this model by another score.*--calibrate"):
+            earlier.rule(0.9, method)
+
+
 def batch_of(images: Tensor, label: Tensor) -> Batch:
     return Batch((images,), label, label, torch.arange(len(images)))
 

@@ -249,7 +249,10 @@ class ConformalRule:
     images: int  # of calibration
     k_reg: int = 5
     lam: float = 0.01
-    seed: int | None = None  # of the random share; none: a class counts with its whole probability
+    seed: int | None = None
+    """Of the random share with which the probability of a class itself counts in aps and raps. None: only those of more
+    probable classes count, so that the most probable one is in every set and coverage is as asked, or the accuracy
+    where that is higher; with its whole probability confident images would need larger sets than doubtful ones."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -315,7 +318,7 @@ class ConformalRule:
         places = np.arange(images) if index is None else torch.as_tensor(index).cpu().numpy()
         if places.shape != (images,):
             raise ValueError(f"there are {images} rows of probabilities, but the index has shape {list(places.shape)}")
-        drawn = np.ones(images) if self.seed is None else uniform(seed_of(stream, self.seed), places)
+        drawn = np.zeros(images) if self.seed is None else uniform(seed_of(stream, self.seed), places)
         share = torch.from_numpy(drawn)[:, None]
         for rows in (slice(first, first + size) for first in range(0, images, size)):
             chances = probabilities[rows].double()
@@ -327,7 +330,7 @@ class ConformalRule:
         if self.method == "lac":
             return 1 - chances
         falling, order = chances.sort(dim=1, descending=True, stable=True)
-        scores = falling.cumsum(1) - (1 - share) * falling
+        scores = F.pad(falling.cumsum(1)[:, :-1], (1, 0)) + share * falling
         if self.method == "raps":
             rank = torch.arange(1, chances.shape[1] + 1, dtype=torch.float64)
             scores = scores + self.lam * (rank - self.k_reg).clamp(min=0)

@@ -252,6 +252,7 @@ def rejection_metrics(known: Scores, unknown: Scores) -> dict[str, float]:
 
 
 FILE = "trust.safetensors"  # beside the weights of a model
+EXCLUSIVE = "of more probable classes"  # scores of aps and raps; earlier versions added the probability of the class
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,6 +271,11 @@ class Trust:
         if not self.labels:
             raise ValueError("prediction sets are for one label per image, and this model may give several")
         rule = ConformalRule(method, coverage, math.inf, 1)  # rejects what cannot be
+        if method not in self.labels:
+            raise ValueError(
+                f"an earlier version fitted {method} sets of this model by another score, which made them too large; "
+                "use lac, or fit again with: vitrail evaluate RUN --calibrate"
+            )
         return rule.at(self.labels[method])
 
     def scores(self, logits: Tensor, embeddings: Tensor, *, multilabel: bool = False) -> Tensor:
@@ -282,6 +288,7 @@ class Trust:
         """Write it beside the model in `folder`."""
         tensors = {f"labels.{method}": scores for method, scores in self.labels.items()} | {"known": self.known}
         facts: dict[str, Any] = {"format_version": FORMAT_VERSION, "kind": self.kind, "auroc": dict(self.auroc)}
+        facts["scores"] = EXCLUSIVE
         if self.embedding is not None:
             tensors |= self.embedding.tensors()
             facts["embedding"] = self.embedding.to_json()
@@ -304,6 +311,8 @@ class Trust:
             reject_later(folder / FILE, facts)
             score = read_embedding_score(facts["embedding"], tensors) if "embedding" in facts else None
             labels = {name.removeprefix("labels."): t for name, t in tensors.items() if name.startswith("labels.")}
+            if facts.get("scores") != EXCLUSIVE:
+                labels = {name: scores for name, scores in labels.items() if name == "lac"}
             if score is None and facts["kind"] not in SOFTMAX_SCORES:
                 raise ValueError(f"its kind is {facts['kind']!r}")
             return cls(labels, tensors["known"], str(facts["kind"]), score, dict(facts["auroc"]))
