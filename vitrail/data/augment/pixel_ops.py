@@ -33,6 +33,9 @@ _FIXED = 1 << 24  # Pillow's weights are whole parts of this
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
 
 
+Sides = int | NDArray[np.int64]  # of all images, or [batch]
+
+
 class CropBoxes(NamedTuple):
     """A rectangle of pixels for each image."""
 
@@ -43,18 +46,16 @@ class CropBoxes(NamedTuple):
 
 
 def crop_boxes(
-    config: AugmentConfig, drawn: NDArray[np.float64], height: int, width: int
+    config: AugmentConfig, drawn: NDArray[np.float64], height: Sides, width: Sides
 ) -> tuple[NDArray[np.float64], ...]:
     """Top, left, height, width, each [batch], of crops: ten tries, then the centre at the nearest ratio."""
-    tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
-    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
+    height, width = (np.broadcast_to(np.asarray(side, np.int64), len(drawn)) for side in (height, width))
+    tall, wide = _rectangles(drawn, (height * width)[:, None], config.scale, config.ratio)
+    fits = (wide > 0) & (wide <= width[:, None]) & (tall > 0) & (tall <= height[:, None])
     fitting, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
     least, most = min(config.ratio), max(config.ratio)
-    other_width, other_height = width, height
-    if width / height < least:
-        other_height = round(width / least)
-    elif width / height > most:
-        other_width = round(height * most)
+    other_height = np.where(width / height < least, np.rint(width / least), height)
+    other_width = np.where(width / height > most, np.rint(height * most), width)
     tall, wide = np.where(fitting, tall[first], other_height), np.where(fitting, wide[first], other_width)
     down, right = drawn[:, -2:].T
     top = np.where(fitting, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
@@ -74,7 +75,7 @@ def erasing_boxes(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.boo
 
 
 def _rectangles(
-    drawn: NDArray[np.float64], area: int, share: tuple[float, float], ratio: tuple[float, float]
+    drawn: NDArray[np.float64], area: Sides, share: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Heights and widths [batch, tries], of a uniform share of the area and a log-uniform ratio of width to height."""
     areas = area * (share[0] + (share[1] - share[0]) * drawn[:, :_TRIES])
@@ -91,16 +92,21 @@ def resampled(images: Tensor, boxes: CropBoxes, size: int, interpolation: Interp
     where an image becomes lower and wider, which shows only where bicubic overshoots the byte range.
     """
     height, width = images.shape[-2:]
-    across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation)
-    down = _resampling_weights(boxes.top, boxes.height, size, height, interpolation)
-    columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, (3, height))
+    across = resampling_weights(boxes.left, boxes.width, size, width, interpolation)
+    down = resampling_weights(boxes.top, boxes.height, size, height, interpolation)
+    return weighted(images, down, across)
+
+
+def weighted(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """Images under the resampling weights of both axes, [batch, new pixels, pixels] each; in bytes between the two."""
+    columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, images.shape[1:3])
     return _bytes(down[:, None] @ columns)
 
 
 def reflected_window(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
     """Windows of size x size that begin at the given rows and columns of images mirrored at their borders; exact."""
     height, width = images.shape[-2:]
-    rows, columns = _reflected(top, size, height), _reflected(left, size, width)
+    rows, columns = reflected_places(top, size, height), reflected_places(left, size, width)
     places = (rows[:, :, None] * width + columns[:, None, :]).view(len(images), 1, size * size)
     return images.flatten(2).gather(2, places.expand(-1, 3, -1)).unflatten(2, (size, size))
 
@@ -336,20 +342,33 @@ def _bytes(values: Tensor) -> Tensor:
     return values.add_(0.5).floor_().clamp_(0, 255)  # Pillow's rounding: halves go up
 
 
-def _reflected(start: Tensor, count: int, length: int) -> Tensor:
+def reflected_places(start: Tensor, count: int, length: Tensor | int) -> Tensor:
     """Positions [batch, count]; as `vitrail.data.augment.host.reflected`."""
     positions = (start.to(torch.int64)[:, None] + torch.arange(count, device=start.device)).abs()
     return (length - 1) - ((length - 1) - positions).abs()
 
 
-def _resampling_weights(start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation) -> Tensor:
-    """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length."""
+def resampling_weights(
+    start: Tensor,
+    length: Tensor,
+    size: int,
+    extent: int,
+    kind: Interpolation,
+    count: Tensor | None = None,
+    at: Tensor | None = None,
+) -> Tensor:
+    """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length.
+
+    The stretch becomes `size` pixels; or `count` [batch] pixels, of which those `at` [batch, size] are taken.
+    """
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
-    centre = (2 * torch.arange(size, device=start.device).view(-1, 1) + 1) * length / (2 * size)
+    new: Tensor | int = size if count is None else count.view(-1, 1, 1).to(torch.float32)
+    places = torch.arange(size, device=start.device).view(-1, 1) if at is None else at[..., None]
+    centre = (2 * places + 1) * length / (2 * new)
     position = torch.arange(extent, device=start.device) - start
     if kind == "nearest":
         return (position == centre.floor()).to(torch.float32)
-    distance = (position + 0.5 - centre) / (length / size).clamp(min=1)  # antialiasing: a smaller image, a wider filter
+    distance = (position + 0.5 - centre) / (length / new).clamp(min=1)  # antialiasing: a smaller image, a wider filter
     inside = (position >= 0) & (position < length)
     weights = torch.where(inside, _FILTERS[kind](distance.abs_()), 0.0)
     return weights / weights.sum(-1, keepdim=True)

@@ -59,16 +59,28 @@ class _Collated(Dataset[CollatedBatch]):
             views.append(self.views_of(image, int(split.index[draw.row]), draw))
             rows.append(draw.row)
             places.append(position)
-        label = torch.from_numpy(split.labels[rows])
-        return CollatedBatch(
-            indices,
-            views=tuple(torch.stack(view) for view in zip(*views, strict=True)),
-            label=label.to(torch.float32) if label.ndim == 2 else label,
-            index=torch.from_numpy(split.index[rows]),
-            levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
-            places=np.array(places, dtype=np.int64),
-            skipped=skipped,
-        )
+        return collated(split, indices, tuple(torch.stack(v) for v in zip(*views, strict=True)), rows, places, skipped)
+
+
+def collated(
+    split: Split,
+    indices: BatchIndices,
+    views: tuple[Tensor, ...],
+    rows: Any,
+    places: Any,
+    skipped: list[tuple[str, str]],
+) -> CollatedBatch:
+    """Views of rows, which are at these places of the global batch, with their labels."""
+    label = torch.from_numpy(split.labels[rows])
+    return CollatedBatch(
+        indices,
+        views,
+        label=label.to(torch.float32) if label.ndim == 2 else label,
+        index=torch.from_numpy(split.index[rows]),
+        levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
+        places=np.array(places, dtype=np.int64),
+        skipped=skipped,
+    )
 
 
 class _Sampler:
@@ -117,6 +129,10 @@ class BatchLoader:
     def indices(self) -> Iterator[BatchIndices]:
         """The rows of each batch of a pass."""
         raise NotImplementedError
+
+    def read(self, indices: BatchIndices) -> CollatedBatch:
+        """What a worker makes of a batch, made here."""
+        return self._collated[indices]
 
     def received(self) -> Iterator[CollatedBatch]:
         """Batches on the device; on CUDA each is copied, on a stream of its own, while the one before is used."""
