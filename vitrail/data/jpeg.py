@@ -170,8 +170,7 @@ def jpeg_decoder(device: torch.device) -> Decode:
         if not encoded:
             return []
         try:
-            with QUIET:
-                return list(decode_jpeg(list(encoded), mode="RGB", device=indexed))
+            return list(decode_jpeg(list(encoded), mode="RGB", device=indexed))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # all or none: the one at fault is found by itself
