@@ -46,16 +46,14 @@ class FlatImages:
 
         Windows are [4, images]: top, left, height, width. Of [8, images] the other rows are a first row and column, and
         a height and width: the window is resized to those, reflected at its borders, and a square taken from there on.
-        The host makes one table and copies it once. Windows are sorted by area and resampled in groups, so the number
-        of operations does not depend on how many sizes there are.
+        The host copies one table. Windows are sorted by area and resampled in groups, whatever sizes there are.
         """
-        device, parts = self.pixels.device, []
+        device, parts, begin = self.pixels.device, [], 0
         areas = windows[2] * windows[3]
         order = np.argsort(-areas, kind="stable")
         table = np.concatenate([self._steps(), windows])[:, order].astype(np.int64)
         host = torch.from_numpy(np.concatenate([table, np.argsort(order)[None]]))
         columns = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-        begin = 0
         while begin < len(order):
             end = begin + max(1, min(TOGETHER, int(_MOST_BYTES // (12 * areas[order[begin]]))))
             tall, wide = table[6:8, begin:end].max(1).tolist()
@@ -78,12 +76,8 @@ class FlatImages:
         columns = (left + places[:wide].minimum(width - 1)) * right
         channels = first + places[:3] * plane
         window = self.pixels[channels[:, :, None, None] + rows[:, None, :, None] + columns[:, None, None, :]]
-        weights = []
-        for axis, extent in enumerate((tall, wide)):
-            length, count, at = table[6 + axis].to(torch.float32), None, None
-            if len(table) > 8:
-                count = table[10 + axis]
-                at = ops.reflected_places(table[8 + axis], size, count[:, None])
-            begin = torch.zeros_like(length)
-            weights.append(ops.resampling_weights(begin, length, size, extent, kind, count, at))
-        return ops.weighted(window.to(torch.float32), *weights)
+        boxes = ops.CropBoxes(*torch.zeros_like(table[6:8], dtype=torch.float32), *table[6:8].to(torch.float32))
+        of: list[ops.Places | None] = [None, None]
+        for axis, (start, count) in enumerate(zip(table[8:10], table[10:12], strict=True)):
+            of[axis] = ops.reflected_places(start, size, count[:, None]), count
+        return ops.resampled(window.to(torch.float32), boxes, size, kind, of)

@@ -11,7 +11,7 @@ Random rectangles, for crops and for erasing, have torchvision's distributions a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 
 
 Sides = int | NDArray[np.int64]  # of all images, or [batch]
+Places = tuple[Tensor, Tensor]  # [batch, size] of a line of so many pixels [batch]
 
 
 class CropBoxes(NamedTuple):
@@ -84,22 +85,24 @@ def _rectangles(
     return np.rint(np.sqrt(areas / ratios)), np.rint(np.sqrt(areas * ratios))
 
 
-def resampled(images: Tensor, boxes: CropBoxes, size: int, interpolation: Interpolation) -> Tensor:
+def resampled(
+    images: Tensor,
+    boxes: CropBoxes,
+    size: int,
+    interpolation: Interpolation,
+    of: Sequence[Places | None] = (None, None),
+) -> Tensor:
     """What is in the boxes, at size x size: Pillow's antialiased resize, first along rows and in bytes between the two.
 
     Each axis is one matrix product with weights [batch, size, pixels]. Pillow computes in fixed point, so a value that
     lies within about 1e-4 of a half may come out one grey level apart; and recent versions of it begin along columns
-    where an image becomes lower and wider, which shows only where bicubic overshoots the byte range.
+    where an image becomes lower and wider, which shows only where bicubic overshoots the byte range. With `of` boxes
+    are resized to other sizes, of which places are taken, down and across.
     """
     height, width = images.shape[-2:]
-    across = resampling_weights(boxes.left, boxes.width, size, width, interpolation)
-    down = resampling_weights(boxes.top, boxes.height, size, height, interpolation)
-    return weighted(images, down, across)
-
-
-def weighted(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Images under the resampling weights of both axes, [batch, new pixels, pixels] each; in bytes between the two."""
-    columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, images.shape[1:3])
+    across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation, of[1])
+    down = _resampling_weights(boxes.top, boxes.height, size, height, interpolation, of[0])
+    columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, (3, height))
     return _bytes(down[:, None] @ columns)
 
 
@@ -348,27 +351,20 @@ def reflected_places(start: Tensor, count: int, length: Tensor | int) -> Tensor:
     return (length - 1) - ((length - 1) - positions).abs()
 
 
-def resampling_weights(
-    start: Tensor,
-    length: Tensor,
-    size: int,
-    extent: int,
-    kind: Interpolation,
-    count: Tensor | None = None,
-    at: Tensor | None = None,
+def _resampling_weights(
+    start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation, of: Places | None
 ) -> Tensor:
-    """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length.
-
-    The stretch becomes `size` pixels; or `count` [batch] pixels, of which those `at` [batch, size] are taken.
-    """
+    """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length."""
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
-    new: Tensor | int = size if count is None else count.view(-1, 1, 1).to(torch.float32)
-    places = torch.arange(size, device=start.device).view(-1, 1) if at is None else at[..., None]
-    centre = (2 * places + 1) * length / (2 * new)
+    places = torch.arange(size, device=start.device).view(-1, 1) if of is None else of[0][..., None]
+    count: Tensor | int = size if of is None else of[1].view(-1, 1, 1).to(torch.float32)
+    centre = (2 * places + 1) * length / (2 * count)
     position = torch.arange(extent, device=start.device) - start
     if kind == "nearest":
         return (position == centre.floor()).to(torch.float32)
-    distance = (position + 0.5 - centre) / (length / new).clamp(min=1)  # antialiasing: a smaller image, a wider filter
+    distance = (position + 0.5 - centre) / (length / count).clamp(
+        min=1
+    )  # antialiasing: a smaller image, a wider filter
     inside = (position >= 0) & (position < length)
     weights = torch.where(inside, _FILTERS[kind](distance.abs_()), 0.0)
     return weights / weights.sum(-1, keepdim=True)

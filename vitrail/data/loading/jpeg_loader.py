@@ -1,24 +1,21 @@
 """Training batches from JPEG images that are decoded on the accelerator.
 
-Encoded images stay in host memory. One thread decodes the images of each batch, every image once, and a second one
-crops and augments the views by the device's policies, each on a CUDA stream of its own and a few batches ahead of the
-training. The training stream waits for an event of the device and never for the host. On a processor the same threads
-run with Pillow's decoder.
+Encoded images stay in host memory. One thread decodes those of a batch, each once, and a second one crops and augments
+the views by the device's policies, both on CUDA streams of their own and a few batches ahead. The training stream waits
+for an event of the device, never for the host. On a processor the same threads run with Pillow's decoder.
 
 Order, ranks, accumulation, labels and mixing are those of `TrainLoader`, and draws those of `DeviceLoader`. A batch
-depends on its step alone, so a resumed run sees the same pixels on the same hardware. What the accelerator does not
-decode is decoded by the host, image by image.
+depends on its step alone, so a resumed run sees the same pixels on the same hardware.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +26,7 @@ from vitrail.data.augment.device_augment import DeviceAugment
 from vitrail.data.augment.flat_images import FlatImages
 from vitrail.data.batch import BatchIndices, CollatedBatch
 from vitrail.data.dataset import BadImage
-from vitrail.data.jpeg import EncodedImages, jpeg_decoder
+from vitrail.data.jpeg import EncodedImages, Header, jpeg_decoder
 from vitrail.data.loading.loader import LoaderSpec, TrainLoader, collated
 from vitrail.data.preprocess import as_tensor
 
@@ -38,17 +35,10 @@ MOSTLY = 0.9  # share of the images that the device should decode: the others ar
 _MEASURED = 1.0  # seconds for each loader of a comparison
 _SAMPLE = 16  # images that the host decodes in it
 
-T = TypeVar("T")
-Ready = tuple[CollatedBatch, torch.cuda.Event | None]
 
-
-class _Decoded(NamedTuple):
-    """A batch between the two threads: images of its distinct rows, and which of them each draw is (-1: unreadable)."""
-
-    indices: BatchIndices
-    images: FlatImages | None
-    which: NDArray[np.int64]
-    reasons: dict[int, str]  # row -> why it cannot be read
+# A batch between the two threads: images of its distinct rows, which of them each draw is (-1: none), and why not.
+Decoded = tuple[BatchIndices, FlatImages | None, NDArray[np.int64], dict[int, str]]
+Made = tuple[CollatedBatch, torch.cuda.Event | None]
 
 
 class JpegLoader(TrainLoader):
@@ -70,15 +60,15 @@ class JpegLoader(TrainLoader):
 
     def close(self) -> None:
         """End the threads. Iterating again starts new ones."""
-        while self._threads:
-            self._threads.pop(0).shutdown(cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
         super().close()
 
     def received(self) -> Iterator[CollatedBatch]:
         """Batches on the device; the threads end with the iteration."""
         threads = decode, augment = [ThreadPoolExecutor(1, f"vitrail-{work}") for work in ("decode", "augment")]
         self._threads += threads
-        ahead: deque[Future[Ready]] = deque()
+        ahead: deque[Future[Made]] = deque()
         indices, used = self.indices(), None
         try:
             while True:
@@ -86,90 +76,74 @@ class JpegLoader(TrainLoader):
                     ahead.append(augment.submit(self._augmented, decode.submit(self._decoded, each, used)))
                 if not ahead:
                     return
-                yield self._handed_over(*ahead.popleft().result())
-                used = None if self._copies is None else torch.cuda.current_stream(self.device).record_event()
+                batch, made = ahead.popleft().result()
+                yield batch if made is None else self._awaited([batch], made)[0]
+                used = None if made is None else torch.cuda.current_stream(self.device).record_event()
         finally:
             for thread in threads:
                 thread.shutdown(cancel_futures=True)
-            self._threads = [thread for thread in self._threads if thread not in threads]
+                self._threads.remove(thread)
 
-    def _handed_over(self, batch: CollatedBatch, ready: torch.cuda.Event | None) -> CollatedBatch:
-        if ready is None:
-            return batch
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(ready)
-        for tensor in (*batch.views, batch.label, batch.index, *([] if batch.levels is None else [batch.levels])):
-            tensor.record_stream(current)  # else its memory could be given to a later batch while still read
-        return batch
-
-    def _decoded(self, indices: BatchIndices, used: torch.cuda.Event | None) -> _Decoded:
+    def _decoded(self, indices: BatchIndices, used: torch.cuda.Event | None) -> Decoded:
         """Runs in the first thread, once the device has used an earlier batch up."""
         if used is not None:
             used.synchronize()
         rows, which = np.unique(indices.draws[:, 0], return_inverse=True)
-        found = [self._named(self.encoded.get, row) for row in rows.tolist()]
-        images: list[Tensor] = []
-        stored: list[tuple[int, int, int]] = []
         number, reasons = np.full(len(rows), -1), dict[int, str]()
+        found: list[tuple[int, Tensor, Header]] = []
+        for place, row in enumerate(rows.tolist()):
+            try:
+                found.append((row, *(self.encoded.get(row) or self._pixels(row))))
+                number[place] = len(found) - 1
+            except BadImage as bad:
+                reasons[row] = bad.reason
+            except OSError:  # which names the image
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{self.split.keys[row]} could not be decoded: {error}") from error
+        if not found:
+            return indices, None, number[which], reasons
         with torch.cuda.stream(self._decoding):  # which does nothing without one
-            decoded = iter(self._decode([data for data, _ in filter(None, found)]))
-            for place, (row, each) in enumerate(zip(rows.tolist(), found, strict=True)):
-                orientation, image = 1, None
-                if each is not None:
-                    (_, header), image = each, next(decoded)
-                    orientation = header.orientation
-                    if image is None or image.shape != (3, header.height, header.width):
-                        self.encoded.reject(row)
-                        orientation, image = 1, None
-                if image is None:
-                    try:
-                        image = as_tensor(np.asarray(self._named(self.split.read, row))).to(self.device)
-                    except BadImage as bad:
-                        reasons[row] = bad.reason
-                        continue
-                number[place] = len(images)
-                images.append(image.flatten())
-                stored.append((*image.shape[1:], orientation))
-            flat = torch.cat(images) if images else None
-        if flat is None:
-            return _Decoded(indices, None, number[which], reasons)
+            decoded = iter(self._decode([data for _, data, _ in found if data.ndim == 1]))
+            images = [next(decoded) if data.ndim == 1 else data.to(self.device) for _, data, _ in found]
+            pairs = zip(found, images, strict=True)
+            if bad_rows := [each[0] for each, image in pairs if image is None or image.shape[1:] != each[2][:2]]:
+                for row in bad_rows:
+                    self.encoded.reject(row)
+                return self._decoded(indices, None)
+            pixels = [image.flatten() for image in images if image is not None]
+            stored = np.array([header for _, _, header in found])
+            flat = FlatImages(torch.cat(pixels), np.cumsum([0, *map(len, pixels)])[:-1], stored)
         if self._decoding is not None and self._copies is not None:
             # nvJPEG writes on a stream of its own, which waits for no other, into memory of the decoding stream. That
             # must be out of use: the images are copied here, and the flat buffer is kept until it is augmented.
             self._decoding.synchronize()
-            flat.record_stream(self._copies)
-        lengths = np.array([len(image) for image in images])
-        flat_images = FlatImages(flat, np.cumsum(lengths) - lengths, np.array(stored))
-        return _Decoded(indices, flat_images, number[which], reasons)
+            flat.pixels.record_stream(self._copies)
+        return indices, flat, number[which], reasons
 
-    def _named(self, read: Callable[[int], T], row: int) -> T:
-        """What is read of a row; an unexpected exception gets the image's name."""
-        try:
-            return read(row)
-        except (BadImage, OSError):  # which have it
-            raise
-        except Exception as error:
-            raise RuntimeError(f"{self.split.keys[row]} could not be decoded: {error}") from error
+    def _pixels(self, row: int) -> tuple[Tensor, Header]:
+        """An image that the host decodes."""
+        image = as_tensor(np.asarray(self.split.read(row)))
+        return image, (image.shape[1], image.shape[2], 1)
 
-    def _augmented(self, decoded: Future[_Decoded]) -> Ready:
+    def _augmented(self, decoded: Future[Decoded]) -> Made:
         """Runs in the second thread."""
-        batch, split = decoded.result(), self.split
-        there = batch.which >= 0
-        draws = batch.indices.draws[there]
-        skipped = [(split.keys[row], batch.reasons[row]) for row in batch.indices.draws[~there, 0].tolist()]
-        places = batch.indices.place + np.flatnonzero(there)
+        (indices, images, which, reasons), split = decoded.result(), self.split
+        there = which >= 0
+        rows, epochs, repeats = indices.draws[there].T
+        views: list[Tensor] = []
         with torch.cuda.stream(self._copies):
-            views: list[Tensor] = []
-            for view, change in enumerate(self._changes if batch.images else []):
-                assert batch.images is not None
-                key = (self.spec.seed, draws[:, 1], split.index[draws[:, 0]], view, draws[:, 2])
-                images = batch.images.take(batch.which[there])
-                views.append(change.from_flat(images, np.stack(np.broadcast_arrays(*key), 1)))
-            made = collated(split, batch.indices, tuple(views), draws[:, 0], places, skipped)
+            if images is not None:
+                images = images.take(which[there])
+                for view, change in enumerate(self._changes):
+                    key = np.broadcast_arrays(self.spec.seed, epochs, split.index[rows], view, repeats)
+                    views.append(change.from_flat(images, np.stack(key, 1)))
+            skipped = [(split.keys[row], reasons[row]) for row in indices.draws[~there, 0].tolist()]
+            batch = collated(split, indices, tuple(views), rows, indices.place + np.flatnonzero(there), skipped)
             if self._copies is None:
-                return made, None
-            made = made.changed(lambda t: t if t.is_cuda else t.pin_memory().to(self.device, non_blocking=True))
-            return made, self._copies.record_event()
+                return batch, None
+            batch = batch.changed(lambda t: t if t.is_cuda else t.pin_memory().to(self.device, non_blocking=True))
+            return batch, self._copies.record_event()
 
 
 def compared_with_host(spec: LoaderSpec, encoded: EncodedImages) -> tuple[bool, str]:
@@ -177,18 +151,15 @@ def compared_with_host(spec: LoaderSpec, encoded: EncodedImages) -> tuple[bool, 
 
     It is timed on up to three batches after the first; of the host one process is timed, and multiplied by workers.
     """
-    begin, clocks = time.perf_counter(), list[float]()
-    with JpegLoader(replace(spec, start=0, stop=4, accumulate=1), encoded) as loader:
+    clocks = [time.perf_counter()]
+    with JpegLoader(replace(spec, start=0, stop=4), encoded) as loader:
         for batch in loader.received():
             batch.index.cpu()  # waits for the device
             clocks.append(time.perf_counter())
-            if clocks[-1] - begin > _MEASURED:
+            if clocks[-1] - clocks[0] > _MEASURED:
                 break
-    if len(clocks) < 2:
-        return True, "its first batch took too long to time others"
-    speed = loader.size * (len(clocks) - 1) / (clocks[-1] - clocks[0])
-    begin = time.perf_counter()
-    draws = spec.sampler.table(0)[:_SAMPLE]
-    TrainLoader(spec).read(BatchIndices(0, 0, draws))
+    speed = loader.size * max(1, len(clocks) - 2) / (clocks[-1] - clocks[min(1, len(clocks) - 2)])
+    draws, begin = spec.sampler.table(0)[:_SAMPLE], time.perf_counter()
+    loader._collated[BatchIndices(0, 0, draws)]
     host = len(draws) * max(1, spec.workers) / (time.perf_counter() - begin)
-    return speed >= host, f"{speed:.0f} images/s, and {spec.workers} workers of the host about {host:.0f}"
+    return speed >= host, f"{speed:.0f} images/s, {spec.workers} workers of the host about {host:.0f}"

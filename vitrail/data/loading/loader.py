@@ -63,12 +63,7 @@ class _Collated(Dataset[CollatedBatch]):
 
 
 def collated(
-    split: Split,
-    indices: BatchIndices,
-    views: tuple[Tensor, ...],
-    rows: Any,
-    places: Any,
-    skipped: list[tuple[str, str]],
+    split: Split, indices: BatchIndices, views: tuple[Tensor, ...], rows: Any, places: Any, skipped: Any
 ) -> CollatedBatch:
     """Views of rows, which are at these places of the global batch, with their labels."""
     label = torch.from_numpy(split.labels[rows])
@@ -130,10 +125,6 @@ class BatchLoader:
         """The rows of each batch of a pass."""
         raise NotImplementedError
 
-    def read(self, indices: BatchIndices) -> CollatedBatch:
-        """What a worker makes of a batch, made here."""
-        return self._collated[indices]
-
     def received(self) -> Iterator[CollatedBatch]:
         """Batches on the device; on CUDA each is copied, on a stream of its own, while the one before is used."""
         if self._loader is None:
@@ -162,13 +153,13 @@ class BatchLoader:
             yield from ready
         yield from self._awaited(ahead)
 
-    def _awaited(self, batches: list[CollatedBatch]) -> list[CollatedBatch]:
-        """Batches that the copy stream made, for use on the current one."""
+    def _awaited(self, batches: list[CollatedBatch], made: torch.cuda.Event | None = None) -> list[CollatedBatch]:
+        """Batches that the copy stream made, by now or until an event, for use on the current one."""
         if not batches:
             return []
         current = torch.cuda.current_stream(self.device)
         assert self._copies is not None
-        current.wait_stream(self._copies)
+        current.wait_event(made or self._copies.record_event())
 
         def used_here(tensor: Tensor) -> Tensor:
             tensor.record_stream(current)  # else its memory could be given to the next copy while still read
