@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from study_calls import call, script_module
 
 from vitrail.config import RunConfig
 from vitrail.data import jpeg
@@ -491,3 +493,34 @@ def test_the_comparison_with_the_host_gives_both_speeds(photos_split):
     assert isinstance(faster, bool)
     assert "images/s" in speeds
     assert threads() == []
+
+
+# the benchmark
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "jpeg.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("subsampling", "mean", "most"), [(0, 1.0, 4.0), (2, 2.0, 16.0)])
+def test_decoders_of_an_accelerator_and_of_the_host_give_nearly_the_same_pixels(subsampling, mean, most):
+    images = [encoded(picture(i, 160, 120), subsampling=subsampling) for i in range(16)]
+    apart = script_module(BENCHMARK, "jpeg_benchmark").pixel_difference(images, torch.device("cuda"))
+    assert apart[0] < mean
+    assert apart[1] <= most
+    assert apart == script_module(BENCHMARK, "jpeg_benchmark").pixel_difference(images, torch.device("cuda"))
+
+
+def test_the_difference_of_pixels_is_none_where_both_are_decoded_by_the_host():
+    images = [encoded(picture(i)) for i in range(3)]
+    assert script_module(BENCHMARK, "jpeg_benchmark").pixel_difference(images, torch.device("cpu")) == (0, 0)
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_all_loaders(tmp_path):
+    call(BENCHMARK, "--smoke", "--json", str(tmp_path / "rows.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ways = ["synthetic", "host", "timm", "jpeg", "decode only, jpeg", "pixels 4:4:4", "pixels 4:2:0"]
+    assert [row["way"] for row in rows] == ways
+    assert all(row["images_per_second"] > 0 for row in rows[:5])

@@ -1,8 +1,7 @@
 """Encoded JPEG images in host memory, and their decoding on an accelerator.
 
-Only what an accelerator decodes to the same picture as the host goes there: 8-bit YCbCr with its end in place. All
-else (grey, CMYK, 12-bit, truncated, PNG) is left to `vitrail.data.decode`, which also gives the reason why an image
-cannot be read.
+Only what it decodes to the same picture as the host goes there: 8-bit YCbCr with its end in place. All else (grey,
+CMYK, 12-bit, truncated, PNG) is left to `vitrail.data.decode`, which also says why an image cannot be read.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from vitrail.files import odd_kind
 
 HOST_SHARE = 1 / 4  # of the machine's memory, over its processes, that encoded images may take
 _CHUNK = 1 << 26  # bytes that are allocated at a time
-_PROBES = 64
 _FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive; other codings are left to the host
-_SCAN, _EXIF, _JFIF, _ADOBE = 0xDA, 0xE1, (0xE0,), (0xEE,)
+_SCAN, _EXIF, _JFIF, _ADOBE = 0xDA, 0xE1, 0xE0, 0xEE
 _OF_HOST = -2  # in place of a chunk; -1: not kept
 
 Header = tuple[int, int, int]  # height and width as stored, EXIF orientation
-Decode = Callable[[Sequence[Tensor]], list[Tensor | None]]
-"""Encoded images (uint8 [bytes], on the host) -> uint8 [3, height, width], not turned; none: left to the host."""
+Decode = Callable[
+    [Sequence[Tensor]], list[Tensor | None]
+]  # uint8 [bytes] of host memory -> [3, height, width] as stored
 
 
 def jpeg_header(data: bytes) -> Header | None:
@@ -46,36 +45,30 @@ def jpeg_header(data: bytes) -> Header | None:
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _SCAN:
         seen.setdefault(data[at + 1], at + 4)
         at += 2 + (data[at + 2] << 8 | data[at + 3])
-    frame, jfif, adobe = (next((seen[m] for m in marker if m in seen), 0) for marker in (_FRAMES, _JFIF, _ADOBE))
+    frame, jfif, adobe = max(seen.get(marker, 0) for marker in _FRAMES), seen.get(_JFIF, 0), seen.get(_ADOBE, 0)
     if not frame or len(data) < frame + 15 or data[at : at + 2] != bytes((0xFF, _SCAN)):
         return None
     bits, height, width, components = struct.unpack_from(">BHHB", data, frame)
     # As libjpeg tells YCbCr from RGB: by its markers, then by the names of the components.
-    if data[jfif : jfif + 5] == b"JFIF\0":
-        coded = True
-    elif data[adobe : adobe + 5] == b"Adobe":
-        coded = data[adobe + 11] == 1
-    else:
-        coded = data[frame + 6 : frame + 15 : 3] == b"\1\2\3"
+    form = data[adobe + 11 : adobe + 12] if data[adobe : adobe + 5] == b"Adobe" else b""
+    named = not form and data[frame + 6 : frame + 15 : 3] == b"\1\2\3"
+    coded = data[jfif : jfif + 4] == b"JFIF" or form == b"\1" or named
     if bits != 8 or components != 3 or not coded or not 0 < height * width <= MAX_PIXELS:
         return None
-    try:
+    with suppress(Exception):  # as in `decode`
         return height, width, stored_orientation(data) if _EXIF in seen else 1
-    except Exception:  # as in `decode`
-        return None
+    return None
 
 
 class EncodedImages:
     """The encoded images of a split, each read when it is first wanted and then kept, up to a share of host memory.
 
-    They lie one after the other in chunks, pinned where the device is CUDA, found by a table of offsets. What no longer
-    fits is read again each time, from the system's file cache at best.
+    They lie in chunks, pinned for CUDA, found by a table of offsets. What no longer fits is read again each time.
     """
 
     def __init__(self, split: Split, device: torch.device | str, most: int | None = None) -> None:
         self.split, self._pinned = split, torch.device(device).type == "cuda"
-        shared = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._most = int(_memory() * HOST_SHARE) // shared if most is None else most
+        self._most = int(_memory() * HOST_SHARE) if most is None else most
         self._chunks, self._filled = list[Tensor](), _CHUNK
         images, self._image = np.unique(split.index, return_inverse=True)  # a row may be there several times
         self._table = np.full((len(images), 6), -1)  # chunk, first byte, bytes, and the header
@@ -102,22 +95,21 @@ class EncodedImages:
                 self._filled += length
         return encoded, header
 
-    def reject(self, row: int) -> None:
-        """Leave a row to the host from now on."""
-        self._table[self._image[row], 0] = _OF_HOST
+    def reject(self, rows: int | list[int]) -> None:
+        """Leave rows to the host from now on."""
+        self._table[self._image[rows], 0] = _OF_HOST
 
     def share(self) -> float:
         """How many of some images, spread over the split, an accelerator may decode, as a fraction."""
-        rows = np.unique(np.linspace(0, len(self.split) - 1, min(_PROBES, len(self.split))).astype(np.int64))
+        rows = np.unique(np.linspace(0, len(self.split) - 1, 64).astype(np.int64))
         return float(np.mean([self.get(row) is not None for row in rows.tolist()]))
 
 
-def _memory() -> int:
-    """Bytes that this machine, or the container that it is, has."""
+def _memory() -> int:  # bytes that this machine, or container, has for each of its processes
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):
         most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return most
+    return most // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _encoded(split: Split, row: int) -> bytes | None:
@@ -133,7 +125,7 @@ def _encoded(split: Split, row: int) -> bytes | None:
 
 
 def jpeg_decoder(device: torch.device) -> Decode:
-    """The decoder of a device: nvJPEG by torchcodec where it is installed, else by torchvision; Pillow on the host."""
+    """nvJPEG by torchcodec where it is installed, else by torchvision; Pillow elsewhere. None: left to the host."""
     if device.type != "cuda":
         return lambda encoded: [_by_pillow(image) for image in encoded]
     try:
@@ -145,8 +137,6 @@ def jpeg_decoder(device: torch.device) -> Decode:
     def decoded(encoded: Sequence[Tensor]) -> list[Tensor | None]:
         try:
             return decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=indexed) if encoded else []
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError:  # all or none: the one at fault is found by itself
             return [None] if len(encoded) == 1 else [image for one in encoded for image in decoded([one])]
 

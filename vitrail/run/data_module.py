@@ -1,8 +1,7 @@
 """The parts of a run that depend on the kind of its examples: batches, validation of settings, and the report.
 
-Images are decoded and augmented by workers or on the device, or all of them lie there decoded; texts are tokenised once
-and padded batch by batch. Everything else of a run (engine, objectives, evaluators, checkpoints) takes a `Batch` and
-does not ask.
+Images are decoded and augmented by workers or on the device, or all of them lie there; texts are tokenised once and
+padded batch by batch. Everything else of a run (engine, objectives, evaluators, checkpoints) takes a `Batch`.
 """
 
 from __future__ import annotations
@@ -165,12 +164,10 @@ class ImageModule(DataModule):
         if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
         encoded = EncodedImages(train, self.device)
-        if (share := encoded.share()) < MOSTLY:
-            return "host", f"{reason}, and it decodes {share:.0%} of them"
-        if self.group.world > 1:  # whose processes might measure different things
-            return "jpeg", f"{reason}, and it decodes JPEG"
+        if (share := encoded.share()) < MOSTLY or self.group.world > 1:  # processes might measure different things
+            return "host" if share < MOSTLY else "jpeg", f"{reason}, and {share:.0%} are JPEG that it decodes"
         faster, speeds = compared_with_host(self._spec(0, 0), encoded)
-        return "jpeg" if faster else "host", f"{reason}, and decodes {speeds}"
+        return "jpeg" if faster else "host", f"{reason}; JPEG decoded there makes {speeds}"
 
     def batches(self, start: int, stop: int) -> TrainLoader:
         spec = self._spec(start, stop)
@@ -201,8 +198,7 @@ class ImageModule(DataModule):
     def evaluation(self, split: str | Split, on_device: bool | None = None) -> EvalLoader:
         rows = self.data[split] if isinstance(split, str) else split
         if on_device is None:  # pixels are the host's in any case, so that metrics do not depend on the loader
-            on_device = self.images is not None
-            on_device = on_device or (self.encoded is not None and fits(rows, self.preprocess, self.device))
+            on_device = bool(self.images) or (self.encoded is not None and fits(rows, self.preprocess, self.device))
         return (DeviceEvalLoader if on_device else EvalLoader)(
             rows,
             self.preprocess,

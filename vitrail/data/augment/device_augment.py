@@ -175,15 +175,13 @@ class DeviceAugment:
     def from_flat(self, images: FlatImages, keys: NDArray[np.int64]) -> Tensor:
         """As a call, for images of unequal sizes, which are also resized here as `simple` and `pad` crops want them."""
         size, sizes = self.preprocess.size, images.sizes
-        if self.config.crop != "resized":  # two divisions per image, rounded as on the host
-            short = [shorter_side(width, height, size)[::-1] for height, width in sizes.T.tolist()]
-            sizes = np.array(short, np.int64).T
-        drawn = draw(self.config, size, keys, *sizes)
         if self.config.crop == "resized":
+            drawn = draw(self.config, size, keys, *sizes)
             windows = np.stack([drawn.columns[f"crop_{side}"] for side in _BOX])
-        else:
-            first = drawn.columns["crop_top"], drawn.columns["crop_left"]
-            windows = np.concatenate([np.zeros_like(sizes), images.sizes, first, sizes])
+        else:  # two divisions per image, rounded as on the host
+            short = np.array([shorter_side(width, height, size)[::-1] for height, width in sizes.T.tolist()]).T
+            drawn = draw(self.config, size, keys, *short)
+            windows = np.concatenate([0 * sizes, sizes, [drawn.columns[f"crop_{side}"] for side in _BOX[:2]], short])
         pixels = images.resampled(windows, size, self.preprocess.interpolation)
         return self._changed(pixels, drawn.to(pixels.device))
 

@@ -1,7 +1,4 @@
-"""Images of unequal sizes in one flat buffer, from which windows are gathered upright and resampled in batches.
-
-An EXIF orientation costs nothing here: it only changes where the gathering begins and how far its steps go.
-"""
+"""Images of unequal sizes in one flat buffer, from which windows are gathered upright and resampled in batches."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ from torch import Tensor
 from vitrail.data.augment import pixel_ops as ops
 from vitrail.data.config import Interpolation
 
-TOGETHER = (
-    128  # windows of similar area that are resampled together: all padded to the largest would cost twice as much
-)
+TOGETHER = 128  # windows that are resampled together: all of a batch, padded to the largest, would cost twice as much
 _MOST_BYTES = 1 << 30  # of the gathered windows, as float32
 # Orientation -> whether it begins at the last stored row, at the last column, and whether rows become columns.
 _TURNS = np.array([(0, 0, 0), (0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1), (0, 1, 1)])
@@ -37,23 +32,18 @@ class FlatImages:
         height, width, orientation = self.stored.T
         return np.where(orientation > 4, (width, height), (height, width))
 
-    def take(self, images: NDArray[np.int64]) -> FlatImages:
-        """These, in this order, from the same buffer."""
-        return FlatImages(self.pixels, self.offsets[images], self.stored[images])
-
     def resampled(self, windows: NDArray[np.float64], size: int, interpolation: Interpolation) -> Tensor:
         """What is in the windows as float32 bytes [images, 3, size, size], as `pixel_ops.resampled`.
 
         Windows are [4, images]: top, left, height, width. Of [8, images] the other rows are a first row and column, and
         a height and width: the window is resized to those, reflected at its borders, and a square taken from there on.
-        The host copies one table. Windows are sorted by area and resampled in groups, whatever sizes there are.
         """
         device, parts, begin = self.pixels.device, [], 0
         areas = windows[2] * windows[3]
-        order = np.argsort(-areas, kind="stable")
+        order = np.argsort(-areas, kind="stable")  # groups are of similar areas, however many sizes there are
         table = np.concatenate([self._steps(), windows])[:, order].astype(np.int64)
         host = torch.from_numpy(np.concatenate([table, np.argsort(order)[None]]))
-        columns = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        columns = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
         while begin < len(order):
             end = begin + max(1, min(TOGETHER, int(_MOST_BYTES // (12 * areas[order[begin]]))))
             tall, wide = table[6:8, begin:end].max(1).tolist()

@@ -62,9 +62,7 @@ class _Collated(Dataset[CollatedBatch]):
         return collated(split, indices, tuple(torch.stack(v) for v in zip(*views, strict=True)), rows, places, skipped)
 
 
-def collated(
-    split: Split, indices: BatchIndices, views: tuple[Tensor, ...], rows: Any, places: Any, skipped: Any
-) -> CollatedBatch:
+def collated(split: Split, indices: BatchIndices, views: Any, rows: Any, places: Any, skipped: Any) -> CollatedBatch:
     """Views of rows, which are at these places of the global batch, with their labels."""
     label = torch.from_numpy(split.labels[rows])
     return CollatedBatch(
