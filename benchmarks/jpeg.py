@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def pixel_difference(images: Sequence[bytes], device: torch.device) -> Pair:
 def on_cores(cores: set[int]) -> None:
     """All threads of this process; what is started later inherits it."""
     for thread in os.listdir("/proc/self/task"):  # noqa: PTH208
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def pictures(data: Path | None, count: int) -> list[Image.Image]:
