@@ -115,6 +115,7 @@ def train_until_killed(config: RunConfig, kill_at: int) -> None:
     ("flags", "kill_at"),
     [
         ("--data.loader device --data.augment.crop pad", 7),
+        ("--data.loader jpeg --data.augment.crop simple", 7),
         ("--data.workers 0 --engine.checkpoint_every 1", 7),  # 48 images: three steps an epoch, so in an epoch's middle
         ("--data.workers 2 --engine.checkpoint_every 0.7 --engine.accumulate 2 --optim.name lamb", 5),
     ],

@@ -128,9 +128,10 @@ class DataConfig:
     texts: a folder of GLUE, text:TABLE or synthetic:grammar."""
     batch: Count = 128
     """Images per optimiser step, over all processes and accumulation steps."""
-    loader: Literal["auto", "host", "device"] = "auto"
+    loader: Literal["auto", "host", "device", "jpeg"] = "auto"
     """`host`: decode and augment in worker processes; `device`: all images live on the device as bytes and are
-    augmented there in batches; `auto`: device where they fit. A run stores what it chose."""
+    augmented there in batches; `jpeg`: decode and augment on the device, batch by batch; `auto`: device where they fit,
+    else on CUDA the faster of jpeg and host. A run stores what it chose."""
     workers: Whole | None = None
     """Processes that decode and augment (none: chosen from the machine)."""
     pad: Literal["longest", "length"] = "longest"

@@ -1,7 +1,7 @@
 """The parts of a run that depend on the kind of its examples: batches, validation of settings, and the report.
 
-Images are decoded and augmented by workers, or all of them lie on the device; texts are tokenised once and padded batch
-by batch. Everything else of a run (engine, objectives, evaluators, checkpoints) takes a `Batch` and does not ask.
+Images are decoded and augmented by workers or on the device, or all of them lie there; texts are tokenised once and
+padded batch by batch. Everything else of a run (engine, objectives, evaluators, checkpoints) takes a `Batch`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,7 +17,9 @@ from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment, stored_alike, view_augments
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.dataset import DataSet, Split
+from vitrail.data.jpeg import EncodedImages
 from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits
+from vitrail.data.loading.jpeg_loader import MOSTLY, JpegLoader, compared_with_host
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
@@ -136,23 +138,45 @@ class ImageModule(DataModule):
         self.workers = auto_workers(data["train"]) if wanted is None else wanted
         self.preprocess = Preprocess(model.preprocess)
         self.images: DeviceImages | None = None
-        self.on_device = False
+        self.encoded: EncodedImages | None = None
 
     def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
         chosen, train, self.sampler = self.config.data, self.data["train"], sampler
         self.augment = Augment(chosen.augment, self.model.preprocess)
         self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
         if chosen.loader == "auto":
-            able = stored_alike([self.augment, *self.augments])
-            able = able and fits(train, self.preprocess, self.device, chosen.augment)
-            chosen = replace(chosen, loader="device" if able else "host")
+            loader, reason = self._choice()
+            self.notes = (f"data.loader: {loader}, since {reason}",)
+            chosen = replace(chosen, loader=loader)
             self.config = replace(self.config, data=chosen)
-        self.on_device = chosen.loader == "device"
-        if self.on_device:
+        if chosen.loader == "device":
             self.images = DeviceImages(train, chosen.augment, self.preprocess, device=self.device, workers=self.workers)
+        elif chosen.loader == "jpeg":
+            self.encoded = EncodedImages(train, self.device)
+
+    def _choice(self) -> tuple[Literal["host", "device", "jpeg"], str]:
+        """The loader that suits these images and this device, and why."""
+        train, device = self.data["train"], self.device.type
+        alike = stored_alike([self.augment, *self.augments])
+        if alike and fits(train, self.preprocess, self.device, self.config.data.augment):
+            return "device", f"the decoded images fit on {device}"
+        reason = f"the decoded images do not fit on {device}" if alike else "the views want images in several forms"
+        if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
+            return "host", reason
+        encoded = EncodedImages(train, self.device)
+        if (share := encoded.share()) < MOSTLY or self.group.world > 1:  # processes might measure different things
+            return "host" if share < MOSTLY else "jpeg", f"{reason}, and {share:.0%} are JPEG that it decodes"
+        faster, speeds = compared_with_host(self._spec(0, 0), encoded)
+        return "jpeg" if faster else "host", f"{reason}; JPEG decoded there makes {speeds}"
 
     def batches(self, start: int, stop: int) -> TrainLoader:
-        spec = LoaderSpec(
+        spec = self._spec(start, stop)
+        if self.encoded is not None:
+            return JpegLoader(spec, self.encoded)
+        return TrainLoader(spec) if self.images is None else DeviceLoader(spec, self.images)
+
+    def _spec(self, start: int, stop: int) -> LoaderSpec:
+        return LoaderSpec(
             self.data["train"],
             self.sampler,
             self.augment,
@@ -170,11 +194,11 @@ class ImageModule(DataModule):
             views=self.augments,
             complete=self.complete,
         )
-        return DeviceLoader(spec, self.images) if self.on_device else TrainLoader(spec)
 
     def evaluation(self, split: str | Split, on_device: bool | None = None) -> EvalLoader:
-        on_device = self.on_device if on_device is None else on_device
         rows = self.data[split] if isinstance(split, str) else split
+        if on_device is None:  # pixels are the host's in any case, so that metrics do not depend on the loader
+            on_device = bool(self.images) or (self.encoded is not None and fits(rows, self.preprocess, self.device))
         return (DeviceEvalLoader if on_device else EvalLoader)(
             rows,
             self.preprocess,

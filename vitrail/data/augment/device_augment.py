@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.augment import pixel_ops as ops
+from vitrail.data.augment.flat_images import FlatImages
 from vitrail.data.augment.policies import (
     RAND_STYLES,
     RandTurn,
@@ -30,6 +31,7 @@ from vitrail.data.augment.policies import (
 )
 from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import bits, seed_of, uniform
+from vitrail.data.preprocess import shorter_side
 
 _HUE = 3  # after brightness, contrast and saturation
 _JITTER_ORDERS = {count: np.array(list(itertools.permutations(range(count)))) for count in (_HUE, _HUE + 1)}
@@ -72,7 +74,7 @@ class Drawn:
         return ops.CropBoxes(*(self.columns[f"{what}_{side}"] for side in _BOX))
 
 
-def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: int, width: int) -> Drawn:
+def draw(config: AugmentConfig, size: int, keys: NDArray[np.int64], height: ops.Sides, width: ops.Sides) -> Drawn:
     """Parameters for images of height x width with keys [batch, 5] of (seed, epoch, index, view, repeat).
 
     Distributed as in `Augment`; other numbers, since those come out of torch's generator one after the other.
@@ -168,7 +170,23 @@ class DeviceAugment:
 
     def apply(self, images: Tensor, drawn: Drawn) -> Tensor:
         """Change images by parameters that are on their device. Tensor operations only, so it can be compiled."""
-        images = self._cropped(images, drawn)
+        return self._changed(self._cropped(images, drawn), drawn)
+
+    def from_flat(self, images: FlatImages, keys: NDArray[np.int64]) -> Tensor:
+        """As a call, for images of unequal sizes, which are also resized here as `simple` and `pad` crops want them."""
+        size, sizes = self.preprocess.size, images.sizes
+        if self.config.crop == "resized":
+            drawn = draw(self.config, size, keys, *sizes)
+            windows = np.stack([drawn.columns[f"crop_{side}"] for side in _BOX])
+        else:  # two divisions per image, rounded as on the host
+            short = np.array([shorter_side(width, height, size)[::-1] for height, width in sizes.T.tolist()]).T
+            drawn = draw(self.config, size, keys, *short)
+            windows = np.concatenate([0 * sizes, sizes, [drawn.columns[f"crop_{side}"] for side in _BOX[:2]], short])
+        pixels = images.resampled(windows, size, self.preprocess.interpolation)
+        return self._changed(pixels, drawn.to(pixels.device))
+
+    def _changed(self, images: Tensor, drawn: Drawn) -> Tensor:
+        """All but the crop."""
         if "grey" in drawn.columns or "jitter_0" in drawn.columns or drawn.bounds:
             images = self._coloured(images.to(torch.float32), drawn)
         if "flip" in drawn.columns:

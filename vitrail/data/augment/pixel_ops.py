@@ -11,7 +11,7 @@ Random rectangles, for crops and for erasing, have torchvision's distributions a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,10 @@ _FIXED = 1 << 24  # Pillow's weights are whole parts of this
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as signed
 
 
+Sides = int | NDArray[np.int64]  # of all images, or [batch]
+Places = tuple[Tensor, Tensor]  # [batch, size] of a line of so many pixels [batch]
+
+
 class CropBoxes(NamedTuple):
     """A rectangle of pixels for each image."""
 
@@ -43,18 +47,16 @@ class CropBoxes(NamedTuple):
 
 
 def crop_boxes(
-    config: AugmentConfig, drawn: NDArray[np.float64], height: int, width: int
+    config: AugmentConfig, drawn: NDArray[np.float64], height: Sides, width: Sides
 ) -> tuple[NDArray[np.float64], ...]:
     """Top, left, height, width, each [batch], of crops: ten tries, then the centre at the nearest ratio."""
-    tall, wide = _rectangles(drawn, height * width, config.scale, config.ratio)
-    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
+    height, width = (np.broadcast_to(np.asarray(side, np.int64), len(drawn)) for side in (height, width))
+    tall, wide = _rectangles(drawn, (height * width)[:, None], config.scale, config.ratio)
+    fits = (wide > 0) & (wide <= width[:, None]) & (tall > 0) & (tall <= height[:, None])
     fitting, first = fits.any(1), (np.arange(len(drawn)), fits.argmax(1))
     least, most = min(config.ratio), max(config.ratio)
-    other_width, other_height = width, height
-    if width / height < least:
-        other_height = round(width / least)
-    elif width / height > most:
-        other_width = round(height * most)
+    other_height = np.where(width / height < least, np.rint(width / least), height)
+    other_width = np.where(width / height > most, np.rint(height * most), width)
     tall, wide = np.where(fitting, tall[first], other_height), np.where(fitting, wide[first], other_width)
     down, right = drawn[:, -2:].T
     top = np.where(fitting, np.floor(down * (height - tall + 1)), (height - other_height) // 2)
@@ -74,7 +76,7 @@ def erasing_boxes(drawn: NDArray[np.float64], size: int) -> tuple[NDArray[np.boo
 
 
 def _rectangles(
-    drawn: NDArray[np.float64], area: int, share: tuple[float, float], ratio: tuple[float, float]
+    drawn: NDArray[np.float64], area: Sides, share: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Heights and widths [batch, tries], of a uniform share of the area and a log-uniform ratio of width to height."""
     areas = area * (share[0] + (share[1] - share[0]) * drawn[:, :_TRIES])
@@ -83,16 +85,23 @@ def _rectangles(
     return np.rint(np.sqrt(areas / ratios)), np.rint(np.sqrt(areas * ratios))
 
 
-def resampled(images: Tensor, boxes: CropBoxes, size: int, interpolation: Interpolation) -> Tensor:
+def resampled(
+    images: Tensor,
+    boxes: CropBoxes,
+    size: int,
+    interpolation: Interpolation,
+    of: Sequence[Places | None] = (None, None),
+) -> Tensor:
     """What is in the boxes, at size x size: Pillow's antialiased resize, first along rows and in bytes between the two.
 
     Each axis is one matrix product with weights [batch, size, pixels]. Pillow computes in fixed point, so a value that
     lies within about 1e-4 of a half may come out one grey level apart; and recent versions of it begin along columns
-    where an image becomes lower and wider, which shows only where bicubic overshoots the byte range.
+    where an image becomes lower and wider, which shows only where bicubic overshoots the byte range. With `of` boxes
+    are resized to other sizes, of which places are taken, down and across.
     """
     height, width = images.shape[-2:]
-    across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation)
-    down = _resampling_weights(boxes.top, boxes.height, size, height, interpolation)
+    across = _resampling_weights(boxes.left, boxes.width, size, width, interpolation, of[1])
+    down = _resampling_weights(boxes.top, boxes.height, size, height, interpolation, of[0])
     columns = _bytes(images.flatten(1, 2) @ across.mT).unflatten(1, (3, height))
     return _bytes(down[:, None] @ columns)
 
@@ -100,7 +109,7 @@ def resampled(images: Tensor, boxes: CropBoxes, size: int, interpolation: Interp
 def reflected_window(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
     """Windows of size x size that begin at the given rows and columns of images mirrored at their borders; exact."""
     height, width = images.shape[-2:]
-    rows, columns = _reflected(top, size, height), _reflected(left, size, width)
+    rows, columns = reflected_places(top, size, height), reflected_places(left, size, width)
     places = (rows[:, :, None] * width + columns[:, None, :]).view(len(images), 1, size * size)
     return images.flatten(2).gather(2, places.expand(-1, 3, -1)).unflatten(2, (size, size))
 
@@ -336,20 +345,26 @@ def _bytes(values: Tensor) -> Tensor:
     return values.add_(0.5).floor_().clamp_(0, 255)  # Pillow's rounding: halves go up
 
 
-def _reflected(start: Tensor, count: int, length: int) -> Tensor:
+def reflected_places(start: Tensor, count: int, length: Tensor | int) -> Tensor:
     """Positions [batch, count]; as `vitrail.data.augment.host.reflected`."""
     positions = (start.to(torch.int64)[:, None] + torch.arange(count, device=start.device)).abs()
     return (length - 1) - ((length - 1) - positions).abs()
 
 
-def _resampling_weights(start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation) -> Tensor:
+def _resampling_weights(
+    start: Tensor, length: Tensor, size: int, extent: int, kind: Interpolation, of: Places | None
+) -> Tensor:
     """[batch, size, extent]: what a pixel of a line gives to a new pixel of the stretch start .. start + length."""
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
-    centre = (2 * torch.arange(size, device=start.device).view(-1, 1) + 1) * length / (2 * size)
+    places = torch.arange(size, device=start.device).view(-1, 1) if of is None else of[0][..., None]
+    count: Tensor | int = size if of is None else of[1].view(-1, 1, 1).to(torch.float32)
+    centre = (2 * places + 1) * length / (2 * count)
     position = torch.arange(extent, device=start.device) - start
     if kind == "nearest":
         return (position == centre.floor()).to(torch.float32)
-    distance = (position + 0.5 - centre) / (length / size).clamp(min=1)  # antialiasing: a smaller image, a wider filter
+    distance = (position + 0.5 - centre) / (length / count).clamp(
+        min=1
+    )  # antialiasing: a smaller image, a wider filter
     inside = (position >= 0) & (position < length)
     weights = torch.where(inside, _FILTERS[kind](distance.abs_()), 0.0)
     return weights / weights.sum(-1, keepdim=True)

@@ -59,16 +59,21 @@ class _Collated(Dataset[CollatedBatch]):
             views.append(self.views_of(image, int(split.index[draw.row]), draw))
             rows.append(draw.row)
             places.append(position)
-        label = torch.from_numpy(split.labels[rows])
-        return CollatedBatch(
-            indices,
-            views=tuple(torch.stack(view) for view in zip(*views, strict=True)),
-            label=label.to(torch.float32) if label.ndim == 2 else label,
-            index=torch.from_numpy(split.index[rows]),
-            levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
-            places=np.array(places, dtype=np.int64),
-            skipped=skipped,
-        )
+        return collated(split, indices, tuple(torch.stack(v) for v in zip(*views, strict=True)), rows, places, skipped)
+
+
+def collated(split: Split, indices: BatchIndices, views: Any, rows: Any, places: Any, skipped: Any) -> CollatedBatch:
+    """Views of rows, which are at these places of the global batch, with their labels."""
+    label = torch.from_numpy(split.labels[rows])
+    return CollatedBatch(
+        indices,
+        views,
+        label=label.to(torch.float32) if label.ndim == 2 else label,
+        index=torch.from_numpy(split.index[rows]),
+        levels=None if split.levels is None else torch.from_numpy(split.levels[rows]),
+        places=np.array(places, dtype=np.int64),
+        skipped=skipped,
+    )
 
 
 class _Sampler:
@@ -146,13 +151,13 @@ class BatchLoader:
             yield from ready
         yield from self._awaited(ahead)
 
-    def _awaited(self, batches: list[CollatedBatch]) -> list[CollatedBatch]:
-        """Batches that the copy stream made, for use on the current one."""
+    def _awaited(self, batches: list[CollatedBatch], made: torch.cuda.Event | None = None) -> list[CollatedBatch]:
+        """Batches that the copy stream made, by now or until an event, for use on the current one."""
         if not batches:
             return []
         current = torch.cuda.current_stream(self.device)
         assert self._copies is not None
-        current.wait_stream(self._copies)
+        current.wait_event(made or self._copies.record_event())
 
         def used_here(tensor: Tensor) -> Tensor:
             tensor.record_stream(current)  # else its memory could be given to the next copy while still read
