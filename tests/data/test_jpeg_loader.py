@@ -477,10 +477,12 @@ def test_images_are_read_once_as_far_as_memory_is_given(squares, monkeypatch):
 # in a run
 
 
-def module(data: DataSet, loader: str = "auto", device: str = "cpu", **augment) -> ImageModule:
+def module(
+    data: DataSet, loader: str = "auto", device: str = "cpu", group: ProcessGroup | None = None, **augment
+) -> ImageModule:
     model = create_model("vit_tiny_32", classes=data.classes, depth=1, width=32, heads=2)
     chosen = DataConfig(loader=loader, workers=0, batch=4, augment=AugmentConfig(**augment))
-    made = ImageModule(RunConfig(data=chosen), data, model, torch.device("cpu"), ProcessGroup())
+    made = ImageModule(RunConfig(data=chosen), data, model, torch.device("cpu"), group or ProcessGroup())
     made.device = torch.device(device)
     made.prepare(ViewSpec(), BatchSampler(len(data["train"]), 4, 0))
     return made
@@ -527,6 +529,21 @@ def test_auto_takes_what_fits_and_what_is_faster_and_says_why(
     assert chosen in made.notes[0]
     assert reason in made.notes[0]
     assert (made.encoded is not None) == (chosen == "jpeg")
+
+
+def test_auto_takes_the_host_where_the_accelerator_decodes_no_jpeg_or_processes_would_have_to_agree(data, monkeypatch):
+    def without_nvjpeg(*_):
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nmore")
+
+    monkeypatch.setattr(data_module, "fits", lambda *_: False)
+    monkeypatch.setattr(EncodedImages, "share", lambda self: 1.0)
+    monkeypatch.setattr(data_module, "compared_with_host", without_nvjpeg)
+    made = module(data, device="cuda")
+    assert made.config.data.loader == "host"
+    assert made.notes[0].endswith("decodes no JPEG (decode_jpegs_cuda: torchvision not compiled with nvJPEG support)")
+    made = module(data, device="cuda", group=ProcessGroup(world=2))
+    assert made.config.data.loader == "host"
+    assert "several processes do not measure" in made.notes[0]
 
 
 def test_auto_on_a_processor_takes_the_host_where_images_do_not_fit(data, monkeypatch):

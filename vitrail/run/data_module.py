@@ -163,10 +163,15 @@ class ImageModule(DataModule):
         reason = f"the decoded images do not fit on {device}" if alike else "the views want images in several forms"
         if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
+        if self.group.world > 1:  # each might measure something else
+            return "host", f"{reason}, and several processes do not measure; --data.loader jpeg decodes on {device}"
         encoded = EncodedImages(train, self.device)
-        if (share := encoded.share()) < MOSTLY or self.group.world > 1:  # processes might measure different things
-            return "host" if share < MOSTLY else "jpeg", f"{reason}, and {share:.0%} are JPEG that it decodes"
-        faster, speeds = compared_with_host(self._spec(0, 0), encoded)
+        if (share := encoded.share()) < MOSTLY:
+            return "host", f"{reason}, and {share:.0%} are JPEG that it decodes"
+        try:
+            faster, speeds = compared_with_host(self._spec(0, 0), encoded)
+        except RuntimeError as error:  # torchvision without nvJPEG, for one
+            return "host", f"{reason}, and it decodes no JPEG ({str(error).splitlines()[0]})"
         return "jpeg" if faster else "host", f"{reason}; JPEG decoded there makes {speeds}"
 
     def batches(self, start: int, stop: int) -> TrainLoader:
