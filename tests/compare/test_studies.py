@@ -128,7 +128,7 @@ def test_features_that_keep_images_apart_can_be_cut_anywhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resolution", "teachers", "attention-only", "removed", "long-tail-without-labels"])
+@pytest.mark.parametrize("name", ["resolution", "teachers", "attention-only", "removed", "adapters-scratch"])
 def test_a_study_in_which_runs_stand_on_others_comes_to_its_report(name: str, tmp_path: Path) -> None:
     text = re.sub(r"cifar100?\.npz", "'synthetic:shapes?n=90&size=32'", (STUDIES / f"{name}.yaml").read_text())
     (tmp_path / f"{name}.yaml").write_text(text)

@@ -140,6 +140,15 @@ def test_where_nothing_can_be_chosen_the_reason_is_given(tmp_path: Path) -> None
         compare_study(study, root=tmp_path, jobs=1, seconds=0, quiet=True)
 
 
+@pytest.mark.slow
+def test_a_candidate_that_diverges_loses(tmp_path: Path) -> None:
+    tune = {"over": {"optim": {"steps": 40}}, "grid": {"plain": {"optim.lr": [1e17, 1e-3]}}}
+    study = tuned(variants={"plain": {"data": {"augment": {"mixup": 0}}}}, tune=tune)
+    comparison, folder = compare_study(study, root=tmp_path, jobs=1, seconds=0, quiet=True)
+    assert not comparison.failures
+    assert load_yaml(folder / "runs" / "plain-seed4")["optim"]["lr"] == 1e-3
+
+
 def test_several_study_files_run_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for name, flip in (("first", 0.0), ("second", 0.5)):
