@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import run_script
 from study_calls import STUDIES, call, script_module
 from torch import Tensor
 
@@ -179,67 +178,6 @@ def test_runs_of_a_study_are_looked_at_from_outside(tmp_path: Path) -> None:
     assert float(teacher[2].strip("%")) == pytest.approx(100 * wrong[0], abs=0.06)
     # with itself 0, with the other seed as often as the two seeds differ
     assert float(one[1].split("%")[0]) == pytest.approx(float(one[3].strip("%")) / 2, abs=0.06)
-
-
-def test_a_run_that_is_asked_to_stop_ends_its_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal to a process is not a row that failed: nothing is written, and the exit code says that more is to do."""
-    monkeypatch.syspath_prepend(STUDIES)
-    from found import UNFINISHED, Found, read_rows, to_the_end  # type: ignore[import-not-found]
-
-    from vitrail.engine.loop import Stopped
-
-    def stopped() -> dict[str, Any]:
-        raise Stopped(3, tmp_path)
-
-    def study() -> None:
-        with to_the_end(found, float("inf")):
-            found.guarded("t", "w", 0, lambda: found.row("t", "s", "w", 0, stopped) and None)
-            found.row("t", "next", "w", 0, dict)
-
-    found = Found(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        study()
-    assert ended.value.code == UNFINISHED
-    assert read_rows(tmp_path) == []
-
-
-def test_a_study_ends_by_itself_at_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the signal's own action, which would end it in the middle of what an accelerator does for it."""
-    monkeypatch.syspath_prepend(STUDIES)
-    from found import UNFINISHED, read_rows
-
-    lines = (
-        "import os, pathlib, signal, time, found",
-        f"rows = found.Found(pathlib.Path({str(tmp_path)!r}))",
-        "def deaf():",
-        "    try:",
-        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-        "    except Exception:",
-        "        return {}",
-        "with found.to_the_end(rows, float('inf')):",
-        "    rows.row('t', 'deaf', 'w', 0, deaf)",
-        "    rows.row('t', 'next', 'w', 0, dict)",
-    )
-    done = run_script("\n".join(lines), folder=STUDIES)
-    assert done.code == UNFINISHED, done.err
-    assert "stopped; the same command goes on" in done.err
-    assert [row["subject"] for row in read_rows(tmp_path)] == ["deaf"]
-
-
-def test_a_row_that_failed_is_not_tried_twice_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(STUDIES)
-    from found import Found, read_rows
-
-    tries = []
-
-    def bad() -> dict[str, Any]:
-        tries.append(1)
-        raise RuntimeError("no")
-
-    found = Found(tmp_path)
-    assert [found.row("t", "s", "w", 0, bad) for _ in range(3)] == [None] * 3
-    assert len(tries) == found.failed == len(read_rows(tmp_path)) == 1
-    assert Found(tmp_path).row("t", "s", "w", 0, dict) is not None  # the next call tries it again
 
 
 @pytest.mark.slow
