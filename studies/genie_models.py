@@ -67,10 +67,7 @@ SMOKE: dict[str, Any] = {"data.batch": 20, "data.limit": 200, "data.check": "off
 SMOKE_MODELS: dict[str, dict[str, Any]] = {
     "diffusion": {"model.trunk": {"width": 8, "multipliers": (1, 2), "depth": 1, "heads": 2}},
     "oracle": {"model.name": "cifar_resnet20"},
-    "backbone": {
-        "model.trunk": {"options": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}},
-        "objective.bank": 64,
-    },
+    "backbone": {"model.name": "cifar_resnet20", "objective.bank": 64},
 }
 SMOKE_STEPS = 4
 
