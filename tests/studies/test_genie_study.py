@@ -23,7 +23,7 @@ from vitrail.model.trunks.denoiser import NoiseSchedule
 from vitrail.run.train import build_model
 
 OF_STUDY = ("genie_fewshot", "genie_models", "genie_tail", "row_table")
-DATA = "synthetic:shapes?n=600&size=32"
+DATA = "synthetic:shapes?n=1000&size=32&classes=6"
 WAYS = [
     "labelled images alone",
     "weak",
