@@ -21,8 +21,7 @@ seed, `run:NAME:0` that of seed 0. What is only needed for that stands under `fi
       alone: {}
       taught: {objective: {kind: distillation, teacher: "run:teacher"}}
 
-Settings with a `recipe` are over that recipe and not over the base, but for its data and engine. Settings that are to
-be chosen on val, variant by variant, stand under `tune` (see `vitrail.compare.tuning`).
+Settings with a `recipe` are over that recipe, not the base, but for its data and engine; for `tune` see `tuning.py`.
 
 Runs are named by a hash of all they depend on, so studies that have a run in common share it. Only what is not at its
 default enters the name, so a new version with more settings still finds the runs of the one before. Where a version

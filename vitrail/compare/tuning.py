@@ -22,8 +22,6 @@ from typing import Any
 
 from vitrail.schema import near
 
-KEYS = ("by", "evaluate", "over", "grid")
-
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings, those `above` before those `below`."""
@@ -90,7 +88,8 @@ class SettingsGrid:
 def read_grid(values: Any, problems: list[str]) -> SettingsGrid:
     """The grid that a study file asks for; names of no setting are added to `problems`."""
     given = values if isinstance(values, Mapping) else {"grid": values}
-    problems += [f"tune.{key}: no such setting{near(str(key), KEYS)}" for key in given if key not in KEYS]
+    known = SettingsGrid.__dataclass_fields__
+    problems += [f"tune.{key}: no such setting{near(str(key), known)}" for key in given if key not in known]
     named = given.get("evaluate") or ()
     names = tuple(map(str, named)) if isinstance(named, list | tuple) else (str(named),)
     return SettingsGrid(str(given.get("by", "top1")), names, given.get("over") or {}, given.get("grid") or {})
