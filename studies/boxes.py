@@ -4,13 +4,23 @@ Attention transfer was also evaluated on COCO detection (Li et al., 2024, arXiv 
 object per image is the smallest task of that kind. A detector is a classifier whose four "logits" are the sides of a
 box, so every objective of classifiers trains it, attention transfer included.
 
+    vitrail train small-mae --data "synthetic:shapes?size=32&n=10000" --model.name vit_tiny_32 --model.drop_path 0 \\
+      --model.trunk.depth 8 --model.trunk.heads 6 --optim.epochs 150 --out runs/mae-shapes
+    python studies/boxes.py runs/mae-shapes [--seeds 3] [--steps N]
+
+trains detectors of 800 pictures for 80 epochs: from scratch, from the weights of that autoencoder, and by its attention
+in six of eight layers; settings are those of attention-transfer.yaml, with the learning rates that it chose.
+
 boxes [batch, 4]: left, top, right, bottom in sides of the picture
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 from dataclasses import replace
-from typing import Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -18,11 +28,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from vitrail.compare.study import read_study
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import Split
 from vitrail.data.loading.loader import EvalLoader
-from vitrail.learn.attention_teacher import Source
+from vitrail.learn.attention_teacher import Source, load_source
 from vitrail.learn.attention_transfer import AttentionTransfer
 from vitrail.learn.config import AttentionTransferConfig, SupervisedConfig
 from vitrail.learn.supervised import Supervised
@@ -32,6 +43,14 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.vit import Trunk
+from vitrail.recipes import with_values
+
+if TYPE_CHECKING:
+    from device_runs import DeviceRuns
+
+PICTURES, KNOWN = "synthetic:shapes?size=32&n=10000", 800  # pictures in all, and those whose boxes are known
+RATES = {"scratch": 5e-4, "tune": 1.5e-3, "distill": 1.5e-3}
+STILL = {"crop": "evaluation", "flip": 0.0, "mixup": 0.0, "cutmix": 0.0}  # boxes stay where they are
 
 
 def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]:
@@ -175,3 +194,50 @@ def evaluate_boxes(model: Model, data: Loaders, **where: Unpack[Where]) -> Findi
     found = box_iou(said.logits.double(), truth[said.index].double())
     numbers = {"mean_iou": float(found.mean()), "iou_50": float((found >= 0.5).double().mean())}
     return {"numbers": numbers, "tables": {}, "pictures": {}}
+
+
+def train_detector(runs: DeviceRuns, name: str, seed: int, autoencoder: str, steps: int | None) -> Findings:
+    """A detector trained in one of three ways, evaluated on test pictures."""
+    config = read_study(Path(__file__).with_name("attention-transfer.yaml")).configs[
+        "tune" if name == "tune" else "scratch"
+    ]
+    weights = autoencoder if name == "tune" else "none"
+    changes = {"optim.lr": RATES[name], "data.batch": 100, "optim.epochs": 80.0, "model.weights": weights}
+    config = with_values(config, {**changes, "optim.steps": steps})
+    still = replace(config.data.augment, **STILL)  # type: ignore[arg-type]
+    config = replace(config, data=replace(config.data, uri=PICTURES, limit=None, augment=still))
+    known = runs.data["train"]
+
+    def objective(model: Classifier) -> Boxes:
+        if name != "distill":
+            return Boxes(detector(model), known, still)
+        transfer = AttentionTransferConfig(teacher=autoencoder, mode="distill", layers="first:6")
+        return BoxTransfer(detector(model), transfer, load_source(autoencoder, model), known, still)
+
+    model = runs.trained(config, seed, compiled=False, objective=objective)[0].model
+    loaders = Loaders(SIDES, {"test": runs.judged("test", model)}, "test")  # type: ignore[arg-type]
+    return evaluate_boxes(model, loaders, autocast=runs.autocast)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    from device_runs import DeviceRuns
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("autoencoder", help="run folder")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of training, in place of 80 epochs")
+    options = parser.parse_args()
+    runs = DeviceRuns(PICTURES, limit=KNOWN)
+    print("| | mean IoU, % | IoU at least one half, % |\n|---|---|---|")
+    for name in RATES:
+        rows = [train_detector(runs, name, seed, options.autoencoder, options.steps) for seed in range(options.seeds)]
+        cells = []
+        for key in ("mean_iou", "iou_50"):
+            values = [100 * row["numbers"][key] for row in rows]
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):.1f}{spread}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

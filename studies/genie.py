@@ -1,15 +1,13 @@
 """GeNIe at 32 pixels: are images that a diffusion model turns from one class into another good, hard, and of any use?
 
-    python studies/genie.py cifar10.npz --out FOLDER [--part diffusion oracle ...] [--minutes 9] [--models FOLDER]
-                            [--oracle cifar10_resnet56.safetensors] [--episodes 100] [--seeds 3] [--factor 1.0]
-                            [--schedule cosine|scaled_linear] [--guidance 2]
-    python studies/genie.py --table FOLDER        Markdown of what was found
+    python studies/genie.py cifar10.npz --out FOLDER [--oracle cifar10_resnet56.safetensors] [--part diffusion ...]
+                            [--episodes 100] [--seeds 3] [--factor 1.0] [--schedule cosine|scaled_linear] [--guidance 2]
     python studies/genie.py --smoke --out FOLDER  all of it in a minute on a CPU; its figures mean nothing
 
-One process; made images stay in memory, on the device. Rows are appended to FOLDER/found.jsonl as they come and models
-are kept beside it: the same command goes on where a kill, or `--minutes`, ended it. Estimates for one H200, not
-measured (a U-Net of 14 M parameters: 7k images a second in training, 30k rows a second in sampling, both compiled);
-`--factor` multiplies the epochs of the three models where rates turn out other ones:
+One process; made images stay in memory, on the device. Rows are kept in FOLDER/rows.json as they come, printed as
+Markdown at the end, and models are runs in FOLDER/runs: the same command goes on where it was stopped. Estimates for
+one H200, not measured (a U-Net of 14 M parameters: 7k images/s in training, 30k rows/s in sampling, both compiled);
+`--factor` multiplies the epochs of the three models where these turn out otherwise:
 
     part         what                                                                    rows, k     seconds
     diffusion    the U-Net, 30 epochs of 45,000 images, and its validation loss; reading           -         240
@@ -20,7 +18,7 @@ measured (a U-Net of 14 M parameters: 7k images a second in training, 30k rows a
     longtail     three seeds of nine ways, a ResNet-20 of 1,200 steps each                       750         110
     fewshot      five labelled ones with images from noise at equal compute, last                800          27
 
-That is ten minutes; after nine, the last seed of the long tail and the last line are left. Seconds of all parts that
+That is ten minutes. Seconds of all parts that
 sample are for 20 steps of the sampler; with the 50 that it takes now they are two and a half times as many.
 
 Every r is stated as noise on Stable Diffusion's schedule, as in the paper, and converted to the time of the model's
@@ -42,17 +40,17 @@ proportion to r; the way back ends further from the original the larger the firs
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from found import Found, Order, hardware, read_rows, study_parser, to_the_end
 from genie_fewshot import FewShots
 from genie_models import R_SCHEDULE, Held, Models, Runs
 from genie_pictures import SWEEP, Pictures
-from genie_tables import tables
 from genie_tail import LongTails
 from torch import Tensor
 
@@ -74,7 +72,7 @@ class Study:
     """The first three parts; the others have files of their own."""
 
     def __init__(self, models: Models) -> None:
-        self.models, self.runs, self.found = models, models.runs, models.found
+        self.models, self.runs = models, models.runs
         self.count, self.returned = (SMOKE_MOVED, SMOKE_RETURNED) if models.smoke else (MOVED, RETURNED)
         self._moved: dict[str, tuple[Tensor, float]] = {}
 
@@ -83,10 +81,10 @@ class Study:
 
         def make() -> dict[str, Any]:
             data = Loaders(self.runs.data.classes, {"val": self.runs.batches("val")}, "val")
-            found = evaluate_denoising(self.models("diffusion", seed), data, autocast=self.runs.autocast)["numbers"]
+            found = evaluate_denoising(self.models("diffusion"), data, autocast=self.runs.autocast)["numbers"]
             return {"split": "val", **{name.removeprefix("denoising_"): value for name, value in found.items()}}
 
-        self.found.row("diffusion", "small-diffusion", "all classes", seed, make)
+        self.models.row("diffusion", "small-diffusion", "all classes", seed, make)
 
     def classifiers(self, seed: int) -> None:
         test = self.runs["test"]
@@ -107,8 +105,8 @@ class Study:
             return {"split": "test", "knn20": near[20]}
 
         what = "trained here" if self.models.weights is None else self.models.weights.name
-        self.found.row("classifiers", "oracle", what, seed, judged)
-        self.found.row("classifiers", "backbone", "MoCo, no labels", seed, embedded)
+        self.models.row("classifiers", "oracle", what, seed, judged)
+        self.models.row("classifiers", "backbone", "MoCo, no labels", seed, embedded)
 
     # Images of one class made into another
 
@@ -163,11 +161,11 @@ class Study:
             return {**self.shown(images), "images_per_second": rate, "evaluations": evaluations}
 
         for r in SWEEP:
-            self.found.row("oracle", "genie", f"r {r:g}", seed, partial(plain, str(r), r))
-        self.found.row("oracle", "genie_ada", f"r of {CANDIDATES[0]:g} to {CANDIDATES[-1]:g}", seed, self._adapted)
-        self.found.row("oracle", "txt2img", "r 1", seed, partial(plain, "txt2img", 1.0))
+            self.models.row("oracle", "genie", f"r {r:g}", seed, partial(plain, str(r), r))
+        self.models.row("oracle", "genie_ada", f"r of {CANDIDATES[0]:g} to {CANDIDATES[-1]:g}", seed, self._adapted)
+        self.models.row("oracle", "txt2img", "r 1", seed, partial(plain, "txt2img", 1.0))
         for r in FIRST:
-            self.found.row("round trip", "genie and back", f"first r {r:g}", seed, partial(self._returned, r))
+            self.models.row("round trip", "genie and back", f"first r {r:g}", seed, partial(self._returned, r))
 
     def _adapted(self) -> dict[str, Any]:
         """GeNIe-Ada among the images of every candidate; classes lie where training images have them."""
@@ -196,55 +194,45 @@ class Study:
         again = self.models.diffuser(gone, back, BACK, seeds + len(there))
         return {"split": "test", "distance": float((again.float() - there.float()).abs().mean() / 255)}
 
-    def order(self, out: Path, episodes: int, seeds: int) -> Order:
-        first, shots = range(1), FewShots(self.models, episodes)
-        return [
-            ("diffusion", self.diffusion, first),
-            ("classifiers", self.classifiers, first),
-            ("oracle", self.oracle, first),
-            ("fewshot", shots.run, first),
-            ("pictures", Pictures(self.models, out / "pictures").run, first),
-            ("longtail", LongTails(self.models).run, range(seeds)),
-            ("fewshot", shots.rest, first),
+    def run(self, parts: Sequence[str], episodes: int, seeds: int) -> None:
+        shots, tails = FewShots(self.models, episodes), LongTails(self.models)
+        work: list[tuple[str, Callable[[int], None], int]] = [
+            ("diffusion", self.diffusion, 1),
+            ("classifiers", self.classifiers, 1),
+            ("oracle", self.oracle, 1),
+            ("fewshot", shots.run, 1),
+            ("pictures", Pictures(self.models, self.models.folder / "pictures").run, 1),
+            ("longtail", tails.run, seeds),
+            ("fewshot", shots.rest, 1),
         ]
+        for part, make, count in work:
+            for seed in range(count if part in parts else 0):
+                make(seed)
 
 
 def main() -> None:
-    parser = study_parser(__doc__, "genie", PARTS)
-    parser.add_argument("data", nargs="?")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="?", default="cifar10.npz")
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/studies/genie"))
     parser.add_argument("--oracle", type=Path, help="weights of a CIFAR ResNet that judges (none: one is trained)")
     parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--factor", type=float, default=1.0, help="times the epochs of the three models")
     parser.add_argument("--schedule", choices=("cosine", "scaled_linear"), default="cosine", help="of the noise")
     parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    if options.table is not None:
-        print(tables(options.table))
-        return
-    if options.data is None and not options.smoke:
-        parser.error("say which images to learn from: a .npz file, or another form of data")
-    uri, episodes, seeds = options.data or "embedded:fashion", options.episodes, options.seeds
+    runs = Runs(options.data, limit=200, most=120) if options.smoke else Runs(options.data)
+    settings = {name: getattr(options, name) for name in ("factor", "smoke", "schedule", "guidance")}
+    models = Models(runs, options.out, weights=options.oracle, **settings)
+    about = {"r_schedule": R_SCHEDULE, **settings}
+    if models.row("about", options.data, "settings", 0, lambda: about) != about:
+        parser.error(f"{options.out} holds rows of other settings; name another folder with --out")
     if options.smoke:
-        episodes, seeds = 2, 1
-    settings = {"r_schedule": R_SCHEDULE, "schedule": options.schedule, "guidance": options.guidance}
-    if any(row["table"] == "about" and settings.items() - row.items() for row in read_rows(options.out)):
-        parser.error(f"{options.out} holds rows of other settings of noise or guidance; name another folder with --out")
-    found = Found(options.out, options.minutes, options.of)
-    runs = Runs(uri, limit=200, most=120) if options.smoke else Runs(uri)
-    about = f"{len(runs.data['train'])} training images, {hardware(runs.fast)}, epochs x {options.factor:g}"
-    models = Models(
-        runs,
-        options.models or options.out,
-        found,
-        factor=options.factor,
-        weights=options.oracle,
-        smoke=options.smoke,
-        schedule=options.schedule,
-        guidance=options.guidance,
-    )
-    with to_the_end(found, options.minutes):
-        found.row("about", uri, about, 0, lambda: {"smoke": options.smoke, **settings})
-        found.through(Study(models).order(options.out, episodes, seeds), options.part, options.only)
+        options.episodes, options.seeds = 2, 1
+    Study(models).run(options.part, options.episodes, options.seeds)
+    print(models.rows.markdown())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class FewShots:
     """Rows of `fewshot` and `hardness`."""
 
     def __init__(self, models: Models, episodes: int) -> None:
-        self.models, self.runs, self.found, self.count = models, models.runs, models.found, episodes
+        self.models, self.runs, self.count = models, models.runs, episodes
         self.shots, self.queries = (SMOKE_SHOTS, SMOKE_QUERIES) if models.smoke else (SHOTS, QUERIES)
         self._features: dict[str, Tensor] = {}
         self._scored: dict[tuple[str, int], dict[str, FewShot]] = {}
@@ -201,11 +201,11 @@ class FewShots:
         for shot in self.shots:
             for name in ROWS:
                 if (name, shot) != (EQUAL, max(self.shots)):
-                    self.found.row("fewshot", f"{shot}-shot", name, seed, partial(self.judged, name, shot))
+                    self.models.row("fewshot", f"{shot}-shot", name, seed, partial(self.judged, name, shot))
         for name in JUDGED_HARD:
-            self.found.row("hardness", f"{max(self.shots)}-shot", name, seed, partial(self.hard, name))
+            self.models.row("hardness", f"{max(self.shots)}-shot", name, seed, partial(self.hard, name))
 
     def rest(self, seed: int) -> None:
         """What costs most and says least, when all else is done."""
         shot = max(self.shots)
-        self.found.row("fewshot", f"{shot}-shot", EQUAL, seed, partial(self.judged, EQUAL, shot))
+        self.models.row("fewshot", f"{shot}-shot", EQUAL, seed, partial(self.judged, EQUAL, shot))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from found import Found, KeptModels
-from selfsupervised_runs import compiled_networks
+from row_table import Row, Rows
 from torch import Tensor
 
 from vitrail.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, SupervisedConfig
@@ -31,6 +30,7 @@ from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.optimizer import make_schedule
+from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import TrainStep
 from vitrail.generate.diffusion_model import OwnDiffuser
 from vitrail.learn.objective import TrainingFacts, build_objective
@@ -41,7 +41,8 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.config import NoiseScheduleName
 from vitrail.model.heads.config import Projected
 from vitrail.recipes import recipe, with_values
-from vitrail.run.train import build_model
+from vitrail.run.evaluate import load
+from vitrail.run.train import build_model, resume, train
 
 SIDE = 32
 STEPS = 50  # of a whole run of the sampler
@@ -62,14 +63,11 @@ RESNET = {
     "data.crop_ratio": 1.0,
     "optim.weight_decay": 5e-4,
 }
-SMOKE: dict[str, Any] = {"data.batch": 20, "optim.steps": 2}
+SMOKE: dict[str, Any] = {"data.batch": 20, "data.limit": 200, "data.check": "off", "optim.steps": 2}
 SMOKE_MODELS: dict[str, dict[str, Any]] = {
     "diffusion": {"model.trunk": {"width": 8, "multipliers": (1, 2), "depth": 1, "heads": 2}},
     "oracle": {"model.name": "cifar_resnet20"},
-    "backbone": {
-        "model.trunk": {"options": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}},
-        "objective.bank": 64,
-    },
+    "backbone": {"model.name": "cifar_resnet20", "objective.bank": 64},
 }
 SMOKE_STEPS = 4
 
@@ -94,7 +92,7 @@ class Runs:
 
     def __init__(self, uri: str, *, limit: int | None = None, most: int | None = None) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.data = open_data(uri, limit=limit)
+        self.uri, self.data = uri, open_data(uri, limit=limit)
         self.most = most  # images of val and of test (none: all)
         self.fast = self.device.type == "cuda"
         self.autocast = torch.bfloat16 if self.fast else None
@@ -119,34 +117,20 @@ class Runs:
             self._held[name] = Held(pixels, torch.from_numpy(split.labels).to(self.device))
         return self._held[name]
 
-    def trained(
-        self,
-        config: RunConfig,
-        seed: int,
-        *,
-        split: Split | None = None,
-        pixels: Tensor | None = None,
-        compiled: bool = False,
-    ) -> Classifier:
-        """What `config` describes, of the training images or of others with a split of their own.
-
-        Compilation takes half a minute, so only the two longest runs have it; on CUDA every step is one graph.
-        """
+    def trained(self, config: RunConfig, seed: int, split: Split, pixels: Tensor) -> Classifier:
+        """What `config` describes, of a split and its pixels on the device; on CUDA every step is one graph."""
         torch.manual_seed(seed)
-        split = self.data["train"] if split is None else split
-        pixels = self["train"].pixels if pixels is None else pixels
         model = build_model(config.model, config, self.data).to(memory_format=torch.channels_last)
         schedule = make_schedule(config.optim, config.data.batch, len(split))
         facts = TrainingFacts(split.labels, split.index, schedule.steps, config.data.augment, generated=split.generated)
         objective = build_objective(config.objective, model, facts)
-        of_trunks = compiled and config.objective.kind != "diffusion"
         step = TrainStep(
             objective,
             config.optim,
             schedule,
             device=self.device,
             autocast=self.autocast,
-            compile=compiled and self.fast and not of_trunks,
+            compile=False,
             graph=self.fast,
             ema=config.engine.ema,
         )
@@ -169,9 +153,8 @@ class Runs:
             ),
             ReadyImages(split, pixels, config, preprocess),
         )
-        with compiled_networks(objective, True) if of_trunks and self.fast else nullcontext():
-            for batch in loader:
-                step.feed(batch)
+        for batch in loader:
+            step.feed(batch)
         made = cast("Classifier", step.model)
         del step, loader, objective
         gc.collect()  # the step's graph holds all of its memory, and dozens of runs follow one another
@@ -210,14 +193,13 @@ class Runs:
             torch.cuda.synchronize()
 
 
-class Models(KeptModels):
-    """Those of this study."""
+class Models:
+    """The three models, each a run that is trained where it is not there, and the rows of the study."""
 
     def __init__(
         self,
         runs: Runs,
         folder: Path,
-        found: Found,
         *,
         factor: float,
         weights: Path | None,
@@ -225,38 +207,49 @@ class Models(KeptModels):
         schedule: NoiseScheduleName = "cosine",
         guidance: float = 2.0,
     ) -> None:
-        super().__init__(folder, found, runs.device)
-        self.runs, self.factor, self.weights, self.smoke = runs, factor, weights, smoke
+        self.runs, self.folder, self.device, self.rows = runs, folder, runs.device, Rows(folder / "rows.json")
+        self.factor, self.weights, self.smoke = factor, weights, smoke
         self.schedule, self.guidance = schedule, guidance
+        self._kept: dict[str, Classifier] = {}
+
+    def row(self, table: str, subject: str, what: str, seed: int, make: Callable[[], Row]) -> Row:
+        return self.rows.row(table, f"{subject}, {what}", seed, make)
+
+    def __call__(self, name: str) -> Classifier:
+        if name not in self._kept:
+            path = self.folder / "runs" / name
+            if (path / "config.yaml").is_file() and not RunFolder(path).finished:
+                resume(path)
+            elif not path.exists():
+                train(replace(self.config(name), out=str(path)))
+            self._kept[name] = load(path, self.device).eval()
+        return self._kept[name]
 
     def config(self, name: str) -> RunConfig:
         base = {"diffusion": recipe("small-diffusion"), "oracle": LABELS}.get(name)
         config = with_values(recipe("small-moco"), RESNET) if base is None else base
-        config = with_values(config, {"optim.epochs": self.factor * EPOCHS[name]})
+        config = with_values(config, {"optim.epochs": self.factor * EPOCHS[name], "data.uri": self.runs.uri})
         if name == "diffusion":
             config = with_values(config, {"objective.schedule": self.schedule})
         return with_values(config, {**SMOKE, **SMOKE_MODELS[name]}) if self.smoke else config
 
-    def training(self, name: str, seed: int) -> Callable[[], Classifier]:
-        return lambda: self.runs.trained(self.config(name), seed, compiled=name != "oracle")
-
     @cached_property
     def oracle(self) -> Classifier:
         if self.weights is None:
-            return self("oracle", 0)
+            return self("oracle")
         alike = create_model("cifar_resnet20", classes=self.runs.data.classes)
         return load_teacher(str(self.weights), alike).to(self.device).eval()
 
     @property
     def backbone(self) -> Classifier:
-        return self("backbone", 0)
+        return self("backbone")
 
     @cached_property
     def diffuser(self) -> OwnDiffuser:
         """The sampler. All its batches have one shape on CUDA, where the network is compiled."""
-        model = self("diffusion", 0)
+        model = self("diffusion")
         if model.trunk.schedule.name != self.schedule:  # type: ignore[union-attr]
-            raise ValueError(f"{self.place('diffusion', 0)} was not trained with the schedule {self.schedule}")
+            raise ValueError(f"{self.folder / 'runs' / 'diffusion'} was not trained with the schedule {self.schedule}")
         if self.runs.fast:
             model.to(memory_format=torch.channels_last)
             model.trunk.compile(dynamic=False)

@@ -34,13 +34,13 @@ class Pictures:
     """Drawn once; what they show is of test images."""
 
     def __init__(self, models: Models, out: Path) -> None:
-        self.models, self.runs, self.found, self.out = models, models.runs, models.found, out
+        self.models, self.runs, self.out = models, models.runs, out
 
     def run(self, seed: int) -> None:
         for name in NAMES:
             if name == "density" and not self._hard():
                 continue  # the part fewshot makes its rows
-            self.found.row("pictures", "png", name, seed, partial(self._drawn, name))
+            self.models.row("pictures", "png", name, seed, partial(self._drawn, name))
 
     def _drawn(self, name: str) -> dict[str, Any]:
         import matplotlib as mpl
@@ -111,7 +111,8 @@ class Pictures:
         return figure
 
     def _hard(self) -> list[dict[str, Any]]:
-        return [row for key, row in self.found.rows.items() if key[0] == "hardness"]
+        rows = self.models.rows.tables.get("hardness", {})
+        return [{"what": name, **row} for name, seeds in rows.items() for row in seeds.values()]
 
     def _density(self, plt: Any) -> Any:
         rows = self._hard()

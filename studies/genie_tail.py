@@ -57,7 +57,7 @@ class LongTails:
     """Rows of `tail`."""
 
     def __init__(self, models: Models) -> None:
-        self.models, self.runs, self.found = models, models.runs, models.found
+        self.models, self.runs = models, models.runs
         self._tails: dict[int, Tail] = {}
         self._said: dict[tuple[str, int], tuple[Tensor, NDArray[np.int64]]] = {}
         self._made: dict[int, dict[str, Samples]] = {}
@@ -86,7 +86,7 @@ class LongTails:
             split, pixels = tail.split, tail.held.pixels
             if name in MADE:
                 split, pixels = joined(split, pixels, self.made(name, seed))
-            model = self.runs.trained(self.config(name), seed, split=split, pixels=pixels)
+            model = self.runs.trained(self.config(name), seed, split, pixels)
             counts = np.bincount(split.labels, minlength=self.runs.classes)
             self._said[name, seed] = self.runs.logits(model, self.runs["test"].pixels), counts
             if name == PLAIN:
@@ -104,9 +104,7 @@ class LongTails:
         made = self._made.setdefault(seed, {})
         if name not in made:
             tail, runs = self.tail(seed), self.runs
-            plain = self.found.rows.get(("tail", OFF, PLAIN, seed))
-            if plain is None:
-                raise RuntimeError("the classifier without made images could not be trained, so nothing is confused")
+            plain = self.models.rows.tables["tail"][f"{OFF}, {PLAIN}"][str(seed)]
             rare = np.flatnonzero(class_groups(tail.counts, THIRDS) == 2).tolist()
             plan = make_plan(
                 tail.split.labels,
@@ -153,9 +151,9 @@ class LongTails:
 
     def run(self, seed: int) -> None:
         for name in ROWS:
-            self.found.row("tail", OFF, name, seed, partial(self.judged, name, seed, False))
+            self.models.row("tail", OFF, name, seed, partial(self.judged, name, seed, False))
             if name != BALANCED:  # whose classes are equally frequent already
-                self.found.row("tail", ON, name, seed, partial(self.judged, name, seed, True))
+                self.models.row("tail", ON, name, seed, partial(self.judged, name, seed, True))
 
 
 def joined(split: Split, pixels: Tensor, made: Samples) -> tuple[Split, Tensor]:

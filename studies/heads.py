@@ -1,6 +1,6 @@
 """Which heads can read a class that is written in the covariance of the tokens, and not in their mean?
 
-    python studies/heads.py [--seeds 3] [--quick] [--heads mean sum] [--steps 200] [--workers 2] [--out FOLDER]
+    python studies/heads.py [--seeds 3] [--quick] [--heads mean sum] [--steps 200] [--out FOLDER]
 
 Token sets are drawn from Gaussians and given to the heads directly, without a trunk. Three tasks:
 
@@ -11,25 +11,21 @@ Token sets are drawn from Gaussians and given to the heads directly, without a t
 Every head has the same data, steps, optimiser and grid of learning rates; for every seed (which draws data and weights)
 the rate is chosen on a validation draw, and the test draw is read once. "Best possible" is the exact likelihood ratio.
 
-Time and hardware: about 4 minutes on two cores of a server CPU, no accelerator; `--quick` (few heads, one rate) takes
-seconds.
+Time and hardware: about 8 minutes on one core of a server CPU, no accelerator; `--quick` (few heads, one rate) takes
+seconds. Rows are kept in FOLDER/rows.json and printed as Markdown; chance is 0.25.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import platform
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
 
 import torch
 import torch.nn.functional as F
+from row_table import Row, Rows
 from torch import Tensor
 
 from vitrail.model.heads.config import AttentionPool, ClassAttention, ClassToken, Gramian, HeadConfig, Mean, SecondOrder
@@ -234,108 +230,37 @@ def train(name: str, rate: float, seed: int, tokens: Tensor, labels: Tensor, siz
     return head
 
 
-@dataclass(frozen=True)
-class Result:
-    task: str
-    head: str
-    seed: int
-    parameters: int
-    rate: float
-    val: float
-    test: float
-    seconds: float  # of one training, all rates alike
-
-
-def study(task: str, name: str, seed: int, size: Size) -> Result:
+def study(task: str, name: str, seed: int, size: Size) -> Row:
     """One head on one task with one seed: all rates trained, the best on val tested."""
-    torch.set_num_threads(1)
     seen, val, test = (draw(task, seed, split, n) for split, n in enumerate((size.train, size.val, size.test)))
-    begin = time.perf_counter()
+    began = time.perf_counter()
     heads = [train(name, rate, seed, *seen, size) for rate in size.rates]
-    seconds = (time.perf_counter() - begin) / len(heads)
+    seconds = (time.perf_counter() - began) / len(heads)
     scores = [accuracy(head, *val) for head in heads]
     best = max(range(len(heads)), key=scores.__getitem__)
     parameters = sum(p.numel() for p in heads[best].parameters())
-    tested = accuracy(heads[best], *test)
-    return Result(task, name, seed, parameters, size.rates[best], scores[best], tested, seconds)
-
-
-def results(jobs: list[tuple[str, str, int, Size]], workers: int) -> Iterator[Result]:
-    if workers == 1:
-        yield from (study(*job) for job in jobs)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(study, *zip(*jobs, strict=True))
-
-
-# Reporting
-
-
-def spread(values: list[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-
-
-def table(task: str, found: list[Result], ceiling: list[float]) -> str:
-    """Markdown: one row a head, mean ± standard deviation over seeds."""
-    lines = [
-        f"### {task}",
-        "",
-        f"Chance {1 / CLASSES:g}; best possible {spread(ceiling)}.",
-        "",
-        "| head | expected | test accuracy | parameters | rates chosen | s a training |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(r.head for r in found if r.task == task):
-        rows = [r for r in found if (r.task, r.head) == (task, name)]
-        expected = PLAN[task][name]
-        rates = " ".join(f"{r.rate:g}" for r in rows)
-        cells = ("open" if expected is None else f"{expected:g}", spread([r.test for r in rows]))
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {rows[0].parameters} | {rates} | {median(r.seconds for r in rows):.2f} |"
-        )
-    return "\n".join(lines)
+    metrics = {"test": accuracy(heads[best], *test), "val": scores[best], "rate": size.rates[best]}
+    return {"expected": PLAN[task][name], **metrics, "parameters": parameters, "seconds": seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="few heads, one learning rate, seconds")
     parser.add_argument("--heads", nargs="+", choices=HEADS, metavar="HEAD", help="these only, by their names in HEADS")
     parser.add_argument("--steps", type=int, help="training steps in place of the usual number")
-    parser.add_argument("--workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/study-heads"))
     options = parser.parse_args()
-    if min(options.seeds, options.workers) < 1:
-        parser.error("--seeds and --workers must be at least 1")
     torch.set_num_threads(1)
     size = QUICK if options.quick else Size()
     size = replace(size, steps=options.steps or size.steps)
     wanted = options.heads or (QUICK_HEADS if options.quick else HEADS)
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    names = [(t, n) for t, plan in PLAN.items() for n in plan if n in wanted]
-    jobs = [(task, name, seed, size) for task, name in names for seed in seeds]
-    found: list[Result] = []
-    begin = time.perf_counter()
-    for number, r in enumerate(results(jobs, options.workers), 1):
-        found.append(r)
-        passed = time.perf_counter() - begin
-        line = f"[{number}/{len(jobs)}, {passed:.0f} s] {r.task:10} {r.head:40} seed {r.seed}"
-        print(f"{line} rate {r.rate:g} val {r.val:.3f} test {r.test:.3f}", flush=True)
-    ceilings = {task: [best_possible(task, seed, size.test) for seed in seeds] for task in PLAN}
-    text = "\n\n".join(table(task, found, ceiling) for task, ceiling in ceilings.items())
-    conditions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    record = {
-        "conditions": {**conditions, "workers": options.workers, "seconds": round(time.perf_counter() - begin, 1)},
-        "size": asdict(size),
-        "chance": 1 / CLASSES,
-        "best_possible": ceilings,
-        "results": [asdict(r) for r in found],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (options.out / "results.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}\n\nwritten to {options.out}/results.json and results.md in {time.perf_counter() - begin:.0f} s")
+    rows = Rows(options.out / "rows.json")
+    for task, seed in product(PLAN, range(options.seeds)):
+        rows.row(task, "best possible", seed, lambda t=task, s=seed: {"test": best_possible(t, s, size.test)})
+        for name in (n for n in PLAN[task] if n in wanted):
+            rows.row(task, name, seed, lambda t=task, n=name, s=seed: study(t, n, s, size))
+    print(rows.markdown())
 
 
 if __name__ == "__main__":

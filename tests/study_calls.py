@@ -1,13 +1,11 @@
-"""How tests call a study of rows, and read what it found."""
+"""How tests call the scripts of studies."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from processes import run_script
 
@@ -30,17 +28,3 @@ def script_module(path: Path, name: str = "") -> ModuleType:
     sys.modules[specification.name] = module  # dataclasses look their module up
     specification.loader.exec_module(module)
     return module
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
-
-
-def found_in(folder: Path, tables: Any) -> dict[str, dict[str, list[str]]]:
-    """Rows of these tables by table and subject, in order; none of the study may have failed."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in rows(folder):
-        assert "failed" not in row
-        if row["table"] in tables:
-            found.setdefault(row["table"], {}).setdefault(row["subject"], []).append(row["what"])
-    return found

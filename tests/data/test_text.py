@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import re
 import shutil
-import subprocess
-import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from vitrail.config import RunConfig, from_mapping
 from vitrail.data.open import open_data
 from vitrail.data.sources import synthetic_text as grammar
 from vitrail.data.sources.text import Text, texts_of
-from vitrail.engine.loop import Diverged, Stopped
+from vitrail.engine.loop import Stopped
 from vitrail.engine.progress import Progress
 from vitrail.engine.step import Updater
 from vitrail.measure.classification import classification, matthews
@@ -494,37 +490,3 @@ def test_runs_on_texts_are_compared_without_a_price(finished: Path, tmp_path: Pa
     made, _ = vitrail.compare_runs([finished, tmp_path / "other"], out=tmp_path / "compared", quiet=True)
     assert [row.price for row in made.rows] == [None, None]
     assert "reads texts" in made.notes[0]
-
-
-def test_a_rate_that_diverges_is_a_choice_that_lost(
-    extra: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "studies"))
-    import text  # type: ignore[import-not-found]
-    from found import Found  # type: ignore[import-not-found]
-
-    def judged(self: Any, config: RunConfig) -> dict[str, Any]:
-        if config.optim.lr > 3e-3:
-            raise Diverged("training has diverged")
-        return {"matthews": -0.2}
-
-    monkeypatch.setattr(text.Study, "judged", judged)
-    found = Found(tmp_path)
-    study = text.Study(argparse.Namespace(smoke=True, epochs=1, glue="g", encoder="e", out=tmp_path), found)
-    assert study.rate("rte", "NOLA", "class") == 3e-3
-    assert found.failed == 0
-
-
-@pytest.mark.slow
-def test_the_study_makes_every_row_once(extra: None, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "studies" / "text.py"
-    command = [sys.executable, str(script), "--smoke", "--out", str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    stored = (tmp_path / "found.jsonl").read_text()
-    rows = [json.loads(line) for line in stored.splitlines()]
-    counts = Counter(row["table"] for row in rows)
-    assert counts == {"choice": 2 * 2 * 3 * 2, "rte": 2 * 3, "cola": 2 * 3, "grammar": 2 * 2 * 3}
-    again = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert again.returncode == 0
-    assert (tmp_path / "found.jsonl").read_text() == stored

@@ -15,22 +15,15 @@ import study_calls
 import torch
 from PIL import Image
 from processes import run_script
-from study_calls import STUDIES, found_in, rows
+from study_calls import STUDIES
 
 from vitrail.generate.generation_methods import CANDIDATES
 from vitrail.learn.diffusion import choose_process
 from vitrail.model.trunks.denoiser import NoiseSchedule
 from vitrail.run.train import build_model
 
-OF_STUDY = (
-    "genie_fewshot",
-    "genie_models",
-    "genie_tables",
-    "genie_tail",
-    "found",
-    "found_tables",
-    "selfsupervised_runs",
-)
+OF_STUDY = ("genie_fewshot", "genie_models", "genie_tail", "row_table")
+DATA = "synthetic:shapes?n=1000&size=32&classes=6"
 WAYS = [
     "labelled images alone",
     "weak",
@@ -65,7 +58,13 @@ ROWS: dict[str, dict[str, list[str]]] = {
 }
 
 
-call = partial(study_calls.call, STUDIES / "genie.py")
+call = partial(study_calls.call, STUDIES / "genie.py", DATA)
+
+
+def rows(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of seed 0 by table and name."""
+    stored = json.loads((folder / "rows.json").read_text())
+    return {table: {name: seeds["0"] for name, seeds in made.items()} for table, made in stored.items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +76,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_row_is_there_once(folder: Path) -> None:
-    assert found_in(folder, ROWS) == ROWS
+def test_every_row_is_there(folder: Path) -> None:
+    made = {table: set(names) for table, names in rows(folder).items() if table != "about"}
+    wanted = {t: {f"{s}, {w}" for s, whats in subjects.items() for w in whats} for t, subjects in ROWS.items()}
+    assert made == wanted
 
 
 @pytest.mark.slow
 def test_what_is_reported_is_of_test_images(folder: Path) -> None:
-    splits = {row["table"]: row["split"] for row in rows(folder) if "split" in row}
+    splits = {table: row["split"] for table, made in rows(folder).items() for row in made.values() if "split" in row}
     assert splits.pop("diffusion") == "val"
     assert set(splits.values()) == {"test"}
 
@@ -91,9 +92,8 @@ def test_what_is_reported_is_of_test_images(folder: Path) -> None:
 @pytest.mark.slow
 def test_all_ways_add_equally_many_images_but_the_two_that_say_so(folder: Path) -> None:
     for shot in (1, 2):
-        found = {
-            row["what"]: row["extra"] for row in rows(folder) if row["subject"] == f"{shot}-shot" and "extra" in row
-        }
+        shots = rows(folder)["fewshot"]
+        found = {n.partition(", ")[2]: row["extra"] for n, row in shots.items() if n.startswith(f"{shot}-shot")}
         assert found.pop("labelled images alone") == 0
         assert found.pop("txt2img, equal compute") == 3 * 4 * shot  # four steps: 26 evaluations of Ada, 8 of an image
         assert set(found.values()) == {4 * shot}
@@ -101,24 +101,16 @@ def test_all_ways_add_equally_many_images_but_the_two_that_say_so(folder: Path) 
 
 @pytest.mark.slow
 def test_images_are_made_for_the_rarest_third_alone_and_equally_many_by_all(folder: Path) -> None:
-    made = {row["what"]: row["made"] for row in rows(folder) if row["table"] == "tail"}
-    assert made == {**dict.fromkeys(("none", "balanced sampling", "mixup in training"), 0), **dict.fromkeys(MADE, 12)}
+    made = {name.partition(", ")[2]: row["made"] for name, row in rows(folder)["tail"].items()}
+    assert made == {**dict.fromkeys(("none", "balanced sampling", "mixup in training"), 0), **dict.fromkeys(MADE, 8)}
 
 
 @pytest.mark.slow
 def test_a_second_call_makes_nothing_again(folder: Path) -> None:
-    before = (folder / "found.jsonl").read_bytes()
-    call("--smoke", "--out", str(folder))
-    assert (folder / "found.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_tables_have_every_row(folder: Path) -> None:
-    text = call("--table", str(folder))
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| | |")]
-    shown = [row for row in rows(folder) if row["table"] not in ("about", "pictures")]
-    assert len(lines) == len(shown)
-    assert text.count("### ") == len({row["table"] for row in shown})
+    before = rows(folder)
+    text = call("--smoke", "--out", str(folder))
+    assert rows(folder) == before
+    assert text.count("### ") == len(before)
 
 
 @pytest.mark.slow
@@ -145,7 +137,6 @@ def of_study(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def few(of_study: None, tmp_path: Path) -> Any:
     """Episodes of random images, with features that are their mean colours at 16 places."""
-    from found import Found
     from genie_fewshot import FewShots
     from genie_models import Held, Models, Runs
 
@@ -153,7 +144,7 @@ def few(of_study: None, tmp_path: Path) -> Any:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (60, 3, 32, 32), dtype=torch.uint8, generator=generator)
     runs._held["test"] = Held(pixels, torch.arange(60) % 6)
-    models = Models(runs, tmp_path, Found(tmp_path), factor=1.0, weights=None, smoke=True)
+    models = Models(runs, tmp_path, factor=1.0, weights=None, smoke=True)
     models.embed = lambda images: torch.nn.functional.adaptive_avg_pool2d(images.float(), 4).flatten(1)  # type: ignore
     return FewShots(models, episodes=3)
 
@@ -166,7 +157,7 @@ def test_r_is_as_much_noise_as_on_stable_diffusions_schedule_whatever_the_model_
     assert config.objective.schedule == schedule
     model = build_model(config.model, config, models.runs.data)
     choose_process(model, config.objective)
-    models._kept["diffusion", 0] = model
+    models._kept["diffusion"] = model
     times = torch.tensor([models.diffuser.time(r) for r in CANDIDATES], dtype=torch.float64)
     expected = NoiseSchedule("scaled_linear").signal_to_noise(torch.tensor(CANDIDATES, dtype=torch.float64))
     torch.testing.assert_close(NoiseSchedule(schedule).signal_to_noise(times), expected, rtol=1e-9, atol=0)
@@ -179,9 +170,9 @@ def test_r_is_as_much_noise_as_on_stable_diffusions_schedule_whatever_the_model_
 
 
 def test_rows_of_other_noise_are_not_mixed_with_these(tmp_path: Path) -> None:
-    row = {"table": "about", "subject": "x.npz", "what": "cpu", "seed": 0, "smoke": True}  # when r was the model's time
-    (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
-    done = run_script(STUDIES / "genie.py", "--smoke", "--out", str(tmp_path))
+    about = {f"{DATA}, settings": {"0": {"smoke": True}}}
+    (tmp_path / "rows.json").write_text(json.dumps({"about": about}))
+    done = run_script(STUDIES / "genie.py", DATA, "--smoke", "--out", str(tmp_path))
     assert done.code != 0
     assert "holds rows of other settings" in done.err
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from vitrail.schema import Positional
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """A study (a YAML file) run as far as it is missing, or finished runs: one table and one report.
+    """Studies (YAML files) run as far as they are missing, or finished runs: one table and one report each.
 
     Interrupted, the same command goes on; finished runs are never repeated, and studies share them. Exit code: 1 where
     a run failed.
@@ -22,8 +24,8 @@ class CompareCommand:
     Example: vitrail compare runs/a runs/b
     """
 
-    what: Annotated[tuple[str, ...], Positional("STUDY|RUN ...")]
-    """a study file (or its folder, or module:attribute), or two and more run folders"""
+    what: Annotated[tuple[str, ...], Positional("STUDY ...|RUN ...")]
+    """study files (or their folders, or module:attribute), run in this order; or two and more run folders"""
     jobs: int | None = None  # runs at a time (none: one per device)
     devices: Annotated[tuple[str, ...] | None, "ID ..."] = None
     """accelerators to spread runs over, as CUDA numbers them (none: all)"""
@@ -34,7 +36,7 @@ class CompareCommand:
     minutes: float | None = None  # then runs save and stop, and the same command goes on (none: no limit)
     seconds: float = 1.0  # time of each variant's speed measurement (0: none)
     smoke: bool = False  # two steps of every variant on a few images, to see that all of a study can be run
-    json: bool = False  # print one JSON object
+    json: bool = False  # print one JSON object, for each of several studies
 
     def __call__(self) -> int:
         from vitrail.compare.jobs import StudyStopped
@@ -44,27 +46,30 @@ class CompareCommand:
 
         if not self.what:
             return fail("name a study file, or at least two finished runs")
-        first = Path(self.what[0])
         options: dict[str, Any] = {"seconds": self.seconds, "quiet": self.json}
-        if len(self.what) > 1 or (first / "config.yaml").is_file():
+        changes: dict[str, Any] = {"baseline": self.baseline, "test_sets": self.also}
+        named = [what.endswith((".yaml", ".yml")) or Path(what, "study.yaml").is_file() for what in self.what]
+        if (len(named) > 1 and not all(named)) or Path(self.what[0], "config.yaml").is_file():
             if self.smoke or any(flag is not None for flag in (self.jobs, self.devices, self.minutes)):
                 return fail("--jobs, --devices, --minutes and --smoke are for studies; these runs are finished")
-            comparison, folder = compare_runs(
-                self.what, out=self.out, baseline=self.baseline, test_sets=self.also, **options
-            )
+            results = iter([compare_runs(self.what, out=self.out, **changes, **options)])
         else:
-            study = read_study(self.what[0])
-            changes: dict[str, Any] = {"baseline": self.baseline, "test_sets": self.also}
-            study = replace(study, **{name: value for name, value in changes.items() if value})
-            study = smoke(study) if self.smoke else study
-            root = self.out or (first.parent if first.is_dir() else STUDIES)  # a study's folder is among its runs
-            try:
-                options |= {"jobs": self.jobs, "devices": self.devices, "minutes": self.minutes}
-                comparison, folder = compare_study(study, root=root, **options)
-            except StudyStopped as stopped:
-                print(str(stopped), file=sys.stderr)
-                return 130
-        report = folder / "report.html"
-        values = {"folder": str(folder), "report": str(report), **comparison.to_json()}
-        output(self.json, values, comparison_tables(comparison), f"report: {report}")
-        return 1 if comparison.failures else 0
+            studies = [replace(read_study(what), **{k: v for k, v in changes.items() if v}) for what in self.what]
+            roots = [self.out or (Path(what).parent if Path(what).is_dir() else STUDIES) for what in self.what]
+            options |= {"jobs": self.jobs, "devices": self.devices}
+            end = time.monotonic() + 60 * (math.inf if self.minutes is None else self.minutes)
+            results = (
+                compare_study(study, root=root, minutes=(end - time.monotonic()) / 60, **options)
+                for study, root in zip(map(smoke, studies) if self.smoke else studies, roots, strict=True)
+            )
+        code = 0
+        try:
+            for comparison, folder in results:
+                report = folder / "report.html"
+                values = {"folder": str(folder), "report": str(report), **comparison.to_json()}
+                output(self.json, values, comparison_tables(comparison), f"report: {report}")
+                code = 1 if comparison.failures else code
+        except StudyStopped as stopped:
+            print(str(stopped), file=sys.stderr)
+            return 130
+        return code

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from vitrail.compare.budgets import lengths_of
 from vitrail.compare.comparison import Comparison, Failure, Member, Price, compare_members
 from vitrail.compare.jobs import run_missing
 from vitrail.compare.page import write_comparison
-from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, write_study
+from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, stands_on, write_study
+from vitrail.compare.tuning import SettingsGrid, merged
 from vitrail.config import RunConfig, load_yaml
 from vitrail.engine.run_folder import RunFolder, environment, free_name
 from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
@@ -59,12 +62,16 @@ def compare_study(
     root = Path(root)
     folder = root / study.name
     reject_unwritable(folder)
+    write_study(study, folder)
+    end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
+    study, choices = _tuned(study, end, root=root, jobs=jobs, devices=devices, quiet=quiet)
     lengths, reasons = lengths_of(study, root, **({} if quiet else {"report": _report}))
     planned = plan(study, lengths, root)
     _check_parts(planned, study.test_sets)
-    write_study(study, folder)
     _link(planned, folder)
-    failed = run_missing(planned, folder, jobs=jobs, devices=devices, minutes=minutes, quiet=quiet)
+    failed = run_missing(
+        planned, folder, jobs=jobs, devices=devices, minutes=(end - time.monotonic()) / 60, quiet=quiet
+    )
     planned = [p for p in planned if p.variant in study.variants]
     done = [p for p in planned if p.path not in failed]
     if not done:
@@ -82,7 +89,42 @@ def compare_study(
         lengths=reasons,
         order=tuple(study.variants),
         budget=BUDGETS[study.budget],
+        choices=choices,
     )
+
+
+def _tuned(study: Study, end: float, **options: Any) -> tuple[Study, list[str]]:
+    """The study with the settings that do best on val, and a sentence on each choice."""
+    tuning, left, sentences = study.tune, dict(study.tune.grid), []
+    changes: dict[str, Any] = {"budget": "none", "baseline": "", "test_sets": (), "folds": 0, "tune": SettingsGrid()}
+    changes |= {"seeds": study.seeds[:1], "evaluate": dict.fromkeys(tuning.evaluate)}
+    study, number = replace(study, tune=SettingsGrid()), 0
+    while left:
+        number += 1
+        runs = {**study.first, **study.variants}
+        needs = {n: stands_on(study, n) for n, grid in left.items() if not isinstance(grid, str)}
+        ready = [n for n in needs if not left.keys() & needs[n]]
+        if not ready:
+            raise ValueError(f"tune.grid: {', '.join(left)} stand on runs that wait for their choice; tune fewer")
+        changes |= {"name": f"{study.name}-tuning" + (f"-{number}" if number > 1 else "")}
+        changes |= {"variants": tuning.trials({name: runs[name] for name in ready})}
+        changes |= {"first": {name: runs[name] for name in runs if any(name in needs[n] for n in ready)}}
+        options["minutes"] = (end - time.monotonic()) / 60
+        comparison, _ = compare_study(replace(study, **changes), seconds=0, **options)
+        scores = {m.variant: m.metrics[tuning.by] for r in comparison.rows for m in r.members if tuning.by in m.metrics}
+        for name in ready:
+            candidates = tuning.candidates(name)
+            tried = {candidate: scores[candidate] for candidate in candidates if candidate in scores}
+            if not tried:
+                reasons = [f.reason for f in comparison.failures if f.variant in candidates]
+                raise ValueError(": ".join([f"tune.grid.{name}: no run has {tuning.by!r} on val", *reasons[:1]]))
+            best = max(tried, key=lambda candidate: tried[candidate])
+            sentences.append(f"{best} chosen from {len(candidates)} by {tuning.by} on val ({tried[best]:.4f})")
+            for run in (name, *(n for n, like in tuning.grid.items() if like == name)):
+                runs[run] = merged(runs[run], candidates[best])
+                del left[run]
+        study = replace(study, first={n: runs[n] for n in study.first}, variants={n: runs[n] for n in study.variants})
+    return study, sentences
 
 
 def compare_runs(
@@ -132,13 +174,15 @@ def _compare(
     seconds: float,
     quiet: bool,
     protocols: Mapping[str, str | None] | None = None,
+    choices: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Comparison, Path]:
     """Evaluate on further test sets, measure cost, compare, write `table.json` and `report.html`."""
     members = _with_test_sets(members, test_sets, folder, quiet)
     members = _with_protocols(members, protocols or {}, folder, quiet)
     prices, conditions, notes = _prices(members, seconds, quiet)
-    comparison = compare_members(name, members, baseline, prices=prices, conditions=conditions, notes=notes, **options)
+    options |= {"prices": prices, "conditions": conditions, "notes": [*choices, *notes]}
+    comparison = compare_members(name, members, baseline, **options)
     table = {"format_version": FORMAT_VERSION, **comparison.to_json(), "environment": environment()}
     write_text(folder / "table.json", json_text(table, indent=1))
     write_comparison(folder / "report.html", comparison, table["environment"])

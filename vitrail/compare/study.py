@@ -21,7 +21,7 @@ seed, `run:NAME:0` that of seed 0. What is only needed for that stands under `fi
       alone: {}
       taught: {objective: {kind: distillation, teacher: "run:teacher"}}
 
-Settings with a `recipe` are over that recipe and not over the base, but for its data and engine.
+Settings with a `recipe` are over that recipe, not the base, but for its data and engine; for `tune` see `tuning.py`.
 
 Runs are named by a hash of all they depend on, so studies that have a run in common share it. Only what is not at its
 default enters the name, so a new version with more settings still finds the runs of the one before. Where a version
@@ -42,6 +42,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from vitrail.compare.tuning import SettingsGrid, merged, read_grid
 from vitrail.config import RUN_OF, RunConfig, from_mapping, load_yaml
 from vitrail.files import json_text, write_text
 from vitrail.recipes import RECIPES, recipe
@@ -52,7 +53,7 @@ Budget = Literal["epochs", "time", "macs", "none"]
 
 STUDIES = Path("runs") / "studies"
 MOST_SEEDS = 10_000
-KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate", "folds")
+KEYS = ("name", "base", "first", "variants", "seeds", "budget", "baseline", "test_sets", "evaluate", "folds", "tune")
 SHARED = "run-"  # how folders of shared runs begin
 REFERENCE = re.compile(rf"{RUN_OF}([\w.+=-]+?)(?::(\d+))?")  # to the run of another variant
 # Settings of the machine, which do not change the result of a run; and calibration, which no run of a study has: their
@@ -85,12 +86,14 @@ class Study:
     first: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as variants, for others to stand on
     evaluate: Mapping[str, str | None] = field(default_factory=dict)  # protocol -> data (none: the run's own)
     folds: int = 0  # of train and val together, each evaluated on by runs that learned from the others; 0: none
+    tune: SettingsGrid = field(default_factory=SettingsGrid)  # settings to be chosen on val before the runs are trained
     configs: Mapping[str, RunConfig] = field(init=False, repr=False)  # of each variant, before seed and budget
     first_configs: Mapping[str, RunConfig] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = _problems(self)
-        configs, first_configs = (self._configs(group, problems) for group in ("variants", "first"))
+        configs, first_configs = (self._configs(name, getattr(self, name), problems) for name in ("variants", "first"))
+        self._configs("tune.grid", {} if problems else self.tune.trials({**self.first, **self.variants}), problems)
         problems += _reference_problems({**configs, **first_configs}, self.first, self.variants)
         if self.budget == "epochs" and len({_length(c) for c in configs.values()}) > 1:
             problems.append("budget: epochs means the same length for all; use none to let variants differ in length")
@@ -106,9 +109,9 @@ class Study:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def _configs(self, group: str, problems: list[str]) -> dict[str, RunConfig]:
+    def _configs(self, group: str, runs: Mapping[str, Any], problems: list[str]) -> dict[str, RunConfig]:
         configs = {}
-        for name, changes in getattr(self, group).items():
+        for name, changes in runs.items():
             try:
                 base = _start(self.base, _settings(changes))
                 configs[name] = from_mapping(_over(base, _settings(changes)), base)
@@ -131,19 +134,11 @@ SMOKE = {
 def smoke(study: Study) -> Study:
     """The same variants, two steps each on a few images with one seed: whether all of them can be trained at all."""
     variants, first = (
-        {name: _merged(_settings(changes), SMOKE) for name, changes in group.items()}
+        {name: merged(_settings(changes), SMOKE) for name, changes in group.items()}
         for group in (study.variants, study.first)
     )
-    seeds = tuple(study.seeds)[:1]
-    return replace(study, name=f"{study.name}-smoke", variants=variants, first=first, seeds=seeds, budget="none")
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
-    return merged
+    changes: dict[str, Any] = {"variants": variants, "first": first, "seeds": tuple(study.seeds)[:1], "budget": "none"}
+    return replace(study, name=f"{study.name}-smoke", tune=study.tune.smaller(), **changes)
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,7 @@ def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -
             config = replace(config, data=replace(config.data, fold=fold, judge="val")) if fold else config
             optim = replace(config.optim, **lengths.get(name, {}))  # type: ignore[arg-type]
             config = replace(config, seed=seed, out=None, optim=optim, calibrate=False)
-            needs = {text: planned(of, seed if at is None else at, fold).path for text, of, at in _references(config)}
+            needs = {text: planned(of, seed if at is None else at, fold).path for text, of, at in references(config)}
             if needs:
                 config = build(RunConfig, _replaced(plain(config), {text: str(path) for text, path in needs.items()}))
             runs[name, seed, fold] = Planned(name, seed, config, run_folder(config, root), tuple(needs.values()))
@@ -189,10 +184,19 @@ def plan(study: Study, lengths: Mapping[str, Mapping[str, float]], root: Path) -
     return list(runs.values())
 
 
-def _references(config: RunConfig) -> list[tuple[str, str, int | None]]:
+def references(config: RunConfig) -> list[tuple[str, str, int | None]]:
     """(text, name, seed) of each setting that stands for the run of another variant."""
     matches = (REFERENCE.fullmatch(text) for text in _texts(plain(config)))
     return [(match[0], match[1], None if match[2] is None else int(match[2])) for match in matches if match]
+
+
+def stands_on(study: Study, name: str) -> set[str]:
+    """Names of all runs that a run of a study stands on, directly or through others."""
+    configs, names, left = {**study.first_configs, **study.configs}, set[str](), [name]
+    while left:
+        new = {of for _, of, _ in references(configs[left.pop()])} - names
+        names, left = names | new, [*left, *new]
+    return names
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -215,7 +219,7 @@ def _reference_problems(
     configs: Mapping[str, RunConfig], first: Mapping[str, Any], variants: Mapping[str, Any]
 ) -> list[str]:
     """Names that are none, circles, and runs under `first` that nothing stands on."""
-    named = {name: [of for _, of, _ in _references(config)] for name, config in configs.items()}
+    named = {name: [of for _, of, _ in references(config)] for name, config in configs.items()}
     known = (*first, *variants)
     problems = [
         f"variants.{name}: {RUN_OF}{of} is none of the runs ({', '.join(known)}){near(of, known)}"
@@ -365,6 +369,7 @@ def study_from_mapping(values: Mapping[str, Any]) -> Study:
             baseline=str(values.get("baseline") or ""),
             test_sets=[sets] if isinstance(sets, str) else list(sets),
             folds=values.get("folds") or 0,
+            tune=read_grid(values.get("tune") or {}, problems),
         )
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
@@ -428,6 +433,7 @@ def _problems(study: Study) -> list[str]:
         problems.append(f"folds: {study.folds!r} is no number of folds; use 2 or more, or leave it out")
     problems += [f"first.{name}: a variant has that name, too" for name in study.first if name in study.variants]
     known = kinds("evaluator")
+    problems += study.tune.problems((*study.first, *study.variants), known)
     problems += [f"evaluate: no protocol {n!r}{near(str(n), known)}" for n in study.evaluate if n not in known]
     for name, changes in (*study.variants.items(), *study.first.items()):
         if not re.fullmatch(r"[\w.+=-]+", name):

@@ -75,7 +75,7 @@ TRANSFER = {
         "From a run on one set of 32-pixel images to another.",
         command="--data cifar10.npz --model.weights RUN [--optim.tune attention]",
         expect="a ViT of six blocks from CIFAR-100, on a tenth of CIFAR-10, 40 epochs: 74.1 % (std 0.1, three seeds, "
-        "studies/chained.py attention)",
+        "studies/attention-only.yaml)",
         settings={
             "data": {"batch": 500, "augment": {"crop": "pad", "mixup": 0.2, "cutmix": 1.0}},
             "model.name": "vit_tiny_32",

@@ -50,7 +50,7 @@ START = {
 FROM_SCRATCH = {
     "speedrun-cifar10": Recipe(
         "A plain ViT from raw pixels to 94 % of CIFAR-10 in the least time on one accelerator.",
-        command="--data cifar10.npz; ten seeds, timed: python studies/speedrun.py judge",
+        command="--data cifar10.npz; ten seeds, timed: python studies/speedrun.py",
         expect="92.0 % (std 0.2 over ten seeds) in 46.9 s on one H200, compilation apart: two points short of its goal",
         settings={
             "data": {"uri": "torchvision:CIFAR10?root=data", "batch": 1000, "loader": "device"},

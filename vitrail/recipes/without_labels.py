@@ -333,8 +333,8 @@ STUDENTS = {
         base="compres-1q",
         command="--data cifar10.npz --objective.teacher RUN",
         expect="after 30 epochs, with a bank of 16,384, from a ResNet-18 of 39.6 % of CIFAR-100 by 20 neighbours: "
-        "36.5 % (one seed, studies/selfsupervised.py), measured before students saw crops and flips only; to be "
-        "repeated",
+        "36.5 % (one seed, studies/students-without-labels.yaml), measured before students saw crops and flips only; "
+        "to be repeated",
         settings={
             "model.name": "cifar_resnet20",
             "objective.bank": 4096,
