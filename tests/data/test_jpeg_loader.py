@@ -522,7 +522,7 @@ def test_auto_takes_what_fits_and_what_is_faster_and_says_why(
 ):
     monkeypatch.setattr(data_module, "fits", lambda *_: fits)
     monkeypatch.setattr(EncodedImages, "share", lambda self: share)
-    monkeypatch.setattr(data_module, "compared_with_host", lambda *_: (faster, "5 images/s"))
+    monkeypatch.setattr(jpeg_loader, "compared_with_host", lambda *_: (faster, "5 images/s"))
     made = module(data, device="cuda", crop=crop)
     assert made.config.data.loader == chosen
     assert len(made.notes) == 1
@@ -537,7 +537,7 @@ def test_auto_takes_the_host_where_the_accelerator_decodes_no_jpeg_or_processes_
 
     monkeypatch.setattr(data_module, "fits", lambda *_: False)
     monkeypatch.setattr(EncodedImages, "share", lambda self: 1.0)
-    monkeypatch.setattr(data_module, "compared_with_host", without_nvjpeg)
+    monkeypatch.setattr(jpeg_loader, "compared_with_host", without_nvjpeg)
     made = module(data, device="cuda")
     assert made.config.data.loader == "host"
     assert made.notes[0].endswith("decodes no JPEG (decode_jpegs_cuda: torchvision not compiled with nvJPEG support)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -17,9 +17,7 @@ from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment, stored_alike, view_augments
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.dataset import DataSet, Split
-from vitrail.data.jpeg import EncodedImages
 from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits
-from vitrail.data.loading.jpeg_loader import MOSTLY, JpegLoader, compared_with_host
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
@@ -27,6 +25,9 @@ from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
 from vitrail.run.page import RunSummary, report_run
+
+if TYPE_CHECKING:
+    from vitrail.data.jpeg import EncodedImages
 
 
 class Batches(AbstractContextManager[Any], Protocol):
@@ -152,6 +153,8 @@ class ImageModule(DataModule):
         if chosen.loader == "device":
             self.images = DeviceImages(train, chosen.augment, self.preprocess, device=self.device, workers=self.workers)
         elif chosen.loader == "jpeg":
+            from vitrail.data.jpeg import EncodedImages
+
             self.encoded = EncodedImages(train, self.device)
 
     def _choice(self) -> tuple[Literal["host", "device", "jpeg"], str]:
@@ -163,6 +166,9 @@ class ImageModule(DataModule):
         reason = f"the decoded images do not fit on {device}" if alike else "the views want images in several forms"
         if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
+        from vitrail.data.jpeg import EncodedImages
+        from vitrail.data.loading.jpeg_loader import MOSTLY, compared_with_host
+
         if self.group.world > 1:  # each might measure something else
             return "host", f"{reason}, and several processes do not measure; --data.loader jpeg decodes on {device}"
         encoded = EncodedImages(train, self.device)
@@ -177,6 +183,8 @@ class ImageModule(DataModule):
     def batches(self, start: int, stop: int) -> TrainLoader:
         spec = self._spec(start, stop)
         if self.encoded is not None:
+            from vitrail.data.loading.jpeg_loader import JpegLoader
+
             return JpegLoader(spec, self.encoded)
         return TrainLoader(spec) if self.images is None else DeviceLoader(spec, self.images)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.augment import pixel_ops as ops
-from vitrail.data.augment.flat_images import FlatImages
 from vitrail.data.augment.policies import (
     RAND_STYLES,
     RandTurn,
@@ -32,6 +31,9 @@ from vitrail.data.augment.policies import (
 from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import bits, seed_of, uniform
 from vitrail.data.preprocess import shorter_side
+
+if TYPE_CHECKING:
+    from vitrail.data.augment.flat_images import FlatImages
 
 _HUE = 3  # after brightness, contrast and saturation
 _JITTER_ORDERS = {count: np.array(list(itertools.permutations(range(count)))) for count in (_HUE, _HUE + 1)}
