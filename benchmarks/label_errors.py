@@ -65,11 +65,11 @@ def row(blocks: Blocks, truth: Tensor, labels: Tensor, wrong: Tensor) -> dict[st
     probabilities = torch.cat([block for _, block in pieces])[rows].double().cpu().numpy()
     probabilities /= probabilities.sum(1, keepdims=True)
     given, planted = labels.cpu().numpy(), wrong.cpu().numpy()
-    titles = {"ratio": "ratio", "self_confidence": "self-confidence", "margin": "margin"}
+    titles = {"noise": "noise (default)", "ratio": "ratio", "self_confidence": "self-confidence", "margin": "margin"}
     ranked = {title: suspects(blocks, labels, score) for score, title in titles.items()}
     orders = {title: np.argsort(result.scores.cpu().numpy(), kind="stable") for title, result in ranked.items()}
     found = {title: float(planted[order[: planted.sum()]].mean()) for title, order in orders.items()}
-    result = ranked["ratio"]
+    result = ranked["noise (default)"]
     ours = np.isin(np.arange(len(given)), result.images.cpu().numpy())
     facts = {"accuracy": float((probabilities.argmax(1) == truth.cpu().numpy()).mean())}
     facts |= {"precision": float(planted[ours].mean()), "errors": int(planted.sum()), "suspects": int(ours.sum())}

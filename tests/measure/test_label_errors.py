@@ -66,6 +66,56 @@ def test_joint_and_numbers_of_errors_equal_those_of_cleanlab(seed: int) -> None:
     assert abs(result.expected - rounded) <= 5  # cleanlab rounds every cell
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_score_equals_a_loop_over_images_and_classes(seed: int) -> None:
+    probabilities, labels = noisy(seed)
+    images, classes = probabilities.shape
+    transition = np.where(np.eye(classes, dtype=bool), 0.95, 0.05 / (classes - 1))  # [true, given]
+    for _ in range(label_errors.ROUNDS):
+        counts = np.zeros((classes, classes))
+        for i in range(images):
+            posterior = probabilities[i] * transition[:, labels[i]]
+            counts[:, labels[i]] += posterior / posterior.sum()
+        transition = counts / np.maximum(counts.sum(1, keepdims=True), 1e-300)
+    mistakes = transition * (1 - np.eye(classes))
+    mistakes = mistakes * classes / mistakes.sum()
+    least_probable = np.mean([probabilities[i, labels[i]] == probabilities[i].min() for i in range(images)])
+    uniform = least_probable * (classes - 1)
+    share = uniform**2 / (uniform**2 + 0.02**2)
+    scores = []
+    for i in range(images):
+        own, others = probabilities[i, labels[i]], [c for c in range(classes) if c != labels[i]]
+        weights = [share + (1 - share) * (classes - 1) * mistakes[c, labels[i]] for c in others]
+        against = sum(w * probabilities[i, c] for w, c in zip(weights, others, strict=True))
+        scores.append((own + 1e-6) / (own + against + 1e-6))
+    assert 0.01 < share < 0.99  # both kinds of noise count
+    np.testing.assert_allclose(suspects(torch.from_numpy(probabilities), torch.from_numpy(labels)).scores, scores)
+
+
+def test_noise_between_two_classes_is_found_before_what_is_only_improbable() -> None:
+    draw = np.random.default_rng(0)
+    truth = draw.integers(0, 10, 4000)
+    logits = draw.normal(size=(4000, 10))
+    logits[np.arange(4000), truth] += 4.0
+    logits[np.arange(4000), truth ^ 1] += 2.0  # classes 0 and 1, 2 and 3 ... resemble each other
+    probabilities = torch.from_numpy(logits).softmax(1)
+    wrong = (draw.random(4000) < 0.1) & (truth < 2)
+    labels = torch.from_numpy(np.where(wrong, truth ^ 1, truth))
+    found = {
+        score: float(wrong[suspects(probabilities, labels, score).scores.argsort()[: wrong.sum()]].mean())
+        for score in ("noise", "ratio", "self_confidence", "margin")
+    }
+    assert found["noise"] > max(found[other] for other in ("ratio", "self_confidence", "margin")) + 0.1
+
+
+def test_of_many_classes_only_the_most_probable_can_be_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities, labels = noisy(0)
+    whole = suspects(torch.from_numpy(probabilities), torch.from_numpy(labels)).scores
+    monkeypatch.setattr(label_errors, "KEPT", 2)
+    few = suspects(torch.from_numpy(probabilities), torch.from_numpy(labels)).scores
+    assert 0 < float((whole - few).abs().max()) < 0.1
+
+
 def test_proposed_is_the_most_probable_other_class() -> None:
     probabilities, labels = noisy(0)
     result = suspects(torch.from_numpy(probabilities), torch.from_numpy(labels))

@@ -25,6 +25,8 @@ Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # rows [some] and their 
 ROUNDING = 1e-6  # by which a probability may miss a threshold
 RIDGES = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the mean loss
 SELECTION = 20_000_000  # images x classes on which the ridge is chosen, at most
+KEPT, ROUNDS = 20, 10  # classes of an image that can be the true one, and rounds of EM, for noise between classes
+LAST, LITTLE = 0.1, 0.02  # share of classes that only uniform noise gives as a label, and how much of it is little
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,24 +42,32 @@ class Suspects:
 
 
 def suspects(
-    probabilities: Tensor | Blocks, labels: Tensor, score: Literal["ratio", "self_confidence", "margin"] = "ratio"
+    probabilities: Tensor | Blocks,
+    labels: Tensor,
+    score: Literal["noise", "ratio", "self_confidence", "margin"] = "noise",
 ) -> Suspects:
     """Rank labels by out-of-fold probabilities; as many are suspects as confident learning expects to be wrong.
 
-    With p of the label and q of the most probable other class, `self_confidence` is p, `margin` (p - q + 1) / 2 and
-    `ratio` p / (p + q). An image alone in its class is no suspect. Where several labels may hold, each of an image,
-    absent or present, is a problem of two classes, and the image has the least score.
+    With p of the label and q of the most probable other class, `self_confidence` is p, `margin` (p - q + 1) / 2,
+    `ratio` p / (p + q), and `noise` p / (p + sum of w q of all other classes), where w is how often a class is given
+    that label by mistake, relative to chance (`_noise_weights`). An image alone in its class is no suspect. Where
+    several labels may hold, each of an image, absent or present, is a problem of two classes, and the image has the
+    least score.
     """
     dense = probabilities
     blocks: Blocks = dense if callable(dense) else (lambda: [(torch.arange(len(labels), device=dense.device), dense)])
     if labels.ndim == 2:
         return _several(blocks, labels)
-    p, q = torch.zeros(2, len(labels), dtype=torch.float64, device=labels.device)
-    proposed, confident = torch.zeros(2, len(labels), dtype=torch.int64, device=labels.device)
+    p = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+    confident, pieces = torch.zeros_like(labels, dtype=torch.int64), []
     for rows, block in blocks():
         label, classes = labels[rows, None], block.shape[1]
-        highest, proposed[rows] = block.scatter(1, label, -1).max(1)
-        p[rows], q[rows] = block.gather(1, label)[:, 0].double(), highest.double()
+        p[rows] = block.gather(1, label)[:, 0].double()
+        rank = (block > block.gather(1, label)).sum(1)
+        pieces.append((rows, rank, *block.scatter(1, label, -1).topk(min(KEPT, classes), dim=1)))
+    places, *columns = (torch.cat(column) for column in zip(*pieces, strict=True))
+    rank, others, other_classes = (column[places.argsort()] for column in columns)
+    q, proposed = others[:, 0].double(), other_classes[:, 0]
     counts = torch.bincount(labels, minlength=classes)
     thresholds = torch.where(counts > 0, torch.bincount(labels, p, classes) / counts, 2).clamp(min=2 * ROUNDING)
     for rows, block in blocks():
@@ -65,8 +75,12 @@ def suspects(
         chosen = torch.where(reached.sum(1) > 1, block.argmax(1), reached.int().argmax(1))
         confident[rows] = torch.where(reached.any(1), chosen, -1)
     known, right, alone = confident >= 0, confident == labels, counts[labels] < 2
-    ratio = (p + ROUNDING) / (p + q + ROUNDING)
-    scores = {"self_confidence": p, "margin": (p - q + 1) / 2, "ratio": ratio}[score].masked_fill(alone, 1)
+    against = q
+    if score == "noise":
+        weights, least = _noise_weights(p, others.double().clamp(min=0), other_classes, labels, rank, classes)
+        against = (others.clamp(min=0) * weights).sum(1) + least * (1 - p - others.clamp(min=0).sum(1)).clamp(min=0)
+    ratio = (p + ROUNDING) / (p + against + ROUNDING)
+    scores = {"self_confidence": p, "margin": (p - q + 1) / 2}.get(score, ratio).masked_fill(alone, 1)
     diagonal = torch.bincount(labels[right], minlength=classes)
     total = torch.bincount(labels[known], minlength=classes) + (diagonal == 0)  # as if one image were right
     expected = float((counts * (1 - diagonal.clamp(min=1) / total)).sum())
@@ -75,6 +89,33 @@ def suspects(
     pairs, size = torch.stack([labels, confident])[:, known], (classes, classes)
     joint = torch.sparse_coo_tensor(pairs, torch.ones_like(pairs[0]), size, check_invariants=False).coalesce()
     return Suspects(images, proposed[images], scores, expected, float((p >= q).double().mean()), joint)
+
+
+def _noise_weights(
+    p: Tensor, others: Tensor, other_classes: Tensor, labels: Tensor, rank: Tensor, classes: int
+) -> tuple[Tensor, float]:
+    """How often each of `other_classes` [images, some] has the label of the image by mistake, relative to chance, where
+    any class is as often mistaken for any; and the same for classes that are not listed.
+
+    Two kinds of noise are mixed. Of uniform noise alone a label can be among the least probable classes (`rank` is
+    their number before it), which shows how much of it there is. Noise between pairs of classes is estimated by EM
+    (Dawid and Skene, 1979), with the probabilities taken for those of the true class.
+    """
+    keys, place = (other_classes * classes + labels[:, None]).unique(return_inverse=True)
+    true, wrong = keys // classes, torch.full(keys.shape, 0.05 / max(1, classes - 1), dtype=p.dtype, device=p.device)
+    right = torch.full((classes,), 0.95, dtype=p.dtype, device=p.device)
+    for _ in range(ROUNDS):
+        correct, mistaken = p * right[labels], others * wrong[place]
+        total = (correct + mistaken.sum(1)).clamp(min=1e-300)
+        correct = torch.bincount(labels, correct / total, classes)
+        mistakes = torch.bincount(place.flatten(), (mistaken / total[:, None]).flatten(), len(keys))
+        images = (correct + torch.bincount(true, mistakes, classes)).clamp(min=1e-300)
+        right, wrong = correct / images, mistakes / images[true]
+    of_class = wrong * classes / wrong.sum().clamp(min=1e-300)
+    last = max(1, round(LAST * classes))
+    uniform_noise = float((rank >= classes - last).double().mean()) * (classes - 1) / last
+    least = uniform_noise**2 / (uniform_noise**2 + LITTLE**2)
+    return least + (1 - least) * (classes - 1) * of_class[place], least
 
 
 def _several(blocks: Blocks, labels: Tensor) -> Suspects:
