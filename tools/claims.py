@@ -11,9 +11,10 @@ Two files say it. `docs/results/rows.jsonl` holds what was measured, one line a 
 or, where seeds were not kept apart, of all: `"seeds": 3, "metrics": {"top-1": 75}, "std": {"top-1": 0.4}`. Where the
 page prints an interval in place of a spread (95 %, or quartiles of timed rounds), the row has that: `"interval":
 {"top-1": [74.1, 75.9]}`, or half its width. Figures are as the page prints them. One line for each study says its
-data, model, epochs (or length in words), hardware, date and page. `docs/results/claims.yaml` names claims and the
-rows that test them: `row` `above` another (`by` so many points; negative: no further below) or `at_least` a level.
-The verdict is computed, never written:
+data, model, epochs (or length in words), hardware, date and page, and the minutes of its rows where they are known
+(`tools/charts.py` draws them). `docs/results/claims.yaml` names claims and the rows that test them: `row` `above`
+another (`by` so many points; negative: no further below) or `at_least` a level. The verdict is computed, never
+written:
 
 - **holds** or **does not**: the difference of means is beyond twice its standard error (over seeds; a row has
   at least the spread that is usual in its study), on the side of the claim or on the other;
