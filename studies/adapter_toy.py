@@ -11,13 +11,13 @@ Expected (NOLA, arXiv 2310.02556, on MNIST): the loss is lower and the time shor
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Iterable
+from itertools import product
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from row_table import Row, Rows
 from torch import Tensor, nn
 
 from vitrail.data.open import open_data
@@ -40,6 +40,7 @@ def fashion(split: str, device: torch.device) -> Images:
     return torch.from_numpy(pixels).to(device).flatten(1) / 255, torch.from_numpy(rows.labels.copy()).to(device)
 
 
+@torch.enable_grad()
 def train(
     config: AdapterConfig | None, seed: int, images: Tensor, labels: Tensor, epochs: int
 ) -> tuple[nn.Module, float]:
@@ -73,16 +74,13 @@ def train(
 
 
 @torch.no_grad()
-def metrics(model: nn.Module, train_set: Images, test_set: Images) -> dict[str, float]:
-    logits = model(train_set[0])
-    right = {"train": (logits, train_set[1]), "test": (model(test_set[0]), test_set[1])}
-    top1 = {name: float((said.argmax(1) == labels).float().mean()) for name, (said, labels) in right.items()}
-    return {"loss": float(F.cross_entropy(logits, train_set[1])), **top1}
-
-
-def over(values: Iterable[float], form: str) -> str:
-    many = list(values)
-    return f"{statistics.fmean(many):{form}}" + (f" ± {statistics.stdev(many):{form}}" if len(many) > 1 else "")
+def metrics(config: AdapterConfig | None, seed: int, train_set: Images, test_set: Images, epochs: int) -> Row:
+    model, seconds = train(config, seed, *train_set, epochs)
+    row: Row = {"parameters": sum(p.numel() for p in model.parameters() if p.requires_grad), "seconds": seconds}
+    row["training loss"] = float(F.cross_entropy(model(train_set[0]), train_set[1]))
+    for name, (images, labels) in (("training", train_set), ("test", test_set)):
+        row[f"{name} top1"] = float((model(images).argmax(1) == labels).float().mean())
+    return row
 
 
 def main() -> None:
@@ -91,18 +89,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_set, test_set = (fashion(split, device) for split in ("train", "test"))
-    print("| | parameters | training loss | of training images, % | test, % | seconds |\n|---|---|---|---|---|---|")
-    for name, config in METHODS.items():
-        rows = []
-        for seed in range(options.seeds):
-            model, seconds = train(config, seed, *train_set, options.epochs)
-            rows.append({**metrics(model, train_set, test_set), "seconds": seconds})
-        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        cells = [over((row["loss"] for row in rows), ".3f")]
-        cells += [over((100 * row[key] for row in rows), ".1f") for key in ("train", "test")]
-        cells += [over((row["seconds"] for row in rows), ".2f")]
-        print(f"| {name} | {count:,} | {' | '.join(cells)} |", flush=True)
+    sets, rows = [fashion(split, device) for split in ("train", "test")], Rows()
+    for (name, config), seed in product(METHODS.items(), range(options.seeds)):
+        rows.row("Fashion-MNIST", name, seed, lambda c=config, s=seed: metrics(c, s, *sets, options.epochs))
+    print(rows.markdown())
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ boxes [batch, 4]: left, top, right, bottom in sides of the picture
 from __future__ import annotations
 
 import argparse
-import statistics
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -45,10 +46,8 @@ from vitrail.model.parts.tokens import Tokens
 from vitrail.model.trunks.vit import Trunk
 from vitrail.recipes import with_values
 
-if TYPE_CHECKING:
-    from device_runs import DeviceRuns
-
 PICTURES, KNOWN = "synthetic:shapes?size=32&n=10000", 800  # pictures in all, and those whose boxes are known
+SIDES = ("left", "top", "right", "bottom")
 RATES = {"scratch": 5e-4, "tune": 1.5e-3, "distill": 1.5e-3}
 STILL = {"crop": "evaluation", "flip": 0.0, "mixup": 0.0, "cutmix": 0.0}  # boxes stay where they are
 
@@ -58,10 +57,9 @@ def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]
 
     Raises `ValueError` where a split has no boxes, or where preprocessing would move them.
     """
-    if split.boxes is None or not len(split):
+    if split.boxes is None:
         raise ValueError(f"{split.name} has no boxes to learn from; synthetic:shapes has one for every picture")
-    side = preprocess.size
-    size = split.read(0).size
+    side, size = preprocess.size, split.read(0).size
     if size != (side, side) or preprocess.crop_ratio < 1:
         raise ValueError(
             f"boxes are in pixels of pictures of {size[0]}x{size[1]}, and a model that takes {side}x{side} (crop ratio "
@@ -72,14 +70,11 @@ def box_table(split: Split, preprocess: PreprocessConfig) -> NDArray[np.float32]
     return table
 
 
-SIDES = ("left", "top", "right", "bottom")
-
-
 class BoxHead(Head):
-    """Patch tokens to one box, [batch, 1, 4].
+    """Patch tokens to one box, [batch, 1, 4]: one linear layer, so that all else must come from the trunk.
 
-    Every patch guesses how far from its middle the four sides are, and how much it knows: the box is the mean of the
-    guesses under the softmax of the latter. One linear layer: all else must come from the trunk.
+    Every patch predicts how far from its middle the four sides are, and a weight: the box is the mean of the
+    predictions under the softmax of the weights.
     """
 
     edge_layers = ("guess",)
@@ -107,9 +102,6 @@ class BoxHead(Head):
         weights = self._guesses(tokens)[1]
         return (weights[..., None] * tokens.patches).sum(1)
 
-    def maps(self, tokens: Tokens) -> Tensor:
-        return self._guesses(tokens)[1][:, None]
-
 
 def detector(model: Classifier) -> Classifier:
     """The same trunk, weights included, under a new box head; `detector(model)(images)` gives boxes [batch, 4].
@@ -132,13 +124,12 @@ class Boxes(Supervised):
 
     boxes: Tensor
 
-    def __init__(self, model: Classifier, known: Split, augment: AugmentConfig | None = None) -> None:
+    def __init__(self, model: Classifier, known: Split, augment: AugmentConfig) -> None:
         super().__init__(model, SupervisedConfig())
         self._know(known, augment)
 
-    def _know(self, known: Split, augment: AugmentConfig | None) -> None:
-        if augment is not None:
-            reject_moving_views(augment)
+    def _know(self, known: Split, augment: AugmentConfig) -> None:
+        reject_moving_views(augment)
         self.register_buffer("boxes", torch.from_numpy(box_table(known, self.model.preprocess)), persistent=False)
 
     def criterion(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -152,12 +143,7 @@ class BoxTransfer(Boxes, AttentionTransfer):
     """Boxes in place of labels, and the attention of a teacher."""
 
     def __init__(
-        self,
-        model: Classifier,
-        config: AttentionTransferConfig,
-        teacher: Source,
-        known: Split,
-        augment: AugmentConfig | None = None,
+        self, model: Classifier, config: AttentionTransferConfig, teacher: Source, known: Split, augment: AugmentConfig
     ) -> None:
         AttentionTransfer.__init__(self, model, config, teacher)
         self._know(known, augment)
@@ -185,8 +171,7 @@ def evaluate_boxes(model: Model, data: Loaders, **where: Unpack[Where]) -> Findi
     `model` gives boxes [batch, 4] in sides of the picture. Raises `ValueError` where pictures have no boxes.
     """
     loader = data.loaders[data.split]
-    if not isinstance(loader, EvalLoader):
-        raise ValueError("boxes are known for the pictures of a split; judge with an EvalLoader")
+    assert isinstance(loader, EvalLoader), "boxes are known for the pictures of a split"
     truth = torch.from_numpy(box_table(loader.split, loader.preprocess.config))
     said = predict_all(model, loader, **where)
     if said.logits.shape[1:] != (4,):
@@ -196,47 +181,41 @@ def evaluate_boxes(model: Model, data: Loaders, **where: Unpack[Where]) -> Findi
     return {"numbers": numbers, "tables": {}, "pictures": {}}
 
 
-def train_detector(runs: DeviceRuns, name: str, seed: int, autoencoder: str, steps: int | None) -> Findings:
-    """A detector trained in one of three ways, evaluated on test pictures."""
-    config = read_study(Path(__file__).with_name("attention-transfer.yaml")).configs[
-        "tune" if name == "tune" else "scratch"
-    ]
+def train_detector(runs: Any, name: str, seed: int, autoencoder: str, steps: int | None) -> dict[str, float]:
+    """Metrics on test pictures of a detector trained in one of three ways."""
+    study = read_study(Path(__file__).with_name("attention-transfer.yaml"))
     weights = autoencoder if name == "tune" else "none"
     changes = {"optim.lr": RATES[name], "data.batch": 100, "optim.epochs": 80.0, "model.weights": weights}
-    config = with_values(config, {**changes, "optim.steps": steps})
-    still = replace(config.data.augment, **STILL)  # type: ignore[arg-type]
-    config = replace(config, data=replace(config.data, uri=PICTURES, limit=None, augment=still))
+    config = with_values(study.configs["tune" if name == "tune" else "scratch"], {**changes, "optim.steps": steps})
+    augment = replace(config.data.augment, **STILL)  # type: ignore[arg-type]
+    config = replace(config, data=replace(config.data, uri=PICTURES, limit=None, augment=augment))
     known = runs.data["train"]
 
     def objective(model: Classifier) -> Boxes:
         if name != "distill":
-            return Boxes(detector(model), known, still)
+            return Boxes(detector(model), known, augment)
         transfer = AttentionTransferConfig(teacher=autoencoder, mode="distill", layers="first:6")
-        return BoxTransfer(detector(model), transfer, load_source(autoencoder, model), known, still)
+        return BoxTransfer(detector(model), transfer, load_source(autoencoder, model), known, augment)
 
     model = runs.trained(config, seed, compiled=False, objective=objective)[0].model
-    loaders = Loaders(SIDES, {"test": runs.judged("test", model)}, "test")  # type: ignore[arg-type]
-    return evaluate_boxes(model, loaders, autocast=runs.autocast)  # type: ignore[no-any-return]
+    loaders = Loaders(SIDES, {"test": runs.loader("test", model)}, "test")
+    return evaluate_boxes(model, loaders, autocast=runs.autocast)["numbers"]  # type: ignore[no-any-return]
 
 
 def main() -> None:
     from device_runs import DeviceRuns
+    from row_table import Rows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("autoencoder", help="run folder")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of training, in place of 80 epochs")
     options = parser.parse_args()
-    runs = DeviceRuns(PICTURES, limit=KNOWN)
-    print("| | mean IoU, % | IoU at least one half, % |\n|---|---|---|")
-    for name in RATES:
-        rows = [train_detector(runs, name, seed, options.autoencoder, options.steps) for seed in range(options.seeds)]
-        cells = []
-        for key in ("mean_iou", "iou_50"):
-            values = [100 * row["numbers"][key] for row in rows]
-            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.1f}{spread}")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    runs, rows = DeviceRuns(PICTURES, limit=KNOWN), Rows()
+    for name, seed in product(RATES, range(options.seeds)):
+        make = partial(train_detector, runs, name, seed, options.autoencoder, options.steps)
+        rows.row("boxes", name, seed, make)
+    print(rows.markdown())
 
 
 if __name__ == "__main__":

@@ -14,17 +14,19 @@ Row = dict[str, Any]  # column -> number; what is no number is kept and not prin
 
 
 class Rows:
-    """Rows by table, name and seed. A stopped script goes on where it was: what is in the file is not made again."""
+    """Rows by table, name and seed; what is in the file (none: rows are only printed) is not made again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.tables: dict[str, dict[str, dict[str, Row]]] = json.loads(path.read_text()) if path.is_file() else {}
+        kept = path is not None and path.is_file()
+        self.tables: dict[str, dict[str, dict[str, Row]]] = json.loads(path.read_text()) if kept else {}
 
     def row(self, table: str, name: str, seed: int, make: Callable[[], Row]) -> Row:
         rows = self.tables.setdefault(table, {}).setdefault(name, {})
         if str(seed) not in rows:
             rows[str(seed)] = make()
-            write_text(self.path, json.dumps(self.tables, indent=1))
+            if self.path is not None:
+                write_text(self.path, json.dumps(self.tables, indent=1))
         return rows[str(seed)]
 
     def markdown(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from study_calls import STUDIES, call
 from torch import Tensor
 
 from studies.boxes import Boxes, BoxHead, BoxTransfer, box_iou, detector, evaluate_boxes
@@ -173,3 +175,11 @@ def test_a_detector_learns_to_find_shapes() -> None:
     truth = torch.from_numpy(data["test"].boxes).double()
     constant = max(float(box_iou(box.expand_as(truth), truth).mean()) for box in truth)
     assert found > constant + 0.05
+
+
+@pytest.mark.slow
+def test_the_script_trains_detectors_in_three_ways(tmp_path: Path) -> None:
+    """After one step each, from a teacher that knows nothing."""
+    create_model("vit_tiny_32", classes=12, depth=8, heads=6).save(tmp_path / "teacher")
+    text = call(STUDIES / "boxes.py", str(tmp_path / "teacher"), "--seeds", "1", "--steps", "1")
+    assert [line.split("|")[1].strip() for line in text.splitlines()[4:]] == ["scratch", "tune", "distill"]

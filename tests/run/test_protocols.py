@@ -222,8 +222,8 @@ def test_leaving_out_the_factor_of_backward_passes_gives_simclrs_printed_figure(
 
 def test_costs_by_hand() -> None:
     assert crop(112) == 0.25
-    cost = TrainingCost(10, 2, 1, 3, 2, labelled_batch=4, labelled_forward=1, labelled_backward=1, flops_per_pass=5.0)
-    assert (cost.forward_passes, cost.backward_passes) == ((20 + 4) * 6, (10 + 4) * 6)
+    cost = TrainingCost(10, 2, 1, 6, labelled=4, flops_per_pass=5.0)
+    assert cost.passes == (20 + 4) * 6 + (10 + 4) * 6
     assert cost.flops == (144 + 2 * 84) * 5
 
 
