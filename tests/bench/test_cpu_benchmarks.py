@@ -1,0 +1,74 @@
+"""Benchmarks of latency and of training on a CPU, at the smallest size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_script
+from study_calls import call
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def rows_of(script: str, folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+    file = folder / "rows.jsonl"
+    text = call(BENCHMARKS / script, "--smoke", "--device", "cpu", "--json", str(file), *words)
+    return [json.loads(line) for line in file.read_text().splitlines()], text
+
+
+@pytest.mark.slow
+def test_the_latency_benchmark_compares_every_runtime_and_names_the_fastest(tmp_path: Path) -> None:
+    rows, text = rows_of("latency.py", tmp_path, "--files", str(tmp_path / "files"))
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        (model, batch) for model in ("DeiT-Ti", "DeiT-S, ATS sampled", "MobileNetV4-S") for batch in (1, 8)
+    ]
+    by_model = {row["model"]: set(row["p50_ms"]) | set(row["not_measured"]) for row in rows}
+    exported = {"onnxruntime", "OpenVINO"}
+    assert by_model["DeiT-Ti"] == {"ours", "ours optimized", "timm", *exported}
+    assert by_model["DeiT-S, ATS sampled"] == {"ours", "ours optimized", *exported}  # timm has no such model
+    assert by_model["MobileNetV4-S"] == {"timm", *exported}
+    for row in rows:
+        p50, p99 = row["p50_ms"], row["p99_ms"]
+        assert row["fastest"] == min(p50, key=p50.get)
+        assert all(p99[way] >= p50[way] > 0 for way in p50)
+        assert row["threads"] == 1
+    assert rows[2]["gmacs"] < rows[2]["dense_gmacs"]  # tokens were dropped
+    assert "| DeiT-Ti | 1 |" in text
+    assert (tmp_path / "files" / "deit_tiny-96.onnx").is_file()
+
+
+def test_processor_time_of_several_threads_is_rejected() -> None:
+    done = run_script(BENCHMARKS / "latency.py", "--blocks", "--device", "cpu", "--threads", "2", "--clock", "cpu")
+    assert done.code == 2
+    assert "use --threads 1" in done.err
+
+
+@pytest.mark.slow
+def test_the_latency_benchmark_of_blocks_covers_the_shapes_of_the_table_of_edge_devices(tmp_path: Path) -> None:
+    rows, _ = rows_of("latency.py", tmp_path, "--blocks")
+    assert {(row["tokens"], row["width"], row["heads"]) for row in rows} >= {(256, 512, 8), (64, 2048, 8)}
+    mixers = {"softmax", "softmax, map stored", "SimA", "SimA, q kᵀ first", "ELU", "XCA"}
+    assert all(set(row["p50_ms"]) == mixers and row["fastest"] in mixers for row in rows)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_training_compares_both_loops_part_by_part(tmp_path: Path) -> None:
+    rows, text = rows_of("cpu_training.py", tmp_path)
+    parts = ("training", "loading", "step")
+    assert [(row["setting"], row["measured"]) for row in rows] == [(s, p) for s in ("demo", "photos") for p in parts]
+    assert [row["loader"] for row in rows[::3]] == ["device", "host"]
+    for row in rows:
+        assert min(row["ours_images_per_second"], row["timm_images_per_second"]) > 0
+        assert row["fastest"] == ("ours" if row["ratio"] > 1 else "timm")
+    assert "| demo | training | 50 |" in text
+    assert "| photos | training | 4 |" in text
+
+
+def test_the_benchmark_of_training_leaves_photos_out_where_there_are_none(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    text = call(BENCHMARKS / "cpu_training.py", "--only", "photos", "--data", missing)
+    assert "photos are left out: no folder" in text
+    assert "name one with --data" in text
