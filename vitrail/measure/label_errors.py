@@ -86,8 +86,9 @@ def suspects(
     expected = float((counts * (1 - diagonal.clamp(min=1) / total)).sum())
     order = scores.argsort(stable=True)
     images = order[(~alone & (p < q))[order]][: round(expected)]
-    pairs, size = torch.stack([labels, confident])[:, known], (classes, classes)
-    joint = torch.sparse_coo_tensor(pairs, torch.ones_like(pairs[0]), size, check_invariants=False).coalesce()
+    pairs, number = (labels * classes + confident)[known].unique(return_counts=True)  # `coalesce` would warn
+    places, size = torch.stack([pairs // classes, pairs % classes]), (classes, classes)
+    joint = torch.sparse_coo_tensor(places, number, size, is_coalesced=True, check_invariants=False)
     return Suspects(images, proposed[images], scores, expected, float((p >= q).double().mean()), joint)
 
 
