@@ -62,12 +62,15 @@ def compare_study(
     root = Path(root)
     folder = root / study.name
     reject_unwritable(folder)
-    write_study(study, folder)
+    given = study
+    if study.tune.grid:
+        write_study(given, folder)  # which can be resumed by its folder while settings are chosen
     end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
     study, choices = _tuned(study, end, root=root, jobs=jobs, devices=devices, quiet=quiet)
     lengths, reasons = lengths_of(study, root, **({} if quiet else {"report": _report}))
     planned = plan(study, lengths, root)
     _check_parts(planned, study.test_sets)
+    write_study(given, folder)
     _link(planned, folder)
     failed = run_missing(
         planned, folder, jobs=jobs, devices=devices, minutes=(end - time.monotonic()) / 60, quiet=quiet
