@@ -18,7 +18,9 @@ import argparse
 import copy
 import json
 import math
+import os
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -128,13 +130,30 @@ def labels_for(accuracy: float, budgets: list[int], accuracies: list[float]) -> 
     return round(math.exp((1 - share) * math.log(budgets[at - 1]) + share * math.log(budgets[at])), 6)
 
 
+def curves(jobs: int, work: list[tuple[Any, ...]]) -> list[list[float]]:
+    """`curve` of each entry, in so many processes."""
+    if jobs <= 1:
+        return [curve(*entry) for entry in work]
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    with get_context("spawn").Pool(jobs, torch.set_num_threads, (threads,)) as pool:
+        return pool.starmap(curve, work, chunksize=1)
+
+
 def compared(
-    pool: Rows, test: Rows, classes: int, budgets: list[int], seeds: int, rules: list[str], tuning: FineTuning | None
+    pool: Rows,
+    test: Rows,
+    classes: int,
+    budgets: list[int],
+    seeds: int,
+    rules: list[str],
+    tuning: FineTuning | None = None,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Mean and deviation of each rule at each budget, and labels needed relative to random choice."""
     rows: dict[str, Any] = {}
-    for rule in rules:
-        values = np.array([curve(rule, pool, test, budgets, classes, seed, tuning) for seed in range(seeds)])
+    work = [(rule, pool, test, budgets, classes, seed, tuning) for rule in rules for seed in range(seeds)]
+    of_all = np.array(curves(jobs, work)).reshape(len(rules), seeds, len(budgets))
+    for rule, values in zip(rules, of_all, strict=True):
         std = values.std(0, ddof=1).tolist() if seeds > 1 else [None] * len(budgets)
         rows[rule] = {"mean": values.mean(0).tolist(), "std": std}
     for row in rows.values():
@@ -152,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--fine_tune", type=int, metavar="STEPS", help="train all weights of RUN, not a probe")
+    parser.add_argument("--jobs", type=int, default=1, help="curves at a time, in processes of their own (probe)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -160,8 +180,10 @@ def main() -> None:
     budgets = sorted(budget for budget in options.budgets if budget <= len(pool[0]))
     steps, rules, tuning = options.fine_tune, ["random", *(rule for rule in options.rules if rule != "random")], None
     if steps is not None:
+        if options.jobs > 1:
+            parser.error("--jobs is for probes; fine-tuning runs are trained one after the other")
         tuning = FineTuning(options.run, options.data, steps, options.images, device)
-    result = compared(pool, test, int(pool[1].max()) + 1, budgets, options.seeds, rules, tuning)
+    result = compared(pool, test, int(pool[1].max()) + 1, budgets, options.seeds, rules, tuning, options.jobs)
     result |= {"model": options.run, "data": options.data, "regime": "linear probe" if steps is None else "fine-tuning"}
     if options.json:
         print(json.dumps(result))

@@ -49,13 +49,16 @@ def _spread(rows: Tensor, clusters: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     trials = 2 + int(math.log(clusters))
     chosen = [int(torch.randint(len(rows), (), generator=generator))]
+    squares = rows.square().sum(1)
     distance = (rows - rows[chosen[0]]).square().sum(1)
     for _ in range(clusters - 1):
         weights = distance.double().cpu()
         if not float(weights.sum()) > 0:  # fewer different rows than clusters
             weights = torch.ones_like(weights)
         drawn = torch.multinomial(weights, trials, replacement=True, generator=generator).to(rows.device)
-        left = torch.stack([torch.minimum(distance, (rows - rows[d]).square().sum(1)) for d in drawn])
+        products = (rows @ rows[drawn].T).T  # [trials, rows]
+        left = torch.minimum(distance, (squares[drawn, None] + squares - 2 * products).clamp(min=0))
+        left[torch.arange(trials, device=rows.device), drawn] = 0  # which rounding would leave above 0
         best = int(left.double().sum(1).argmin())
         chosen.append(int(drawn[best]))
         distance = left[best]
