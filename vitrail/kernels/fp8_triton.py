@@ -1,4 +1,4 @@
-"""The Triton kernel of `vitrail.kernels.fp8`."""
+"""The Triton kernels of `vitrail.kernels.fp8` and `fp8_training`."""
 
 from __future__ import annotations
 
@@ -39,3 +39,31 @@ def gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     polynomial = {"a1": _A1, "a2": _A2, "a3": _A3, "a4": _A4, "a5": _A5}
     _kernel[(rows,)](x, out, scale, width, **constants, **polynomial, num_warps=4 if size <= 2048 else 8)
     return out, scale
+
+
+@triton.jit
+def _layouts_kernel(X, FACTOR, OUT, TRANSPOSED, rows, width, padded, largest: tl.constexpr, B: tl.constexpr):
+    """One program: a tile of B x B, read once and written as it is and transposed."""
+    across = tl.cdiv(width, B)
+    r = (tl.program_id(0) // across).to(tl.int64) * B + tl.arange(0, B)
+    c = (tl.program_id(0) % across).to(tl.int64) * B + tl.arange(0, B)
+    inside = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(X + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32) * tl.load(FACTOR)
+    small = tl.minimum(tl.maximum(x, -largest), largest).to(OUT.dtype.element_ty)
+    tl.store(OUT + r[:, None] * width + c[None, :], small, mask=inside)
+    inside = (c < width)[:, None] & (r < padded)[None, :]
+    tl.store(TRANSPOSED + c[:, None] * padded + r[None, :], tl.trans(small), mask=inside)
+
+
+def two_layouts(
+    x: Tensor, factor: Tensor, dtype: torch.dtype, tile: int = 128, warps: int = 8
+) -> tuple[Tensor, Tensor]:
+    """`vitrail.kernels.fp8_training.plain_layouts` of a contiguous x [rows, channels], in one pass."""
+    rows, width = x.shape
+    padded = rows + -rows % 16
+    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    transposed = torch.empty(width, padded, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(padded, tile) * triton.cdiv(width, tile),)
+    sizes = {"largest": torch.finfo(dtype).max, "B": tile}
+    _layouts_kernel[grid](x, factor, out, transposed, rows, width, padded, **sizes, num_warps=warps)
+    return out, transposed
