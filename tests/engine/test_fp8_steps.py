@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +138,21 @@ def test_a_run_resumes_bit_for_bit_and_its_model_is_an_ordinary_one(
     assert plain.tensors.keys() == states[0].tensors.keys()
     kept = vitrail.load(runs[0].path)
     assert {type(m) for m in kept.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_loss_curves_with_those_of_bf16(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "fp8_training.py"
+    sizes = ["--steps", "4", "--every", "2", "--seeds", "1", "--batch", "8", "--width", "64"]
+    options = ["--json", str(tmp_path / "rows.jsonl"), "--part", "curves", "--device", "cpu", *sizes]
+    subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if "error" in row]
+    runs = {row["recipe"]: row["losses"] for row in rows if "losses" in row}
+    assert {recipe: [step for step, _ in losses] for recipe, losses in runs.items()} == {
+        "bf16": [2, 4],
+        "tensorwise": [2, 4],
+    }
+    (ours,) = (row for row in rows if row.get("recipe") == "tensorwise" and "final_loss" in row)
+    assert ours["final_loss"] == runs["tensorwise"][-1][1]
+    assert ours["final_minus_bf16"] == [runs["tensorwise"][-1][1] - runs["bf16"][-1][1]]

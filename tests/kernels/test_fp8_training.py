@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,6 @@ from vitrail.kernels.fp8_training import (
     BACKWARD,
     FORWARD,
     Fp8TrainingLinear,
-    RowwiseProduct,
-    TensorwiseProduct,
     plain_layouts,
     tensorwise,
     train_in_fp8,
@@ -49,8 +49,7 @@ def trained_layer(inputs: int, outputs: int) -> tuple[nn.Linear, Fp8TrainingLine
 def gradients(layer: nn.Linear, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     x = x.clone().requires_grad_()
     out = layer(x)
-    assert layer.bias is not None
-    return out, *torch.autograd.grad(out, (x, layer.weight, layer.bias), grad)
+    return out, *torch.autograd.grad(out, (x, *layer.parameters()), grad)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -71,7 +70,9 @@ def test_products_with_a_scale_per_tensor_are_those_of_the_rounded_tensors() -> 
 
 
 def test_products_with_a_scale_per_token_are_those_of_the_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fp8TrainingLinear, "product", RowwiseProduct)
+    """The recipe that benchmarks/fp8_training.py compares ours with."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.setattr(Fp8TrainingLinear, "product", import_module("fp8_training").RowwiseProduct)
     _, ours = trained_layer(32, 48)
     x, grad = torch.randn(7, 32) * torch.logspace(-6, 0, 7)[:, None], torch.randn(7, 48)
     out, to_x, to_weight, to_bias = gradients(ours, x, grad)
@@ -99,7 +100,8 @@ def test_errors_stay_within_the_rounding_of_the_formats() -> None:
 
 
 def test_the_transpose_is_padded_with_zeros_to_sixteen() -> None:
-    small, transposed, scale = tensorwise(torch.randn(21, 48))
+    x = torch.randn(21, 48)
+    small, transposed, scale, total = tensorwise(x, add=True)
     assert small.shape == (21, 48)
     assert transposed.shape == (48, 32)
     assert transposed.is_contiguous()
@@ -107,6 +109,8 @@ def test_the_transpose_is_padded_with_zeros_to_sixteen() -> None:
     assert (transposed.float()[:, 21:] == 0).all()
     assert small.float().abs().max() == 448
     assert scale.shape == ()
+    torch.testing.assert_close(total, x.sum(0))
+    assert tensorwise(x)[3].shape == (0,)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-9, 1e6])
@@ -129,17 +133,18 @@ def test_zeros_give_zeros_and_nan_gives_nan() -> None:
     assert gradients(ours, x, torch.ones(3, 16))[0].isnan().all()  # a step that the guard skips
 
 
-@pytest.mark.parametrize("product", [TensorwiseProduct, RowwiseProduct])
-def test_a_compiled_layer_under_autocast_is_the_plain_one(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fp8TrainingLinear, "product", product)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_compiled_layer_under_autocast_is_the_plain_one(bias: bool) -> None:
     _, ours = trained_layer(32, 16)
+    if not bias:
+        ours.bias = None  # type: ignore[assignment]
     x, grad = torch.randn(2, 5, 32), torch.randn(2, 5, 16).bfloat16()
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = gradients(compiled, x, grad), gradients(ours, x, grad)
     assert found[0].dtype == torch.bfloat16
-    assert [t.dtype for t in found[1:]] == [torch.float32] * 3
+    assert [t.dtype for t in found[1:]] == [torch.float32] * (2 + bias)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -182,7 +187,7 @@ def test_layers_that_do_not_qualify_are_left_alone() -> None:
 INTERPRETED = """
 import torch
 from vitrail.kernels.fp8_training import plain_layouts
-from vitrail.kernels.fp8_triton import two_layouts
+from vitrail.kernels.fp8_triton import layouts
 
 torch.manual_seed(0)
 for rows, width, kind in ((40, 48, torch.float32), (197, 144, torch.bfloat16), (16, 16, torch.float32)):
@@ -190,8 +195,10 @@ for rows, width, kind in ((40, 48, torch.float32), (197, 144, torch.bfloat16), (
         x = torch.randn(rows, width, dtype=kind)
         x[0, 0] = 100.0  # beyond the format, where it is cut off
         factor = torch.tensor(torch.finfo(dtype).max / 3.94)
-        small, transposed = two_layouts(x, factor, dtype, tile=32, warps=1)
-        wide, wide_transposed = plain_layouts(x, factor, dtype)
+        small, transposed, total = layouts(x, factor, dtype, True, tile=32, warps=1)
+        wide, wide_transposed, expected = plain_layouts(x, factor, dtype, True)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
+        assert layouts(x, factor, dtype, False, tile=32, warps=1)[2].shape == (0,)
         assert transposed.shape == wide_transposed.shape
         assert torch.equal(transposed.float()[:, :rows], small.float().T)
         assert not transposed.float()[:, rows:].any()
@@ -211,6 +218,7 @@ def test_the_kernel_writes_both_layouts(interpreted: Callable[[str], str]) -> No
 
 def test_the_plain_twin_rounds_to_the_nearest_and_cuts_off() -> None:
     x = torch.tensor([[1.0, 1.0624, 1.0626, -1000.0]])
-    small, transposed = plain_layouts(x, torch.tensor(1.0), FORWARD)
+    small, transposed, total = plain_layouts(x, torch.tensor(1.0), FORWARD, True)
     assert small.tolist() == [[1.0, 1.0, 1.125, -448.0]]
     assert transposed.float()[:, 0].tolist() == small.float()[0].tolist()
+    assert torch.equal(total, x[0])  # not rounded

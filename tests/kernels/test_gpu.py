@@ -23,14 +23,7 @@ from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
 from vitrail.kernels.fp8 import supports_fp8
-from vitrail.kernels.fp8_training import (
-    BACKWARD,
-    FORWARD,
-    RowwiseProduct,
-    TensorwiseProduct,
-    plain_layouts,
-    two_layouts,
-)
+from vitrail.kernels.fp8_training import BACKWARD, FORWARD, TensorwiseProduct, plain_layouts
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
@@ -280,22 +273,26 @@ def test_both_layouts_in_8_bits_are_those_of_pytorch(rows: int, width: int, dtyp
     x = torch.randn(rows, width, device="cuda").to(torch.bfloat16)
     x[0, 0] = 1e6
     factor = torch.full((), 112.0, device="cuda")  # many ties
-    for found, expected in zip(two_layouts(x, factor, dtype), plain_layouts(x, factor, dtype), strict=True):
-        assert found.shape == expected.shape
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    *found, total = torch.ops.vitrail.fp8_layouts(x, factor, dtype, True)
+    *expected, expected_total = plain_layouts(x, factor, dtype, True)
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.shape == plain.shape
+        assert torch.equal(ours.view(torch.uint8), plain.view(torch.uint8))
+    torch.testing.assert_close(total, expected_total, rtol=1e-5, atol=1e-2)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.vitrail.fp8_layouts, (x, factor, dtype, False), test_utils=checks)
 
 
 @fp8_only
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("product", [TensorwiseProduct, RowwiseProduct])
-def test_an_fp8_training_layer_equals_its_plain_twin(product: Any, compiled: bool) -> None:
+def test_an_fp8_training_layer_equals_its_plain_twin(compiled: bool) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(768, 2304).cuda()
     x = torch.randn(7, 197, 768, device="cuda").to(torch.bfloat16)
     grad = torch.randn(7, 197, 2304, device="cuda").to(torch.bfloat16) * 1e-5
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = product.apply(x.flatten(0, 1), weight, bias)
+        out: torch.Tensor = TensorwiseProduct.apply(x.flatten(0, 1), weight, bias)
         return out.unflatten(0, x.shape[:2])
 
     def results(call: Any, device: str) -> list[torch.Tensor]:

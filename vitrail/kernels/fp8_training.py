@@ -14,52 +14,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.kernels.fp8 import plain_product, quantise
+from vitrail.kernels.fp8 import plain_product
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # gradients need the range, values the precision
 LEAST = 1e-30  # peak of a tensor of zeros; gradients go down to 1e-12 and below
 _TRITON = find_spec("triton") is not None
 
 
-def tensorwise(x: Tensor, dtype: torch.dtype = FORWARD) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, channels] in 8 bits, its transpose [channels, rows + padding], and the factor that restores both.
+def tensorwise(x: Tensor, dtype: torch.dtype = FORWARD, add: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [rows, channels] in 8 bits, its transpose [channels, rows + padding], the factor that restores both, and with
+    `add` the sum of the rows of x [channels] in float32 (else [0]).
 
     The largest magnitude of x becomes the largest number of the format. Maxima of rows come first: torch.compile
     computes them in the kernel that writes x.
     """
     largest = torch.finfo(dtype).max
     peak = x.abs().amax(-1).amax().float().clamp(min=LEAST)
-    small, transposed = two_layouts(x, largest / peak, dtype)
-    return small, transposed, peak / largest
+    work = torch.ops.vitrail.fp8_layouts if x.is_cuda and _TRITON else plain_layouts
+    small, transposed, total = work(x, largest / peak, dtype, add)
+    return small, transposed, peak / largest, total
 
 
-def two_layouts(x: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x times `factor` in `dtype`, and its transpose with zeros up to a multiple of 16 rows; one pass on CUDA."""
-    if x.is_cuda and _TRITON:
-        small, transposed = torch.ops.vitrail.fp8_layouts(x, factor, dtype)
-        return small, transposed
-    return plain_layouts(x, factor, dtype)
-
-
-def plain_layouts(x: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's own functions."""
+def plain_layouts(x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x times `factor` in `dtype`, its transpose padded with zeros to a multiple of 16, and the sum of rows of x."""
     largest = torch.finfo(dtype).max
     scaled = (x.float() * factor).clamp(-largest, largest)
-    return scaled.to(dtype), F.pad(scaled.T, (0, -len(x) % 16)).contiguous().to(dtype)
+    total = x.float().sum(0) if add else x.new_empty(0, dtype=torch.float32)
+    return scaled.to(dtype), F.pad(scaled.T, (0, -len(x) % 16)).contiguous().to(dtype), total
 
 
 @torch.library.custom_op("vitrail::fp8_layouts", mutates_args=(), device_types="cuda")
-def _two_layouts(x: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _layouts(x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool) -> tuple[Tensor, Tensor, Tensor]:
     from vitrail.kernels import fp8_triton
 
-    return fp8_triton.two_layouts(x.contiguous(), factor, dtype)
+    return fp8_triton.layouts(x.contiguous(), factor, dtype, add)
 
 
-_two_layouts.register_fake(
-    lambda x, factor, dtype: tuple(
-        x.new_empty(rows, columns, dtype=dtype) for rows, columns in (x.shape, (x.shape[1], len(x) + -len(x) % 16))
-    )
-)
+@_layouts.register_fake
+def _(x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, width), total = x.shape, x.new_empty(x.shape[1] if add else 0, dtype=torch.float32)
+    return x.new_empty(rows, width, dtype=dtype), x.new_empty(width, rows + -rows % 16, dtype=dtype), total
 
 
 def product(
@@ -82,8 +76,8 @@ class TensorwiseProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x_small, x_transposed, x_scale = tensorwise(x)
-        w_small, w_transposed, w_scale = tensorwise(weight)
+        x_small, x_transposed, x_scale, _ = tensorwise(x)
+        w_small, w_transposed, w_scale, _ = tensorwise(weight)
         ctx.save_for_backward(x_transposed, x_scale, w_transposed, w_scale)
         ctx.biased = bias is not None
         return product(x_small, w_small, x_scale, w_scale, bias).to(x.dtype)
@@ -91,28 +85,10 @@ class TensorwiseProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, x_scale, weight, w_scale = ctx.saved_tensors
-        small, transposed, scale = tensorwise(grad, BACKWARD)
+        small, transposed, scale, to_bias = tensorwise(grad, BACKWARD, ctx.biased)
         to_input = product(small, weight, scale, w_scale).to(grad.dtype)
         to_weight = product(transposed, x, scale, x_scale, fast=False)  # a sum over all tokens
-        return to_input, to_weight.float(), grad.float().sum(0) if ctx.biased else None
-
-
-class RowwiseProduct(torch.autograd.Function):
-    """x weightᵀ + bias with one scale per token and channel; the gradient of the weight, a sum over tokens, in bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, *quantise(weight.T.contiguous()))
-        ctx.biased = bias is not None
-        (x_small, x_scale), (w_small, w_scale) = quantise(x), quantise(weight)
-        return product(x_small, w_small, x_scale, w_scale, bias).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight, w_scale = ctx.saved_tensors
-        small, scale = quantise(grad, LEAST)
-        to_input = product(small, weight, scale, w_scale).to(grad.dtype)
-        return to_input, (grad.T @ x).float(), grad.float().sum(0) if ctx.biased else None
+        return to_input, to_weight.float(), to_bias if ctx.biased else None
 
 
 class Fp8TrainingLinear(nn.Linear):

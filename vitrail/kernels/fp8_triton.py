@@ -42,28 +42,34 @@ def gelu_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _layouts_kernel(X, FACTOR, OUT, TRANSPOSED, rows, width, padded, largest: tl.constexpr, B: tl.constexpr):
-    """One program: a tile of B x B, read once and written as it is and transposed."""
+def _layouts_kernel(
+    X, FACTOR, OUT, TRANSPOSED, SUMS, rows, width, padded, largest: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """One program: a tile of B x B, read once and written as it is and transposed; its rows added up."""
     across = tl.cdiv(width, B)
-    r = (tl.program_id(0) // across).to(tl.int64) * B + tl.arange(0, B)
+    down = tl.program_id(0) // across
+    r = down.to(tl.int64) * B + tl.arange(0, B)
     c = (tl.program_id(0) % across).to(tl.int64) * B + tl.arange(0, B)
     inside = (r < rows)[:, None] & (c < width)[None, :]
-    x = tl.load(X + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32) * tl.load(FACTOR)
-    small = tl.minimum(tl.maximum(x, -largest), largest).to(OUT.dtype.element_ty)
+    x = tl.load(X + r[:, None] * width + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        tl.store(SUMS + down * width + c, tl.sum(x, 0), mask=c < width)
+    small = tl.minimum(tl.maximum(x * tl.load(FACTOR), -largest), largest).to(OUT.dtype.element_ty)
     tl.store(OUT + r[:, None] * width + c[None, :], small, mask=inside)
     inside = (c < width)[:, None] & (r < padded)[None, :]
     tl.store(TRANSPOSED + c[:, None] * padded + r[None, :], tl.trans(small), mask=inside)
 
 
-def two_layouts(
-    x: Tensor, factor: Tensor, dtype: torch.dtype, tile: int = 128, warps: int = 8
-) -> tuple[Tensor, Tensor]:
+def layouts(
+    x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool, tile: int = 128, warps: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     """`vitrail.kernels.fp8_training.plain_layouts` of a contiguous x [rows, channels], in one pass."""
-    rows, width = x.shape
-    padded = rows + -rows % 16
+    (rows, width), padded = x.shape, len(x) + -len(x) % 16
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     transposed = torch.empty(width, padded, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(padded, tile) * triton.cdiv(width, tile),)
-    sizes = {"largest": torch.finfo(dtype).max, "B": tile}
-    _layouts_kernel[grid](x, factor, out, transposed, rows, width, padded, **sizes, num_warps=warps)
-    return out, transposed
+    down = triton.cdiv(padded, tile)
+    sums = torch.empty(down if add else 0, width, dtype=torch.float32, device=x.device)
+    constants = {"largest": torch.finfo(dtype).max, "ADD": add, "B": tile}
+    grid = (down * triton.cdiv(width, tile),)
+    _layouts_kernel[grid](x, factor, out, transposed, sums, rows, width, padded, **constants, num_warps=warps)
+    return out, transposed, sums.sum(0) if add else sums.view(-1)
