@@ -505,11 +505,12 @@ def main() -> None:
     if options.device == "cuda":
         machine = rows.attempt("machine", ceilings) or {}
         name = rows.attempt("machine", torch.cuda.get_device_name)
+        rows.attempt("machine", torch.cuda.empty_cache)
         rows.add("machine", device=name, torch=torch.__version__, cuda=torch.version.cuda, **machine)
     works: dict[str, Callable[[], None]] = {
         "check": lambda: check(rows),
         "products": lambda: products(rows),
-        "speed": lambda: speed(rows, 170.0),
+        "speed": lambda: speed(rows, 200.0),
         "curves": lambda: curves(rows, options, options.recipes or ["bf16", rows.fastest]),
     }
     for part in PARTS:
