@@ -146,6 +146,7 @@ def our_training(row: Row, switches: set[str]) -> Callable[[int], None]:
         make_schedule(optim, row.batch, 50_000),
         device=torch.device("cuda"),
         autocast=torch.bfloat16,
+        fp8="fp8" in switches,
         compile=True,
         graph="no-graph" not in switches,
         ema=0.999 if "ema" in switches else 0.0,

@@ -22,6 +22,8 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
+from vitrail.kernels.fp8 import supports_fp8
+from vitrail.kernels.fp8_training import BACKWARD, FORWARD, TensorwiseProduct, plain_layouts
 from vitrail.learn.config import (
     ByolConfig,
     CmsfConfig,
@@ -96,7 +98,9 @@ def test_compiled_gradients_equal_plain_ones(autocast: torch.dtype | None, most:
         assert relative(made[name][kept], expected[kept]) < most, name  # keys' biases have no gradient but rounding
 
 
-def steps_of(autocast: torch.dtype | None, compiled: bool, graph: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def steps_of(
+    autocast: torch.dtype | None, compiled: bool, graph: bool, fp8: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = create_model("vit_tiny_32", classes=10, depth=3)
     optim = OptimConfig(lr=1e-3, clip=1.0, warmup=0, schedule="constant")
@@ -106,6 +110,7 @@ def steps_of(autocast: torch.dtype | None, compiled: bool, graph: bool) -> tuple
         make_schedule(optim, 64, 640),
         device=torch.device("cuda"),
         autocast=autocast,
+        fp8=fp8,
         compile=compiled,
         graph=graph,
         ema=0.9,
@@ -254,6 +259,63 @@ def test_bf16_steps_follow_float32_ones() -> None:
     plain, _ = steps_of(None, False, False)
     fast, _ = steps_of(torch.bfloat16, True, True)
     assert fast == pytest.approx(plain, rel=0.02)
+
+
+fp8_only = pytest.mark.skipif(
+    not (torch.cuda.is_available() and supports_fp8(torch.device("cuda"))), reason="needs products of 8-bit floats"
+)
+
+
+@fp8_only
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(("rows", "width"), [(197 * 7, 768), (50, 48), (2304, 768), (256, 3072)])
+def test_both_layouts_in_8_bits_are_those_of_pytorch(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, width, device="cuda").to(torch.bfloat16)
+    x[0, 0] = 1e6
+    factor = torch.full((), 112.0, device="cuda")  # many ties
+    *found, total = torch.ops.vitrail.fp8_layouts(x, factor, dtype, True)
+    *expected, expected_total = plain_layouts(x, factor, dtype, True)
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.shape == plain.shape
+        assert torch.equal(ours.view(torch.uint8), plain.view(torch.uint8))
+    torch.testing.assert_close(total, expected_total, rtol=1e-5, atol=1e-2)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.vitrail.fp8_layouts, (x, factor, dtype, False), test_utils=checks)
+
+
+@fp8_only
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_fp8_training_layer_equals_its_plain_twin(compiled: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(768, 2304).cuda()
+    x = torch.randn(7, 197, 768, device="cuda").to(torch.bfloat16)
+    grad = torch.randn(7, 197, 2304, device="cuda").to(torch.bfloat16) * 1e-5
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = TensorwiseProduct.apply(x.flatten(0, 1), weight, bias)
+        return out.unflatten(0, x.shape[:2])
+
+    def results(call: Any, device: str) -> list[torch.Tensor]:
+        inputs = [t.detach().to(device).requires_grad_() for t in (x, layer.weight, layer.bias)]
+        out = call(*inputs)
+        return [t.cpu() for t in (out, *torch.autograd.grad(out, inputs, grad.to(device)))]
+
+    found = results(torch.compile(run, dynamic=False) if compiled else run, "cuda")
+    for ours, twin in zip(found, results(run, "cpu"), strict=True):
+        assert ours.dtype == twin.dtype
+        assert relative(ours, twin) < 0.005  # bf16 results; one number in thousands falls to another side
+
+
+@fp8_only
+def test_fp8_steps_follow_bf16_ones_and_a_graph_changes_no_bit() -> None:
+    bf16, _ = steps_of(torch.bfloat16, True, True)
+    fast, _ = steps_of(torch.bfloat16, True, True, fp8=True)
+    assert fast != bf16
+    assert fast == pytest.approx(bf16, rel=0.05)
+    plain, weights = steps_of(torch.bfloat16, False, False, fp8=True)
+    captured, captured_weights = steps_of(torch.bfloat16, False, True, fp8=True)
+    assert captured == plain
+    assert all(torch.equal(captured_weights[k], v) for k, v in weights.items())
 
 
 @pytest.mark.parametrize("name", ["deit_tiny", "deit3_small"])

@@ -59,8 +59,9 @@ class EngineConfig:
 
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
-    precision: Literal["auto", "float32", "bf16"] = "auto"
-    """auto: bf16 where the accelerator has it, float32 on a CPU."""
+    precision: Literal["auto", "float32", "bf16", "fp8"] = "auto"
+    """auto: bf16 where the accelerator has it, float32 on a CPU. fp8: bf16, and linear layers of the blocks train in
+    8-bit floats (Ada, Hopper or newer); faster from a width of 768."""
     compile: bool | None = None
     """torch.compile (none: on CUDA in bf16)."""
     graph: bool | None = None

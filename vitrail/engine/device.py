@@ -160,11 +160,20 @@ def choose_device(name: str, group: ProcessGroup | None = None) -> torch.device:
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast: bf16 where asked for (`auto`: where the accelerator has it), else none (float32)."""
+    """The dtype of autocast: bf16 where asked for (`auto`: where the accelerator has it), else none (float32).
+
+    Raises `ValueError` for fp8, which is bf16 around its layers, where the device does not multiply in it.
+    """
+    if precision == "fp8":
+        from vitrail.kernels.fp8 import supports_fp8
+
+        if not supports_fp8(device):
+            needs = "fp8 needs a CUDA accelerator that multiplies in it (Ada, Hopper or newer)"
+            raise ValueError(f"engine.precision: {needs}, not {device}; use auto")
     if precision == "auto":
         supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if supported else None
-    return torch.bfloat16 if precision == "bf16" else None
+    return torch.bfloat16 if precision in ("bf16", "fp8") else None
 
 
 def prepare(config: EngineConfig, seed: int, device: torch.device, group: ProcessGroup) -> bool:

@@ -118,6 +118,7 @@ class Loop:
             self.schedule,
             device=self.device,
             autocast=self.autocast,
+            fp8=self.engine.precision == "fp8",
             compile=self.compile,
             graph=self.graph,
             ema=self.engine.ema,

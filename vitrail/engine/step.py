@@ -186,7 +186,7 @@ class TrainStep:
     """`feed` takes the micro-batches of a step one after the other; after `accumulate` of them the step is complete.
 
     `graph` captures steps as a CUDA graph after a warm-up; micro-batches of another shape run without it. Where
-    something must be decided on the host there is none, and `why_no_graph` says why.
+    something must be decided on the host there is none, and `why_no_graph` says why. `fp8`: see `train_in_fp8`.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ class TrainStep:
         *,
         device: torch.device,
         autocast: torch.dtype | None = None,
+        fp8: bool = False,
         compile: bool = False,  # noqa: A002, as in the configuration
         graph: bool = False,
         ema: float = 0.0,
@@ -206,6 +207,10 @@ class TrainStep:
         self.objective = objective.to(device)
         if device.type == "cuda" and is_convolutional(objective.model):
             self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
+        if fp8:
+            from vitrail.kernels.fp8_training import train_in_fp8
+
+            train_in_fp8(objective.model)
         self.train()
         self.schedule, self.device, self.autocast = schedule, device, autocast
         self.accumulate, self.group = accumulate, group or ProcessGroup()

@@ -12,12 +12,18 @@ LARGEST = 448.0  # of e4m3
 _TRITON = find_spec("triton") is not None
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def supports_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit floats: Ada, Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantise(x: Tensor, least: float = 1e-12) -> tuple[Tensor, Tensor]:
     """Rows of x [rows, channels] as e4m3, and the factor of each row [rows, 1] in float32 that restores it.
 
-    A row's largest magnitude becomes the largest number of the format, so the error is relative to it.
+    A row's largest magnitude becomes the largest number of the format, so the error is relative to it; `least` stands
+    in for smaller ones.
     """
-    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=least) / LARGEST
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 

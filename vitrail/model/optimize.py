@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vitrail.kernels.cuda_graph import captured
-from vitrail.kernels.fp8 import Fp8Linear
+from vitrail.kernels.fp8 import Fp8Linear, supports_fp8
 from vitrail.kernels.gelu import Gelu, linear_gelu
 from vitrail.model.adapters.apply import merged_copy
 from vitrail.model.adaptive.ats import AtsPolicy
@@ -229,7 +229,7 @@ def optimize(
     chosen = ("bf16" if on_cuda else "float32") if precision == "auto" else precision
     if chosen not in ("float32", "bf16", "fp8"):
         raise ValueError(f"precision must be auto, float32, bf16 or fp8, not {precision!r}")
-    if chosen == "fp8" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
+    if chosen == "fp8" and not supports_fp8(device):
         raise ValueError(f"fp8 needs a CUDA accelerator that multiplies in it (Ada, Hopper or newer), not {device}")
     fast = merged_copy(model).eval().requires_grad_(False)
     fold_affine(fast)

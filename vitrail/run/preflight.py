@@ -11,7 +11,7 @@ import torch
 from vitrail.config import RUN_OF, RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
-from vitrail.engine.device import ProcessGroup, choose_device
+from vitrail.engine.device import ProcessGroup, choose_device, choose_precision
 from vitrail.engine.run_folder import reject_untracked, unused
 from vitrail.files import reject_unwritable
 from vitrail.learn.attack_config import AttackConfig
@@ -49,9 +49,9 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_machine(config: RunConfig, group: ProcessGroup) -> None:
-    """Raises where this machine lacks the device or a package that the run needs."""
+    """Raises where this machine lacks the device, its precision or a package that the run needs."""
     reject_untracked(config.engine.track)
-    choose_device(config.engine.device, group)
+    choose_precision(config.engine.precision, choose_device(config.engine.device, group))
 
 
 def check_output(config: RunConfig, group: ProcessGroup) -> None:
