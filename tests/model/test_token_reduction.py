@@ -479,3 +479,18 @@ def test_its_compute_cannot_be_attacked(adaptive: dict[str, Any]) -> None:
 def test_what_it_cannot_work_with_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create_model("deit_tiny", **{"depth": DEPTH, "width": 32, "heads": 2, **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("adaptive", [*BOTH, {"kind": "tome", "r": 4, "proportional": False}, CONTROLS[0]])
+def test_compiled_and_captured_on_cuda_it_gives_the_same(images: Tensor, adaptive: dict[str, Any]) -> None:
+    model = vit(adaptive).cuda()
+    ready = model.optimize("float32", compile=True, graph=True)
+    with torch.no_grad():
+        for batch in (images.cuda(), -images.cuda()):
+            torch.testing.assert_close(ready(batch), model(batch), rtol=1e-2, atol=1e-2)
+    fast = model.optimize()
+    assert fast.compiled
+    assert fast.graph
+    assert fast(images.cuda()).isfinite().all()
