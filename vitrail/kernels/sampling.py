@@ -85,7 +85,11 @@ def random_sample(
 def top_sample(scores: Tensor, points: int | Tensor, mask: Tensor | None = None) -> Tensor:
     """The K largest scores, the first of equals."""
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
-    order = torch.where(real, scores.detach(), -torch.inf).argsort(stable=True, dim=-1, descending=True)
+    kept_scores = torch.where(real, scores.detach(), -torch.inf)
+    if torch.compiler.is_exporting():  # ONNX has no stable sort: of equal scores any
+        order = kept_scores.sort(dim=-1, descending=True).indices
+    else:
+        order = kept_scores.argsort(stable=True, dim=-1, descending=True)
     taken = torch.arange(scores.shape[-1], device=scores.device) < _count(points, scores.shape[-1])
     return torch.zeros_like(real).scatter(-1, order, taken.expand(real.shape)) & real
 

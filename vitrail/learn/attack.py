@@ -329,7 +329,7 @@ def compute_loss(model: Classifier, trace: Trace, config: AttackConfig) -> Tenso
 def reject_unfit(model: Classifier, config: AttackConfig) -> None:
     """Raises `ValueError`, one sentence, where a model cannot be a victim."""
     policy = model.policy
-    if policy is None:
+    if policy is None or policy.same_cost:
         raise ValueError(
             "the model spends the same on every image, so its compute cannot be attacked; take one with an adaptive "
             "policy (--model.trunk.adaptive ats, avit or adavit)"

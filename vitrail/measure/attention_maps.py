@@ -21,7 +21,6 @@ from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.trunks.vit import Trunk
 
 if TYPE_CHECKING:
-    from vitrail.model.adaptive.ats import AtsPolicy
     from vitrail.model.mixers.linear_attention import SimaMixer
 
 MOST_NUMBERS = 2**26  # of the maps of one batch, all layers together: 256 MiB
@@ -208,6 +207,9 @@ class CapturedBatch:
         if policy_kind(policy) == "ats":
             queries, keys = self.kept(i), self.kept(i - 1)
             weights = spread_out(weights, queries, keys, prefix)
+        elif policy_kind(policy) in ("tome", "evit"):  # EViT's token of all others lands on a patch that is gone
+            queries = keys = self.kept(i - 1)
+            weights = spread_out(weights, queries, keys, prefix)
         elif policy_kind(policy) == "avit":
             queries = keys = self.kept(i - 1)
             # `kept` is of patches only; class tokens halt, too, and are the rest of those that entered.
@@ -260,7 +262,7 @@ class AttentionMaps:
     class_maps: Tensor  # [pictures, layers, heads, patches], of the first images
     head_maps: Tensor | None  # [pictures, patches], mean over the maps of the classifier's head
     saliency: tuple[Tensor, Tensor] | None  # of q̂ and k̂, [pictures, patches]
-    policy: str  # ats, avit, adavit; empty where every image gets the whole model
+    policy: str  # its kind; empty where every image gets the whole model
     stages: tuple[int, ...]  # blocks at which the policy decides
     kept: Tensor | None  # [pictures, blocks, patches], bool
     counts: Tensor | None  # [images, blocks], patches left after (AdaViT: inside) each block
@@ -421,7 +423,7 @@ def layers_without_maps(model: Classifier) -> str:
 
 
 def policy_kind(policy: Any) -> str:
-    """ats, avit or adavit; empty where there is no policy."""
+    """ats, avit, adavit, tome or evit; empty where there is no policy."""
     return "" if policy is None else str(policy.config.kind)
 
 
@@ -437,8 +439,9 @@ def sima_layer(model: Classifier) -> int | None:
 
 def stages(model: Classifier) -> tuple[int, ...]:
     """Blocks at which an adaptive policy decides; none where there is no policy."""
-    if policy_kind(model.policy) == "ats":
-        return tuple(sorted(cast("AtsPolicy", model.policy).at))
+    at: Collection[int] | None = getattr(model.policy, "at", None)
+    if at is not None:
+        return tuple(sorted(at))
     return () if model.policy is None else tuple(range(len(cast("Trunk", model.trunk).blocks)))
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.measure.evaluator import Where, batches
-from vitrail.model.adaptive.budget import macs_of_mean, trace_macs
+from vitrail.model.adaptive.budget import macs_of_mean, trace_macs, whole_trace
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.tokens import BlockUse, Trace
-from vitrail.model.trunks.vit import Trunk
 
 Change = Callable[[Tensor], Tensor]  # a model's input -> changed input
 NAMES = tuple(f.name for f in fields(BlockUse))
@@ -75,12 +74,7 @@ def spent(model: Classifier, loader: Iterable[Batch], *, change: Change | None =
 def worst_case(model: Classifier, image_size: int | None = None) -> float:
     """Multiply-accumulates of an image that is given everything: what an adaptive model can be driven to."""
     reject_static(model)
-    trunk, size = cast("Trunk", model.trunk), image_size or model.preprocess.size
-    rows, columns = trunk.patch_embed.grid(size, size)
-    tokens, heads = trunk.prefix + rows * columns, trunk.config.heads
-    whole = torch.tensor([tokens, tokens, heads, 1, 1], dtype=torch.float64)
-    counts = whole[:, None, None].expand(-1, len(trunk.blocks), 1)
-    return float(trace_macs(model, _trace(counts), image_size=size))
+    return float(trace_macs(model, whole_trace(model, image_size), image_size=image_size))
 
 
 def attack_success(flops: float, least: float, most: float) -> float:

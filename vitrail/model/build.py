@@ -79,7 +79,7 @@ def _parts(
 
 
 def make_adaptive(model: Classifier, adaptive: str | AdaptiveConfig | Mapping[str, Any] | None) -> Classifier:
-    """The same weights under another adaptive policy: `ats`, `avit`, `adavit` or one with options (none: without any).
+    """The same weights under another adaptive policy: a kind of `AdaptiveConfig` or one with options (none: without).
 
     What a policy itself learns starts anew; an adapter in use is merged. Raises `ValueError` for a trunk in which the
     policy cannot work.

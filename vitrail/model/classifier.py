@@ -323,12 +323,13 @@ class Classifier(nn.Module):
         tokens: int | None = None,
         ratio: float | None = None,
         gmacs: float | None = None,
+        share: float | None = None,
         images: Iterable[Tensor] | None = None,
     ) -> float | None:
-        """Let a token-sampling model spend less or more, in place; see `model/adaptive/budget.py`."""
+        """Let a model with ATS, ToMe or EViT spend less or more, in place; see `model/adaptive/budget.py`."""
         from vitrail.model.adaptive.budget import set_budget
 
-        return set_budget(self, tokens=tokens, ratio=ratio, gmacs=gmacs, images=images)
+        return set_budget(self, tokens=tokens, ratio=ratio, gmacs=gmacs, share=share, images=images)
 
     def keep_heads(self, indices: Sequence[int]) -> Classifier:
         """Leave only these of several heads, in place; with none, a mean-pooling classifier remains.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from vitrail.model.adapters.config import AdapterConfig
 from vitrail.model.heads.config import HeadConfig
 from vitrail.model.mixers.config import MixerConfig, Softmax
-from vitrail.schema import Count, Depth, Fraction, NotNegative, Overrides, Pixels, Positive, Whole, Width
+from vitrail.schema import Count, Depth, Fraction, NotNegative, Overrides, Pixels, Positive, Range, Whole, Width
 
 
 @dataclass(frozen=True)
@@ -343,4 +343,34 @@ class Adavit:
     CUDA), or computed and multiplied by 0, in fixed shapes (`padded`)."""
 
 
-AdaptiveConfig = Ats | Avit | Adavit
+@dataclass(frozen=True)
+class Tome:
+    """Token merging: in every block the most similar patches become one (ToMe, arXiv 2210.09461).
+
+    It has no parameters and can be switched on in any trained ViT. Every image has as many tokens as any other.
+    """
+
+    kind: Literal["tome"] = "tome"
+    r: NotNegative = 8.0
+    """Patches merged away in a block, mean over blocks (8.5: 8 and 9 in turn); never more than half of those there."""
+    schedule: Literal["constant", "decreasing"] = "constant"
+    """`decreasing`: linearly from 2 r in the first block to 0 in the last."""
+    proportional: bool = True
+    """Proportional attention: a merged token gets as much attention as the patches that it stands for."""
+
+
+@dataclass(frozen=True)
+class Evit:
+    """The patches that the class token attends to most go on, the rest as one token (EViT, arXiv 2202.07800).
+
+    It has no parameters and can be switched on in any trained ViT. Every image has as many tokens as any other.
+    """
+
+    kind: Literal["evit"] = "evit"
+    keep: Annotated[float, Range(0, 1, above=True)] = 0.7
+    """Share of the patch tokens that a layer keeps, rounded up."""
+    layers: tuple[Whole, ...] = ()
+    """Blocks that reduce, counted from 0 (none: at a quarter, half and three quarters; 3, 6 and 9 of 12)."""
+
+
+AdaptiveConfig = Ats | Avit | Adavit | Tome | Evit

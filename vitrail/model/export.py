@@ -170,6 +170,12 @@ def _export(
             f"{path} was not written: the model learned without labels and knows no classes; train a classifier on it "
             "first, or use model.outputs(images).representation"
         )
+    policy = getattr(model.policy, "config", None)
+    if {getattr(policy, "sampling", ""), getattr(policy, "score", "")} & {"random", "uniform"}:
+        raise ValueError(
+            f"{path} was not written: the model draws tokens at random, so that a file cannot be compared with it; "
+            "set adaptive.sampling to inverse or top, and adaptive.score to class or column"
+        )
     model = merged_copy(model).to("cpu", torch.float32).eval()
     program = _traced(model, takes, gives)
     with replacing(path) as temporary:

@@ -82,8 +82,13 @@ class AtsPolicy(AdaptivePolicy):
         self.cap = dict(zip(self.at, many, strict=True))
 
     @property
+    def even(self) -> bool:
+        """Whether every image of a size keeps equally many tokens: a batch then stays dense, and nothing is masked."""
+        return self.config.sampling in ("top", "uniform") and self.config.keep_class and self.config.form != "packed"
+
+    @property
     def static(self) -> bool:
-        return bool(self.capacity) or self.config.form == "padded"
+        return bool(self.capacity) or self.config.form == "padded" or self.even
 
     @contextmanager
     def with_room(self, *, fixed: bool) -> Iterator[None]:
@@ -140,7 +145,7 @@ class _Sampling(Passage):
                 "packed sampling is by the class token's row, inverse and in raster order, or uniform; use form padded"
             )
         if config.form == "auto":
-            return able and tokens.sequence.is_cuda and not torch.is_grad_enabled()
+            return able and not self.policy.even and tokens.sequence.is_cuda and not torch.is_grad_enabled()
         return able and config.form == "packed"
 
     def _packed(self, block: Block, i: int, tokens: Tokens) -> Tokens:
@@ -172,15 +177,15 @@ class _Sampling(Passage):
         q, k, v = mixer.shown(block.norm1(x), tokens, i, probe)
         keep = self._drawn(i, q, k, v, tokens)
         places = self._places(i, keep, tokens)  # [batch, prefix + kept]
-        mask = keep.gather(1, places)
-        left = replace(tokens, mask=mask, index=_original(tokens).gather(1, places[:, prefix:] - prefix))
+        mask = None if self.policy.even and tokens.mask is None else keep.gather(1, places)
+        left = replace(tokens, mask=mask, index=tokens.original().gather(1, places[:, prefix:] - prefix))
         queries = q.gather(2, places[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
         attention = None if probe is None else probe.map(f"attention.{i}", lambda: mixer.attention(queries, k, tokens))
         shares = (None, None) if probe is None else probe.keep(i)
         before = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         after = block.after_mixing(before, mixer.mix((queries, k, v), tokens, attention), shares[0])
         after = block.after_channels(after, shares[1])
-        if not self.config.keep_class:  # a class token that was not drawn stays as it was
+        if mask is not None and not self.config.keep_class:  # a class token that was not drawn stays as it was
             after = torch.where(mask[..., None] | (places >= prefix)[..., None], after, before)
             left = replace(left, mask=torch.cat([mask.new_ones(len(mask), prefix), mask[:, prefix:]], 1))
         return left.but(after if probe is None else probe(f"tokens.{i}", after))
@@ -221,20 +226,12 @@ def _mixer(block: Block) -> SoftmaxMixer:
     return block.attn
 
 
-def _original(tokens: Tokens) -> Tensor:
-    """Which original patch each patch token is, [batch, patches]."""
-    if tokens.index is not None:
-        return tokens.index
-    batch, count = tokens.sequence.shape[:2]
-    return torch.arange(count - tokens.prefix, device=tokens.sequence.device).expand(batch, -1)
-
-
 def _as_rows(tokens: Tokens) -> Tokens:
     """The same tokens packed."""
     if tokens.offsets is not None:
         return tokens
     batch, count = tokens.sequence.shape[:2]
-    index = F.pad(_original(tokens), (tokens.prefix, 0))
+    index = F.pad(tokens.original(), (tokens.prefix, 0))
     if tokens.mask is None:
         offsets = torch.arange(0, (batch + 1) * count, count, device=index.device)
         rows = tokens.sequence.flatten(0, 1)

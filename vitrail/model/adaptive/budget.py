@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from vitrail.kernels.sampling import MOST_PRODUCT, check_points
 from vitrail.model.adaptive.adavit import AdavitPolicy
 from vitrail.model.adaptive.ats import AtsPolicy
+from vitrail.model.adaptive.reduction import ReducingPolicy
 from vitrail.model.cost import NORM_COST, cost
 from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.block import Block
@@ -40,10 +42,10 @@ def trace_macs(
     """Multiply-accumulates that each image took, [batch], float64 on the CPU (whole numbers are exact).
 
     A block in which tokens are sampled counts scores of all tokens, as the paper does; `scores="kept"` counts what is
-    computed here, the class token's row once more (not for uniform sampling) and those of the tokens that stay. Heads
-    and branches that are off count nothing, and the decisions of AdaViT are added. `norms` adds five operations for
-    each element of a LayerNorm, as `cost` does. Where everything was kept, the sum is `cost(...)` of the same model
-    without a policy.
+    computed here, the class token's row once more (not for uniform sampling) and those of the tokens that stay. ToMe's
+    similarities are added, and with `scores="kept"` EViT's row. Heads and branches that are off count nothing, and the
+    decisions of AdaViT are added. `norms` adds five operations for each element of a LayerNorm, as `cost` does. Where
+    everything was kept, the sum is `cost(...)` of the same model without a policy.
 
     `image_size` is that of the traced images (none: the model's own); `fixed` is `fixed_macs` of it, for whoever calls
     this for many batches. The head is counted with all tokens, also where fewer reach it. Raises `ValueError` where
@@ -57,13 +59,17 @@ def trace_macs(
     total = torch.full_like(used[0].entering, fixed_macs(model, size, norms=norms) if fixed is None else fixed)
     policy = model.policy
     for i, (block, use) in enumerate(zip(blocks, used, strict=True)):
-        more = torch.zeros_like(total)
+        more, queries = torch.zeros_like(total), use.leaving
+        if isinstance(policy, ReducingPolicy):
+            queries = use.entering
+            own = policy.own_macs(use.entering, trunk.config, trunk.prefix, scores=scores == "kept")
+            total = total + torch.where(use.leaving < use.entering, own, 0)
         if isinstance(policy, AtsPolicy) and i in policy.at:
             asked = use.entering if policy.config.score == "column" else torch.ones_like(total)
             asked = torch.zeros_like(total) if policy.config.sampling == "uniform" else asked
             more = use.leaving + asked - use.entering if scores == "kept" else more
-        total = total + _block_macs(block, use, use.entering + more, norms)
-    if isinstance(policy, AtsPolicy) and norms and isinstance(trunk.norm, nn.LayerNorm):
+        total = total + _block_macs(block, use, use.entering + more, queries, norms)
+    if isinstance(policy, AtsPolicy | ReducingPolicy) and norms and isinstance(trunk.norm, nn.LayerNorm):
         total = total - NORM_COST * trunk.width * (used[0].entering - used[-1].leaving)
     return total
 
@@ -96,14 +102,14 @@ def fixed_macs(model: Classifier, image_size: int | None = None, *, norms: bool 
     return total
 
 
-def _block_macs(block: Block, use: BlockUse, rows: Tensor, norms: bool) -> Tensor:
-    """Of one block, [batch]; `rows` are the queries whose scores count."""
+def _block_macs(block: Block, use: BlockUse, rows: Tensor, queries: Tensor, norms: bool) -> Tensor:
+    """Of one block, [batch]; `rows` are the queries whose scores count, `queries` those that get an answer."""
     mixer = block.attn if isinstance(block, Block) else None
     if not (isinstance(mixer, SoftmaxMixer) and mixer.fused) or block.local_mp is not None:
         raise ValueError("multiply-accumulates of a trace are known for plain blocks with softmax attention only")
     n_in, n_out, width = use.entering, use.leaving, mixer.proj.in_features
     mixed = width * use.heads / mixer.heads
-    mixing = 3 * n_in * width * mixed + rows * n_in * mixed + n_out * n_in * mixed + n_out * mixed * width
+    mixing = 3 * n_in * width * mixed + rows * n_in * mixed + queries * n_in * mixed + queries * mixed * width
     hidden = 0 if block.mlp is None else block.mlp.fc1.out_features
     channels = 2 * n_out * width * hidden
     if norms and isinstance(block.norm1, nn.LayerNorm):
@@ -142,30 +148,39 @@ def set_budget(
     tokens: int | None = None,
     ratio: float | None = None,
     gmacs: float | None = None,
+    share: float | None = None,
     images: Iterable[Tensor] | Tensor | None = None,
 ) -> float | None:
-    """Let an ATS model spend less or more from now on, in place and without training.
+    """Let a model with ATS, ToMe or EViT spend less or more from now on, in place and without training.
 
     One of: `tokens`, the sampling points of every layer, 2 or more; `ratio`, their share of the patches that enter, at
-    most 1; `gmacs`, a mean cost in 10^9 multiply-accumulates per image, for which `images` (batches as the model takes
-    them, or one) are needed to find the share, or the number of points where a share of 1 costs less than that.
+    most 1; `gmacs`, a mean cost in 10^9 multiply-accumulates per image; `share`, the same as a share of the cost of the
+    model without a policy. ToMe and EViT cost the same on every image and take the last two only, which set `r` and
+    `keep`. ATS needs `images` for them (batches as the model takes them, or one) to find the share of points, or the
+    number of points where a share of 1 costs less than that.
 
     Several points may fall on one patch, so that even `ratio=1` saves. More points than patches keep more of them:
     `tokens` may be any number with which points times patches stays countable (`check_points`), and the cost goes up to
     that of the model without sampling, or close to it where scores are very uneven. A share never means fewer points
-    than the policy's `least` (8). Returns the mean cost on `images` where they are given. Raises `ValueError` for a
-    model without such a budget, and for a cost out of reach, with the range that can be had. Metrics stored with the
-    model are dropped: they belong to another budget.
+    than the policy's `least` (8). Returns the mean cost on `images` where they are given, and that of ToMe and EViT.
+    Raises `ValueError` for a model without such a budget, and for a cost out of reach, with the range that can be had.
+    Metrics stored with the model are dropped: they belong to another budget.
     """
-    if sum(x is not None for x in (tokens, ratio, gmacs)) != 1:
-        raise ValueError("set_budget takes one of tokens, ratio and gmacs")
+    if sum(x is not None for x in (tokens, ratio, gmacs, share)) != 1:
+        raise ValueError("set_budget takes one of tokens, ratio, gmacs and share")
+    policy = model.policy if isinstance(model.policy, ReducingPolicy) else _policy(model)
+    if share is not None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share: {share:g} is no share of the dense model's cost, above 0 and at most 1")
+        gmacs = share * float(trace_macs(model, whole_trace(model))) / 1e9
+    if isinstance(policy, ReducingPolicy):
+        return _set_level(model, policy, gmacs)
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens: {tokens} is too few sampling points; use 2 or more")
     if tokens is not None:
         check_points(tokens, _patches(model))
     if ratio is not None and not 0 < ratio <= 1:
         raise ValueError(f"ratio: {ratio:g} is no share of the patches, above 0 and at most 1; tokens= takes a number")
-    policy = _policy(model)
     batches = None if images is None else [images] if isinstance(images, Tensor) else list(images)
     if gmacs is not None:
         if not batches:
@@ -218,7 +233,10 @@ def _leaving(model: Classifier, policy: AtsPolicy, images: Iterable[Tensor]) -> 
 
 def _policy(model: Classifier) -> AtsPolicy:
     if not isinstance(model.policy, AtsPolicy):
-        raise ValueError("only models with token sampling have a budget to set: create them with adaptive='ats'")
+        raise ValueError(
+            "only models with token sampling have a budget to set: create them with adaptive='ats' (tome and evit have "
+            "one of share= or gmacs=, and no room to calibrate)"
+        )
     return model.policy
 
 
@@ -265,14 +283,55 @@ def _search(model: Classifier, policy: AtsPolicy, wanted: float, batches: list[T
     return mean
 
 
-def _patches(model: Classifier) -> int:
-    """Patches of an image of the model's own size."""
-    rows, columns = cast("Trunk", model.trunk).patch_embed.grid(model.preprocess.size, model.preprocess.size)
+def _set_level(model: Classifier, policy: ReducingPolicy, wanted: float | None) -> float:
+    """The level that comes closest to a cost, which is the same for every image."""
+    if wanted is None:
+        raise ValueError(
+            f"{policy.config.kind} keeps equally many tokens of every image; set what an image costs, by share= or "
+            f"gmacs=, or {policy.setting} itself: make_adaptive(model, {{'kind': '{policy.config.kind}', ...}})"
+        )
+    fixed, before, levels = fixed_macs(model), policy.level, policy.levels(_patches(model))
+
+    def at(level: float) -> float:
+        policy.level = level
+        return float(trace_macs(model, whole_trace(model, reduced=True), fixed=fixed)) / 1e9
+
+    least, most = at(levels[0]), at(levels[-1])
+    if not least <= wanted <= most:
+        policy.level = before
+        raise ValueError(f"gmacs: {wanted:g} is out of reach; {policy.setting} gives {least:.4g} to {most:.4g}")
+    place = bisect_left(levels, wanted, key=at)
+    gmacs = at(min(levels[max(0, place - 1) : place + 1], key=lambda level: abs(at(level) - wanted)))
+    _remember(model, policy)
+    return gmacs
+
+
+def whole_trace(model: Classifier, image_size: int | None = None, *, reduced: bool = False) -> Trace:
+    """The trace of an image that is given everything; `reduced`: but for what ToMe or EViT take from every image."""
+    trunk = cast("Trunk", model.trunk)
+    count, heads, one = _patches(model, image_size), float(trunk.config.heads), torch.ones(1, dtype=torch.float64)
+    uses = []
+    for i in range(len(trunk.blocks)):
+        entering = one * (trunk.prefix + count)
+        if reduced and isinstance(model.policy, ReducingPolicy):
+            count = model.policy.left(i, count)
+        uses.append(BlockUse(entering, one * (trunk.prefix + count), one * heads, one, one))
+    return Trace(tuple(uses))
+
+
+def _patches(model: Classifier, image_size: int | None = None) -> int:
+    """Patches of an image (none: of the model's own size)."""
+    size = image_size or model.preprocess.size
+    rows, columns = cast("Trunk", model.trunk).patch_embed.grid(size, size)
     return rows * columns
 
 
-def _remember(model: Classifier, policy: AtsPolicy) -> None:
+def _remember(model: Classifier, policy: AtsPolicy | ReducingPolicy) -> None:
     """What is saved with the weights is how the model is set."""
-    adaptive = {**model.spec["trunk"]["adaptive"], "cap": list(policy.cap.values()), "capacity": list(policy.capacity)}
+    if isinstance(policy, ReducingPolicy):
+        setting: dict[str, object] = {policy.setting: policy.level}
+    else:
+        setting = {"cap": list(policy.cap.values()), "capacity": list(policy.capacity)}
+    adaptive = {**model.spec["trunk"]["adaptive"], **setting}
     model.spec = {**model.spec, "trunk": {**model.spec["trunk"], "adaptive": adaptive}}
     model.stated.pop("figures", None)

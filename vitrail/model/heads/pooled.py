@@ -48,12 +48,12 @@ class MeanHead(LinearHead):
 
     @staticmethod
     def pool(tokens: Tokens) -> Tensor:
-        """Mean of the patches that are there, [batch, width]."""
-        patches = tokens.patches
-        if tokens.mask is None:
+        """Mean of the patches that are there, [batch, width]; merged ones count as all that they stand for."""
+        patches, weight = tokens.patches, tokens.mask if tokens.size is None else tokens.size
+        if weight is None:
             return patches.mean(1)
-        real = tokens.mask[:, tokens.prefix :, None].to(patches.dtype)
-        return (patches * real).sum(1) / real.sum(1).clamp(min=1)
+        weight = weight[:, tokens.prefix :, None].to(patches.dtype)
+        return (patches * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
 class DistilledHead(Head):

@@ -29,9 +29,11 @@ class SoftmaxMixer(QkvMixer):
         self.attention_drop = attention_drop
 
     def scores(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
-        """q kᵀ / √d, minus infinity where a key is padding."""
+        """q kᵀ / √d; plus the logarithm of a key's size, minus infinity where it is padding."""
         # A contiguous transpose: the strided product is many times slower on some CPUs.
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1).contiguous()
+        if tokens.size is not None:
+            scores = scores + _log_size(tokens, scores)
         return scores if tokens.mask is None else scores.masked_fill(~tokens.mask[:, None, None], float("-inf"))
 
     def attention(self, q: Tensor, k: Tensor, tokens: Tokens) -> Tensor:
@@ -43,13 +45,13 @@ class SoftmaxMixer(QkvMixer):
         drop = self.attention_drop if self.training else 0.0
         if attention is None:
             mask = None if tokens.mask is None else tokens.mask[:, None, None]
+            mask = mask if tokens.size is None else _log_size(tokens, q)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
         else:
             out = F.dropout(attention, drop, self.training).to(v) @ v
         return self.leave(out)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: int = 0, probe: Probe | None = None) -> Tensor:
-        plain = self.fused and tokens.mask is None and not (self.attention_drop and self.training)
         if probe is not None and not probe.concerns(*(f"{kind}.{layer}" for kind in self.shows)):
             probe = None  # nothing of this layer is requested: the fused kernel runs
         if tokens.offsets is not None:
@@ -58,11 +60,25 @@ class SoftmaxMixer(QkvMixer):
             if self.attention_drop and self.training:
                 raise ValueError("packed attention has no dropout; use adaptive form padded, or attention_drop 0")
             return self.proj(ragged_attention(self.packed(x), tokens.offsets, most=tokens.most).flatten(1))
-        if probe is None and plain:
-            return self.proj(packed_attention(self.packed(x)).flatten(2))
+        return self.mixed(x, tokens, layer, probe)[0]
+
+    def mixed(self, x: Tensor, tokens: Tokens, layer: int, probe: Probe | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The branch of tokens that are not packed, and its q and k."""
+        even = tokens.mask is None and tokens.size is None
+        if probe is None and self.fused and even and not (self.attention_drop and self.training):
+            qkv = self.packed(x)
+            q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            return self.proj(packed_attention(qkv).flatten(2)), q, k
         q, k, v = self.shown(x, tokens, layer, probe)
         wanted = None if probe is None else probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
-        return self.mix((q, k, v), tokens, wanted)
+        return self.mix((q, k, v), tokens, wanted), q, k
+
+
+def _log_size(tokens: Tokens, like: Tensor) -> Tensor:
+    """What merged tokens add to scores [batch, heads, queries, keys], so that they weigh as all that they stand for."""
+    assert tokens.size is not None
+    assert tokens.mask is None
+    return tokens.size.log()[:, None, None].to(like.dtype)
 
 
 class TalkingHeadsMixer(SoftmaxMixer):

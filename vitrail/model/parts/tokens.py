@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,13 @@ class Tokens:
     prefix: int  # leading class / distillation / register tokens of every image
     grid: tuple[int, int]  # rows, columns of the patches
     mask: Tensor | None = None  # dense: [batch, prefix + patches], true where a token is real
-    index: Tensor | None = None  # [batch, patches], packed [capacity]: which original patch each surviving token is
+    index: Tensor | None = (
+        None  # [batch, patches], packed [capacity]: which original patch each surviving token is; beyond them: none
+    )
     offsets: Tensor | None = None  # packed: [batch + 1]
     most: int = 0  # packed: tokens that an image can have at most
     trace: Trace | None = None  # what an adaptive policy spent
+    size: Tensor | None = None  # dense: [batch, prefix + patches], how many patches each token is the mean of (ToMe)
 
     @property
     def patches(self) -> Tensor:
@@ -103,7 +106,15 @@ class Tokens:
             return everything if dense.mask is None else dense.mask[:, dense.prefix :].to(everything)
         real = torch.ones_like(dense.index) if dense.mask is None else dense.mask[:, dense.prefix :]
         real = real.to(torch.float32)
-        return torch.zeros(batch, patches, device=real.device).scatter_reduce(1, dense.index, real, "amax")
+        kept = torch.zeros(batch, patches + 1, device=real.device).scatter_reduce(1, dense.index, real, "amax")
+        return kept[:, :patches]
+
+    def original(self) -> Tensor:
+        """Which original patch each patch token is, [batch, patches]."""
+        if self.index is not None:
+            return self.index
+        batch, count = self.sequence.shape[:2]
+        return torch.arange(count - self.prefix, device=self.sequence.device).expand(batch, -1)
 
 
 def _register(cls: type[Any], *layout: str) -> None:
@@ -177,6 +188,8 @@ class Probe:
 
 class AdaptivePolicy(nn.Module):
     """Decides what of each block an image gets. Parameters, if it has any, are trained with the trunk."""
+
+    same_cost: ClassVar[bool] = False  # whether every image of a size costs the same, whatever it shows
 
     @property
     def static(self) -> bool:

@@ -1,0 +1,47 @@
+"""The benchmark of accuracy against milliseconds, on a tiny model and a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from study_calls import call
+
+import vitrail
+from vitrail.model.build import create_model
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "milliseconds.py"
+DATA = "synthetic:shapes?n=200&size=32"
+
+
+@pytest.mark.slow
+def test_every_policy_is_a_row_and_a_second_call_measures_what_is_missing(tmp_path: Path) -> None:
+    shape = {"depth": 4, "width": 32, "heads": 2, "patch": 4, "image_size": 32}
+    run = create_model("deit_tiny", classes=vitrail.open_data(DATA).classes, **shape).save(tmp_path / "dense")
+    file = tmp_path / "rows.jsonl"
+    words = [str(run), "--data", DATA, "--device", "cpu", "--batch", "1", "4", "--rounds", "2", "--seconds", "0.01"]
+    words += ["--json", str(file), "--threads", "1"]
+    # 0.02 of the cost is out of reach, and a row all the same.
+    text = call(SCRIPT, *words, "--shares", "0.7", "0.02")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows[0]["policy"] == "dense"
+    done = [row for row in rows if "error" not in row]
+    policies = ["tome", "evit", "ats-inverse", "ats-top", "ats-uniform", "tome-decreasing", "tome-plain-attention"]
+    assert [row["policy"] for row in done] == ["dense", *policies]
+    failed = [row for row in rows if "error" in row]
+    assert {row["share"] for row in failed} == {0.02}
+    assert all("out of reach" in row["error"] for row in failed)
+    for row in done[1:]:
+        assert row["mac_share"] == pytest.approx(0.7, abs=0.02)
+        assert 0 <= row["top1"] <= 1
+        assert row["adaptive"]["kind"] == row["policy"].partition("-")[0]
+        assert set(row["batches"]) == {"1", "4"}
+        for times in row["batches"].values():
+            assert min(times["ms"], times["speedup"], times["images_per_second"]) > 0
+    assert "| tome | 0.7 |" in text.replace("*", "")
+    assert "batch 4, within 0.5 points of dense" in text
+
+    call(SCRIPT, *words, "--shares", "0.7", "0.9", "--policies", "tome")
+    rows = [json.loads(line) for line in file.read_text().splitlines()][len(rows) :]
+    assert [(row["policy"], row["share"]) for row in rows] == [("tome", 0.9)]
