@@ -183,7 +183,7 @@ def test_of_several_labels_the_share_that_is_right_counts(tmp_path: Path) -> Non
 
 
 def test_a_paired_interval_is_that_of_the_table_with_a_half_in_each_cell() -> None:
-    change = np.array([1.0] * 5 + [-1.0] * 12 + [0.0] * 183)
+    change = torch.tensor([1.0] * 5 + [-1.0] * 12 + [0.0] * 183).double()
     gained, lost, count = 5.5, 12.5, 202.0
     middle = (gained - lost) / count
     spread = 1.959964 * np.sqrt(gained + lost - (gained - lost) ** 2 / count) / count

@@ -65,8 +65,8 @@ class ExportCommand:
 
         model = load(self.run, base=self.base, bits=self.bits)
         shape: dict[str, Any] = {"input": self.input, "output": self.output}
-        reduce = "int8" if self.int8 else "fp16" if self.fp16 else None
-        more: tuple[Any, ...] = (self.run, reduce, self.calibrate, self.lose, self.with_predict)
+        reduce: Any = "int8" if self.int8 else "fp16" if self.fp16 else None
+        more = (self.run, reduce, self.calibrate, self.lose, self.with_predict)
         exported = export_onnx(model, out, *more, **shape) if to == "onnx" else to_torch(model, out, **shape)
         size, classes = model.preprocess.size, len(model.classes)
         shapes = f"{self.input} [batch, 3, {size}, {size}] -> {self.output} [batch, {classes}]"
@@ -104,8 +104,6 @@ class ExportCommand:
 
 
 def _accuracy(of: dict[str, Any]) -> str:
-    low, high = (100 * bound for bound in of["interval"])
-    shares = f"{of['before']:.2%} in float32, {of['after']:.2%} in {of['kind']}"
-    change = f"{100 * of['change']:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f}"
-    left = f"; left in float32: {', '.join(of['float32'])}" if of["float32"] else ""
-    return f"accuracy on {of['images']:,} val images: {shares} ({change}){left}"
+    text = f"accuracy on {of['images']:,} val images: {of['before']:.2%} in float32, {of['after']:.2%} in {of['kind']} "
+    text += "(95 % interval of the change {:+.2%} to {:+.2%})".format(*of["interval"])
+    return text + (f"; left in float32: {', '.join(of['float32'])}" if of["float32"] else "")

@@ -66,18 +66,16 @@ class Exported:
     differences: dict[int, float]
     """Largest absolute difference from the model for each batch size, in logits (in logarithms of probabilities, or
     their logits where several classes may hold, if those are what the file gives)."""
-    precision: dict[str, Any] | None = None
-    """Of a file in fewer bits: accuracy before and after (see `vitrail/model/quantize.py`)."""
+    precision: dict[str, Any] | None = None  # of a file in fewer bits: accuracy before and after
 
     def to_json(self) -> dict[str, Any]:
-        reduced = {} if self.precision is None else {"precision": self.precision}
         return {
             "file": str(self.path),
             "bytes": self.bytes,
             "input": self.input,
             "output": self.output,
             "differences": {str(batch): value for batch, value in self.differences.items()},
-            **reduced,
+            **({} if self.precision is None else {"precision": self.precision}),
         }
 
 
@@ -114,9 +112,8 @@ def to_onnx(
 
     As `to_torch`. Every part of the description is JSON in the file's metadata, which onnxruntime gives as
     `session.get_modelmeta().custom_metadata_map`; `more` is added to it. `score`, of logits and embeddings, becomes a
-    second output, `score` [batch]. `reduce` rewrites the checked file in fewer bits, in place, and returns what is
-    stated of that: its difference from the model is then reported only. Raises `ValueError` before any work where
-    packages are missing, or where ONNX cannot hold the model.
+    second output [batch]. `reduce` rewrites the checked file in fewer bits, and returns what is stated of that. Raises
+    `ValueError` before any work where packages are missing, or where ONNX cannot hold the model.
     """
     _check_request(path, ".onnx", input, output)
     _check_onnx(model)
@@ -291,7 +288,7 @@ def _random_images(model: Classifier, count: int, takes: Input) -> Tensor:
 
 
 @torch.inference_mode()
-def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, *, check: bool = True) -> dict[int, float]:
+def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, check: bool = True) -> dict[int, float]:
     """Largest absolute difference at each of `BATCHES`; `ValueError` where one is more than rounding (`check`)."""
     differences, largest = {}, 0.0
     for batch in BATCHES:

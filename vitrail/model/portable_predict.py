@@ -1,8 +1,7 @@
 """python predict.py model.onnx cat.jpg dog.png [--json] [--top 3] [--coverage 0.95] [--sets lac] [--keep 0.95]
 
-Predictions of a file that `vitrail export --with_predict` wrote, by numpy, pillow and onnxruntime alone. --coverage
-asks for a set of classes that holds the right one with this probability (--sets: lac, the smallest, aps or raps),
---keep calls images unknown that score below this share of images of known classes.
+Predictions of an exported file by numpy, pillow and onnxruntime. --coverage P: a set of classes that holds the right
+one with this probability (--sets: lac, aps or raps); --keep P: unknown is what scores below this share of known images.
 """
 
 import argparse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ def export_onnx(
 ) -> Exported:
     """The model of a `run` as an ONNX file, in fewer bits where accuracy allows, with a `predict.py` beside it.
 
-    `data` (none: what the run was trained on) gives calibration images of train, and val; `options` are of `to_onnx`.
-    Raises `ValueError`, and writes nothing, where more than `lose` points are lost, or another `predict.py` is there.
+    `data` (none: what the run was trained on) has train images for calibration, and val; `options` are of `to_onnx`.
     """
     script, text = path.with_name("predict.py"), TEMPLATE.read_text(encoding="utf-8")
     if with_predict:
@@ -51,7 +50,15 @@ def export_onnx(
         if script.exists() and script.read_text("utf-8", "replace")[:50] != text[:50]:
             raise ValueError(f"{script} is not one that vitrail wrote; export into another folder")
         trust = Trust.read(model_folder(run)) if (model_folder(run) / FILE).is_file() else None
-        options |= {"score": trust and RejectScore(trust, model.multilabel), "more": {"trust": _fitted(trust)}}
+        note = "nothing was fitted on held-out images: vitrail evaluate RUN --calibrate, and export again"
+        fitted: dict[str, Any] = {"labels": {}, "known": [], "note": note}
+        if trust is not None:  # sorted scores of held-out images, for any threshold
+            labels = {kind: scores.sort().values.tolist() for kind, scores in trust.labels.items()}
+            note = (
+                f"the file has a reject score, {trust.kind}, and prediction sets by {', '.join(labels) or 'no method'}"
+            )
+            fitted = {"labels": labels, "known": trust.known.sort().values.tolist(), "note": note}
+        options |= {"score": trust and RejectScore(trust, model.multilabel), "more": {"trust": fitted}}
     if precision is not None:
         options["reduce"] = _reduction(model, run, data, precision, lose, options.get("input") == "float")
     exported = to_onnx(model, path, **options)
@@ -65,13 +72,11 @@ class RejectScore(nn.Module):
 
     def __init__(self, trust: Trust, multilabel: bool) -> None:
         super().__init__()
-        self.fitted, self.scores = trust.embedding, LABEL_SCORES if multilabel else SOFTMAX_SCORES
-        self.kind = trust.kind
+        self.fitted, self.score = trust.embedding, (LABEL_SCORES if multilabel else SOFTMAX_SCORES).get(trust.kind)
         for name, tensor in trust.embedding.tensors().items() if trust.embedding else ():
             self.register_buffer(name, tensor)
 
-    def forward(self, logits: Tensor, embeddings: Tensor) -> Tensor:
-        """Scores [batch], in float64 as those of `Trust`."""
+    def forward(self, logits: Tensor, embeddings: Tensor) -> Tensor:  # [batch], in float64 as those of `Trust`
         if isinstance(self.fitted, NeighbourScore):
             memory, unit = self.get_buffer("memory"), F.normalize(embeddings.double(), dim=1)
             farthest = (unit.float() @ memory.T).topk(self.fitted.k).indices[:, -1]
@@ -79,17 +84,7 @@ class RejectScore(nn.Module):
         if isinstance(self.fitted, MahalanobisScore):
             whitened = embeddings.double() @ self.get_buffer("whitening").T
             return -(whitened[:, None] - self.get_buffer("means")).square().sum(2).amin(1)
-        return self.scores[self.kind](logits.double())
-
-
-def _fitted(trust: Trust | None) -> dict[str, Any]:
-    """Sorted scores of held-out images, for any threshold, and a note on what can be asked for."""
-    if trust is None:
-        note = "nothing was fitted on held-out images: vitrail evaluate RUN --calibrate, and export again"
-        return {"labels": {}, "known": [], "note": note}
-    labels = {kind: scores.sort().values.tolist() for kind, scores in trust.labels.items()}
-    note = f"the file has a reject score, {trust.kind}, and prediction sets by {', '.join(labels) or 'no method'}"
-    return {"labels": labels, "known": trust.known.sort().values.tolist(), "note": note}
+        return self.score(logits.double())  # type: ignore[misc]
 
 
 def _reduction(
@@ -97,7 +92,7 @@ def _reduction(
 ) -> Reduction:
     if not (uri := data or model.stated.get("data")):
         raise ValueError(f"{run} does not say which data it learned from; name them: --calibrate DATA")
-    with nullcontext() if data else own_data_of(run, "name them with --calibrate DATA, "):
+    with own_data_of(run, "name them with --calibrate DATA, "):
         opened = _with_classes_of(model, open_for(model, uri))
     if not {"train", "val"} <= opened.splits.keys():
         raise ValueError(f"{uri} has no train images to calibrate on, or no val images to measure accuracy on")
@@ -111,5 +106,5 @@ def _reduction(
                     yield preprocess.normalize(images) if floats else images, batch.label
 
     calibration = torch.cat([images for images, _ in images_of(opened["train"], CALIBRATION)])
-    say = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    return Reduction(precision, calibration, lambda: images_of(opened["val"], HELD_OUT), lose, say)
+    held_out = partial(images_of, opened["val"], HELD_OUT)
+    return Reduction(precision, calibration, held_out, lose, partial(print, file=sys.stderr))
