@@ -220,6 +220,15 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "json": True,
     },
     "export r --to onnx o": {"run": Path("r"), "out": Path("o"), "to": "onnx"},
+    "export r o --int8 --calibrate d --lose 0.5 --with_predict": {
+        "run": Path("r"),
+        "out": Path("o"),
+        "int8": True,
+        "calibrate": "d",
+        "lose": 0.5,
+        "with_predict": True,
+    },
+    "export r o --fp16": {"run": Path("r"), "out": Path("o"), "fp16": True},
     "export r o --input float --output logits --base b --bits 4 --json": {
         "run": Path("r"),
         "out": Path("o"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from vitrail.console import output
 from vitrail.files import reject_unwritable
-from vitrail.schema import Positional
+from vitrail.schema import Positional, Range
 
 FORMATS = {".pt2": "torch", ".onnx": "onnx", ".safetensors": "adapter"}
 
@@ -17,9 +17,11 @@ FORMATS = {".pt2": "torch", ".onnx": "onnx", ".safetensors": "adapter"}
 class ExportCommand:
     """A trained model as one file for other programs, compared with the model before it is kept.
 
-    Class names and preprocessing are in the file.
+    Class names and preprocessing are in the file. An ONNX file in int8 or float16 is kept only where its accuracy on
+    val is at most --lose points below that in float32; the blocks that int8 costs most may stay in float32.
 
     Example: vitrail export runs/demo model.onnx
+    Example: vitrail export runs/demo deploy/model.onnx --int8 --with_predict
     Example: vitrail export runs/birds birds.safetensors --bits 4        (an adapter alone, in fewer bits)
     """
 
@@ -34,6 +36,11 @@ class ExportCommand:
     """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
     bits: int | None = None
     """round the trained parameters of an adapter to so many bits, 2 to 8; its own file packs them"""
+    int8: bool = False  # of .onnx: 8-bit integers
+    fp16: bool = False  # of .onnx: 16-bit floats
+    calibrate: str | None = None  # of --int8, --fp16: data with train and val images (default: the run's own)
+    lose: Annotated[float, Range(0, 100)] = 0.3  # of --int8, --fp16: points of accuracy on val that may be lost
+    with_predict: bool = False  # of .onnx: predict.py beside it, which needs numpy, pillow and onnxruntime only
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
@@ -46,12 +53,21 @@ class ExportCommand:
                 " adapter, or --to peft for a folder)"
             )
         reject_unwritable(out, "choose another FILE", file=to != "peft")
+        flags = [name for name in ("int8", "fp16", "with_predict") if getattr(self, name)]
+        if flags and to != "onnx":
+            raise ValueError(f"--{flags[0]} is for ONNX files, and {out} is for {to}; name a file that ends in .onnx")
+        if (self.calibrate or self.lose != 0.3 or self.fp16) and self.int8 == self.fp16:
+            raise ValueError("--calibrate and --lose are of --int8 or --fp16; name one of these two")
         if to in ("adapter", "peft"):
             return self._adapter(to)
-        from vitrail.model.export import to_onnx, to_torch
+        from vitrail.model.export import to_torch
+        from vitrail.run.deploy import export_onnx
 
         model = load(self.run, base=self.base, bits=self.bits)
-        exported = (to_onnx if to == "onnx" else to_torch)(model, out, input=self.input, output=self.output)
+        shape: dict[str, Any] = {"input": self.input, "output": self.output}
+        reduce: Any = "int8" if self.int8 else "fp16" if self.fp16 else None
+        more = (self.run, reduce, self.calibrate, self.lose, self.with_predict)
+        exported = export_onnx(model, out, *more, **shape) if to == "onnx" else to_torch(model, out, **shape)
         size, classes = model.preprocess.size, len(model.classes)
         shapes = f"{self.input} [batch, 3, {size}, {size}] -> {self.output} [batch, {classes}]"
         differences = ", ".join(f"{value:.1g} at batch {batch}" for batch, value in exported.differences.items())
@@ -60,6 +76,7 @@ class ExportCommand:
             exported.to_json(),
             f"{out}: {exported.bytes / 1e6:.1f} MB, {shapes}",
             f"largest difference of logits from the model: {differences}",
+            *([_accuracy(exported.precision)] if exported.precision else []),
         )
 
     def _adapter(self, to: str) -> int:
@@ -84,3 +101,9 @@ class ExportCommand:
             text = f"{stored['bytes']:,} bytes, {stored['stored']:,} parameters of {stored['kind']}"
             text += f", {stored['bits']} bits"
         return output(self.json, {"out": str(out), "to": to, **stored}, f"{out}: {text}")
+
+
+def _accuracy(of: dict[str, Any]) -> str:
+    text = f"accuracy on {of['images']:,} val images: {of['before']:.2%} in float32, {of['after']:.2%} in {of['kind']} "
+    text += "(95 % interval of the change {:+.2%} to {:+.2%})".format(*of["interval"])
+    return text + (f"; left in float32: {', '.join(of['float32'])}" if of["float32"] else "")

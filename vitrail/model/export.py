@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,8 +46,8 @@ larger. Mistakes lie above: in DeiT-S, tanh for erf in GELU gives 3e-4, another 
 """
 ROUNDING = 1e-6
 """Accepted besides, where all logits are close to zero: a few roundings of numbers around 1."""
-OPSET = 18
-"""Version of the ONNX operators: the one torch's exporter is written in; onnxruntime reads it since 1.14."""
+OPSET = 20
+"""Version of the ONNX operators: the first with GELU as one; onnxruntime reads it since 1.17."""
 ONNX_LIMIT = 1536 * 2**20
 """Bytes of weights that go into one ONNX file; beyond, torch would put them into a second one beside it."""
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -66,6 +66,7 @@ class Exported:
     differences: dict[int, float]
     """Largest absolute difference from the model for each batch size, in logits (in logarithms of probabilities, or
     their logits where several classes may hold, if those are what the file gives)."""
+    precision: dict[str, Any] | None = None  # of a file in fewer bits: accuracy before and after
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,6 +75,7 @@ class Exported:
             "input": self.input,
             "output": self.output,
             "differences": {str(batch): value for batch, value in self.differences.items()},
+            **({} if self.precision is None else {"precision": self.precision}),
         }
 
 
@@ -102,16 +104,20 @@ def to_onnx(
     *,
     input: Input = "bytes",  # noqa: A002, as on the command line
     output: Output = "probabilities",
+    reduce: Callable[[Path], dict[str, Any]] | None = None,
+    score: nn.Module | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write `model` as `.onnx`: one input `images`, one output `probabilities` or `logits`.
 
     As `to_torch`. Every part of the description is JSON in the file's metadata, which onnxruntime gives as
-    `session.get_modelmeta().custom_metadata_map`. Raises `ValueError` before any work where packages are missing, or
-    where ONNX cannot hold the model.
+    `session.get_modelmeta().custom_metadata_map`; `more` is added to it. `score`, of logits and embeddings, becomes a
+    second output [batch]. `reduce` rewrites the checked file in fewer bits, and returns what is stated of that. Raises
+    `ValueError` before any work where packages are missing, or where ONNX cannot hold the model.
     """
     _check_request(path, ".onnx", input, output)
     _check_onnx(model)
-    return _export(model, Path(path), input, output, _write_onnx, _read_onnx)
+    return _export(model, Path(path), input, output, _write_onnx, read_onnx, reduce, score, more)
 
 
 def describe(model: Classifier, takes: Input, gives: Output) -> dict[str, Any]:
@@ -159,6 +165,9 @@ def _export(
     gives: Output,
     write: Callable[[ExportedProgram, Path, dict[str, Any]], None],
     read: Callable[[Path], Runner],
+    reduce: Callable[[Path], dict[str, Any]] | None = None,
+    score: nn.Module | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Exported:
     if hasattr(model.trunk, "tokeniser"):
         raise ValueError(
@@ -177,32 +186,37 @@ def _export(
             "set adaptive.sampling to inverse or top, and adaptive.score to class or column"
         )
     model = merged_copy(model).to("cpu", torch.float32).eval()
-    program = _traced(model, takes, gives)
+    program = _traced(model, takes, gives, *([] if score is None else [score]))
     with replacing(path) as temporary:
-        write(program, temporary, describe(model, takes, gives))
+        write(program, temporary, describe(model, takes, gives) | dict(more or {}))
         try:
             differences = _compare(model, read(temporary), takes, gives)
+            precision = None if reduce is None else reduce(temporary)
+            if reduce is not None:
+                differences = _compare(model, read(temporary), takes, gives, check=False)
         except ValueError as error:
             raise ValueError(f"{path} was not written, {error}") from error
         size = temporary.stat().st_size
-    return Exported(path, size, takes, gives, differences)
+    return Exported(path, size, takes, gives, differences, precision)
 
 
 class _Program(nn.Module):
     """The computation of the file."""
 
-    def __init__(self, model: Classifier, gives: Output) -> None:
+    def __init__(self, model: Classifier, gives: Output, score: nn.Module | None) -> None:
         super().__init__()
-        self.model, self.gives = model, gives
+        self.model, self.gives, self.score = model, gives, score
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.model(images)
-        return logits if self.gives == "logits" else self.model.probabilities(logits)
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        tokens = self.model.tokens(images)
+        logits = self.model.fused(self.model.head(tokens))
+        result = logits if self.gives == "logits" else self.model.probabilities(logits)
+        return result if self.score is None else (result, self.score(logits, self.model.head.embed(tokens)))
 
 
-def _traced(model: Classifier, takes: Input, gives: Output) -> ExportedProgram:
+def _traced(model: Classifier, takes: Input, gives: Output, score: nn.Module | None = None) -> ExportedProgram:
     """The graph of the folded model, for a batch of any size."""
-    computed = _Program(fold_affine(copy.deepcopy(model)), gives).eval().requires_grad_(False)
+    computed = _Program(fold_affine(copy.deepcopy(model)), gives, score).eval().requires_grad_(False)
     # Two images: one is a size that torch treats as a constant.
     example = (_random_images(model, 2, takes),)
     try:
@@ -238,7 +252,7 @@ def _write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> 
             dynamo=True,
             opset_version=OPSET,
             input_names=["images"],
-            output_names=[about["output"]],
+            output_names=[about["output"], *(["score"] if about.get("trust", {}).get("known") else [])],
             dynamic_shapes=({0: "batch"},),
             external_data=False,
             verbose=False,
@@ -255,7 +269,8 @@ def _write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> 
     made.save(path)
 
 
-def _read_onnx(path: Path) -> Runner:
+def read_onnx(path: Path) -> Runner:
+    """The first output of an ONNX file, by onnxruntime on the CPU. Raises `ValueError` where it cannot be read."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -279,8 +294,8 @@ def _random_images(model: Classifier, count: int, takes: Input) -> Tensor:
 
 
 @torch.inference_mode()
-def _compare(model: Classifier, run: Runner, takes: Input, gives: Output) -> dict[int, float]:
-    """Largest absolute difference at each of `BATCHES`; `ValueError` where one is more than rounding."""
+def _compare(model: Classifier, run: Runner, takes: Input, gives: Output, check: bool = True) -> dict[int, float]:
+    """Largest absolute difference at each of `BATCHES`; `ValueError` where one is more than rounding (`check`)."""
     differences, largest = {}, 0.0
     for batch in BATCHES:
         images = _random_images(model, batch, takes)
@@ -292,7 +307,7 @@ def _compare(model: Classifier, run: Runner, takes: Input, gives: Output) -> dic
             raise ValueError(f"it would fail at batch {batch}: {_reason(error)}") from error
         largest = max(largest, float(wanted.abs().max()))
     allowed = TOLERANCE * largest + ROUNDING
-    if not all(value <= allowed for value in differences.values()):  # in these words NaN is rejected, too
+    if check and not all(value <= allowed for value in differences.values()):  # in these words NaN is rejected, too
         figures = ", ".join(f"{value:.2g} at batch {batch}" for batch, value in differences.items())
         raise ValueError(
             f"its results differ from those of {_name(model)} by {figures}, where rounding explains {allowed:.2g}; "
