@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitrail.compare.run import compare_study as compare_study
     from vitrail.compare.study import Study as Study
     from vitrail.data.open import open_data as open_data
+    from vitrail.fit.run import fit as fit
     from vitrail.measure.saliency import explain as explain
     from vitrail.model.build import create_model as create_model
     from vitrail.model.build import make_adaptive as make_adaptive
@@ -39,6 +40,7 @@ PUBLIC = {  # name: its module, imported when the name is first asked for; list_
     "compare_study": "compare.run",
     "Study": "compare.study",
     "open_data": "data.open",
+    "fit": "fit.run",
     "explain": "measure.saliency",
     "create_model": "model.build",
     "make_adaptive": "model.build",

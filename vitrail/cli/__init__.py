@@ -20,6 +20,7 @@ from vitrail.schema import ConfigError, near, read_command
 from vitrail.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: its class, what it does
+    "fit": ("fit:FitCommand", "photographs and a latency in, the best file within it out"),
     "train": ("cli.train_command:TrainCommand", "images in, a run folder with model, metrics and report out"),
     "evaluate": ("cli.evaluate_command:EvaluateCommand", "metrics of a trained model on any data"),
     "predict": ("cli.evaluate_command:PredictCommand", "predictions of a trained model for images or texts"),
@@ -41,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: its class, what it does
 
 EXAMPLES = (
     ("vitrail train demo", "the whole path in minutes, on embedded data"),
+    ("vitrail fit photos/ --latency 5ms --out classifier", "the best file that takes 5 ms on this CPU"),
     ("vitrail train finetune --data photos/", "your photographs, from published weights"),
     ("vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50", ""),
     ("vitrail train --resume runs/vit-deit_tiny-photos", "go on after an interruption"),

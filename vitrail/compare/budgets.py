@@ -97,14 +97,14 @@ def _cost_per_image(budget: str, config: RunConfig) -> float:
     return 1 / probe(config)
 
 
-def probe(config: RunConfig, seconds: float = PROBE_SECONDS) -> float:
-    """Images/s of real training steps: a run that is stopped before it is ever evaluated.
+def probe(config: RunConfig, seconds: float = PROBE_SECONDS, steps: int = PROBE_STEPS) -> float:
+    """Images/s of real training steps, so many at a time: a run that is stopped before it is ever evaluated.
 
     Raises `RuntimeError` where it cannot be begun.
     """
     folder = Path(tempfile.mkdtemp(prefix="vitrail-probe-"))
     try:
-        log_every = min(PROBE_STEPS, config.engine.log_every)
+        log_every = min(steps, config.engine.log_every)
         engine = replace(config.engine, evaluate_every=0.0, checkpoint_every=0.0, log_every=log_every)
         engine = replace(engine, select="last", patience=0)
         optim = replace(config.optim, steps=10**6)  # longer than it is ever watched

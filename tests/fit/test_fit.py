@@ -1,0 +1,159 @@
+"""`vitrail fit`: a latency in, a file within it out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.cli import run as command
+from vitrail.compare.study import Study
+from vitrail.data.open import open_data
+from vitrail.fit import run as fitting
+from vitrail.fit.candidates import Candidate, Measured, build, candidates_for, measure
+from vitrail.fit.limits import Budget, quantity
+from vitrail.fit.search import Form, _spread
+from vitrail.recipes import recipe
+
+
+def cost(name: str, milliseconds: float, size: int = 128, megabytes: float = 1.0) -> Measured:
+    return Measured(Candidate(name, size), milliseconds / 1e3, int(megabytes * 1e6))
+
+
+@pytest.mark.parametrize(("text", "value"), [("5ms", 0.005), ("0.5 s", 0.5), ("250US", 250e-6)])
+def test_a_time_is_a_number_and_a_unit(text: str, value: float) -> None:
+    assert quantity(text, ("us", "ms", "s"), "--latency") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["5", "ms", "-5ms", "0ms", "5 minutes", "5MB", "1e3ms"])
+def test_another_text_is_rejected_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--latency: .* as in 5ms"):
+        quantity(text, ("us", "ms", "s"), "--latency")
+
+
+def test_a_budget_keeps_a_tenth_of_the_latency_in_reserve_and_nothing_of_the_size() -> None:
+    budget = Budget(0.010, 2e6)
+    assert budget.meets(0.009, 2e6)
+    assert not budget.meets(0.0091, 2e6)
+    assert budget.meets(0.0099, 2e6, share=1.0)
+    assert not budget.meets(0.001, 2.1e6)
+    assert Budget(0.010).meets(0.001, 1e12)
+
+
+def test_small_images_get_small_networks_and_photographs_the_sizes_that_they_have() -> None:
+    assert {c.size for c in candidates_for(32)} == {32}
+    assert {c.size for c in candidates_for(150)} == {96, 128, 160}
+    assert {c.size for c in candidates_for(70)} == {96}
+    assert {c.size for c in candidates_for(4000)} == {160, 192, 224}
+
+
+@pytest.mark.parametrize("side", [32, 96])
+def test_every_candidate_can_be_built_and_named_in_a_study(side: int) -> None:
+    base = recipe("scratch")
+    names = {c.name: {"model": {"name": c.model, "image_size": c.size}} for c in candidates_for(side)}
+    assert set(Study("all", base, names, budget="none").variants) == set(names)
+    for candidate in candidates_for(side):
+        if candidate.size <= 96:
+            assert build(candidate, ["a", "b", "c"]).preprocess.size == candidate.size
+
+
+def test_the_first_rung_has_the_slowest_form_of_each_architecture_that_fits() -> None:
+    costs = [cost("a", 1, 96), cost("a", 3, 128), cost("b", 2), cost("c", 9), cost("d", 0.5)]
+    assert [m.candidate.model for m in _spread(costs, 3)] == ["c", "a", "b"]
+    assert _spread(costs, 3)[1].candidate.size == 128
+
+
+def test_forms_have_names_of_their_own() -> None:
+    pooled = Candidate("vit_tiny_32", 32, {"head": {"kind": "attention_pool"}}, "int8")
+    merged = Candidate("deit_tiny", 96, {"trunk": {"adaptive": {"kind": "tome", "r": 4}}})
+    assert pooled.name == "vit_tiny_32-32-attention_pool-int8"
+    assert merged.name == "deit_tiny-96-tome"
+    assert Form(Measured(pooled), {"objective": {"kind": "distillation"}}).name.endswith("-distilled")
+    assert Measured.from_json(json.loads(json.dumps(Measured(merged, 0.1, 5).to_json()))) == Measured(merged, 0.1, 5)
+
+
+def test_a_budget_that_nothing_meets_is_answered_with_the_nearest_that_can_be_met() -> None:
+    text = fitting._nothing_fits(Budget(0.001), [cost("slow", 20), cost("fast", 1.8), Measured(Candidate("x", 32))])
+    assert "nothing meets 1 ms on 2 CPU threads" in text
+    assert text.endswith("the nearest is fast-128: --latency 2ms")
+
+
+def test_what_a_larger_budget_would_buy_is_the_slowest_within_twice_the_budget() -> None:
+    found = fitting._next_larger(Budget(0.002), [cost("in", 1.9), cost("over", 2.5), cost("best", 3.9), cost("far", 9)])
+    assert found is not None
+    assert found.candidate.model == "best"
+    assert fitting._next_larger(Budget(0.002), [cost("in", 1.0)]) is None
+
+
+def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
+    (found,) = measure(Candidate("vit_tiny_32", 32), ["a", "b"], Budget(1e-6), [], tmp_path)
+    assert found.latency is None
+    assert "times the budget" in found.reason
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--latency", "5"], "use a number above 0 and a unit"),
+        (["--latency", "5ms", "--size", "3"], "--size"),
+        (["--latency", "5ms", "--threads", "0"], "--threads"),
+        (["--latency", "5ms", "--minutes", "0"], "--minutes"),
+    ],
+)
+def test_bad_flags_get_one_sentence(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["fit", "embedded:fashion", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> str:
+    """A few pictures of three classes, 28 pixels wide."""
+    rows = open_data("embedded:fashion")["train"]
+    chosen = [i for i in range(len(rows)) if rows.labels[i] < 3][:180]
+    pixels = np.stack([np.asarray(rows.read(i)) for i in chosen])
+    labels, names = rows.labels[chosen], np.array(["a", "b", "c"])
+    parts = {"x_train": pixels[:140], "y_train": labels[:140], "x_test": pixels[140:], "y_test": labels[140:]}
+    np.savez(tmp_path / "clothes.npz", **parts, classes=names)
+    return str(tmp_path / "clothes.npz")
+
+
+@pytest.mark.slow
+def test_photographs_and_a_latency_become_a_checked_file(
+    photographs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    networks = [Candidate("vit_micro_28", 28), Candidate("cifar_resnet20", 28)]
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: networks)
+    monkeypatch.setattr(fitting, "TEACHERS", {"small": "vit_micro_28"})
+    out = tmp_path / "classifier"
+    arguments = ["fit", photographs, "--latency", "500ms", "--minutes", "0.1", "--weights", "none", "--json"]
+    assert command([*arguments, "--out", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["latency"] <= 0.5
+    assert result["bytes"] == (out / "model.onnx").stat().st_size
+    assert result["split"] == "test"
+    assert result["interval"][0] <= result["top1"] <= result["interval"][1]
+    assert {trial["rung"] for trial in result["trials"]} == {0, 1, 2}
+    lines = [line for path in (out / "studies").glob("run-*/metrics.jsonl") for line in path.read_text().splitlines()]
+    assert {json.loads(line)["split"] for line in lines} == {"train", "val"}  # test was for the file alone
+    assert "<table" in (out / "report.html").read_text()
+
+    runs = sorted((out / "studies").glob("run-*"))
+    assert command([*arguments, "--out", str(out)]) == 0  # goes on: nothing is trained again
+    assert json.loads(capsys.readouterr().out)["top1"] == result["top1"]
+    assert sorted((out / "studies").glob("run-*")) == runs
+    assert command([*arguments, "--out", str(out), "--threads", "1"]) == 2
+    assert "another budget" in capsys.readouterr().err
+
+    picture = tmp_path / "picture.png"
+    open_data(photographs)["train"].read(0).save(picture)
+    words = [sys.executable, str(out / "predict.py"), str(out / "model.onnx"), str(picture), "--json"]
+    answer = subprocess.run(words, capture_output=True, check=True)
+    assert json.loads(answer.stdout)["label"] in ("a", "b", "c")

@@ -1,0 +1,162 @@
+"""Models that may meet a budget, each measured on the target as the file that would be deployed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL.Image import Image
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.fit.limits import Budget
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
+from vitrail.model.export import to_onnx
+from vitrail.model.portable_predict import square
+from vitrail.model.quantize import write_int8
+
+SMALL = 64  # pixels up to which networks for small images are candidates
+SIZES = (96, 128, 160, 192, 224)
+SMALL_NETWORKS = (
+    "cifar_resnet20", "cifar_resnet32", "cifar_resnet56", "cifar_resnet110", "resnet18_32",
+    "vit_tiny_32", "xcit_t12_32", "patchconvnet_t20_32", "resmlp_t12_32", "sot_7_32",
+)  # fmt: skip
+PHOTO_NETWORKS = (
+    "timm:mobilenetv4_conv_small_050", "timm:mobilenetv4_conv_small", "timm:mobilenetv4_conv_medium",
+    "timm:efficientnet_lite0", "timm:repvit_m0_9", "timm:fastvit_t8", "timm:convnext_atto", "timm:resnet18",
+    "timm:resnet26d", "deit_tiny", "deit_small", "xcit_t24_p16", "patchconvnet_s20", "resmlp_s12",
+)  # fmt: skip
+TEACHERS = {"small": "resnet18_32", "photo": "timm:resnet50"}
+Precision = Literal["float32", "int8"]
+GAIN_OF_INT8 = 3.0  # times the budget: what int8 may still bring within it
+HOPELESS = 6.0  # times the budget in eager PyTorch: no runtime makes up for more
+SECONDS, FEWEST = 1.5, 20  # of measuring a file; calls at least
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model at an image size, and what it differs in from the model of that name."""
+
+    model: str
+    size: int
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the model: {"head": {"kind": "attention_pool"}}
+    precision: Precision = "float32"  # of the file
+
+    @property
+    def name(self) -> str:
+        """As a variant of a study and a file may be called."""
+        parts = [*self.settings.values(), *self.settings.get("trunk", {}).values()]
+        kinds = [str(part["kind"]) for part in parts if "kind" in part]
+        kinds += ["int8"] * (self.precision == "int8")
+        return "-".join([self.model.removeprefix("timm:"), str(self.size), *kinds])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a candidate costs; without a latency, why it was not measured."""
+
+    candidate: Candidate
+    latency: float | None = None  # seconds, median of single images
+    bytes: int = 0
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "candidate": {**asdict(self.candidate), "settings": dict(self.candidate.settings)}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Measured:
+        return cls(**{**values, "candidate": Candidate(**values["candidate"])})
+
+
+def candidates_for(side: int) -> list[Candidate]:
+    """Candidates for images of this (median, shorter) side: the two or three nearest sizes of each photo network."""
+    if side <= SMALL:
+        return [Candidate(name, side) for name in SMALL_NETWORKS]
+    sizes = [size for size in SIZES if size <= 1.15 * side][-3:]
+    return [Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes or SIZES[:1]]
+
+
+def build(candidate: Candidate, classes: Sequence[str], multilabel: bool = False) -> Classifier:
+    """The candidate with random weights: its cost is that of the trained one."""
+    settings = dict(candidate.settings)
+    trunk = settings.pop("trunk", {})
+    model = create_model(
+        candidate.model, classes=classes, image_size=candidate.size, multilabel=multilabel, **settings, **trunk
+    )
+    return model.eval()
+
+
+def measure(
+    candidate: Candidate, classes: Sequence[str], budget: Budget, pictures: Sequence[Image], folder: Path
+) -> list[Measured]:
+    """Cost of a candidate's file in float32, and in int8 where float32 is over the budget; or why there is none."""
+    try:
+        model = build(candidate, classes)
+        if budget.on == "cuda":
+            size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+            return [Measured(candidate, accelerator_latency(model, pictures), size)]
+        eager = _eager_latency(model, candidate.size)
+        if eager > HOPELESS * budget.latency:
+            return [Measured(candidate, reason=f"{1e3 * eager:.3g} ms in PyTorch, over {HOPELESS:g} times the budget")]
+        path, small = (folder / f"{candidate.name}{end}.onnx" for end in ("", "-int8"))
+        try:
+            exported = to_onnx(model, path)
+            found = [Measured(candidate, file_latency(path, pictures, budget.threads), exported.bytes)]
+            latency = found[0].latency or 0.0
+            if not budget.meets(latency, exported.bytes) and latency < GAIN_OF_INT8 * budget.latency:
+                size = candidate.size
+                write_int8(path, small, torch.randint(256, (16, 3, size, size), dtype=torch.uint8))
+                latency = file_latency(small, pictures, budget.threads)
+                found.append(Measured(replace(candidate, precision="int8"), latency, small.stat().st_size))
+            return found
+        finally:
+            for file in (path, small):
+                file.unlink(missing_ok=True)
+    except (ValueError, RuntimeError) as error:
+        return [Measured(candidate, reason=str(error).splitlines()[0])]
+
+
+def file_latency(path: Path, pictures: Sequence[Image], threads: int) -> float:
+    """Median seconds of a decoded picture through an ONNX file, alone: what predict.py does to it, and the network."""
+    runtime = import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    preprocess = json.loads(session.get_modelmeta().custom_metadata_map["preprocess"])
+    return _median(lambda picture: session.run(None, {"images": square(picture, **preprocess)}), pictures)
+
+
+@torch.inference_mode()
+def accelerator_latency(model: Classifier, pictures: Sequence[Image]) -> float:
+    """Median seconds of a decoded picture through the optimised model on CUDA, from the host and back."""
+    fast, prepare = model.to("cuda").optimize(), Preprocess(model.preprocess)
+    return _median(lambda picture: fast(prepare(picture)[None].cuda()).cpu(), pictures)
+
+
+@torch.inference_mode()
+def _eager_latency(model: Classifier, size: int) -> float:
+    images, times = torch.zeros(1, 3, size, size, dtype=torch.uint8), []
+    for _ in range(4):
+        began = time.perf_counter()
+        model(images)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _median(call: Callable[[Image], object], pictures: Sequence[Image]) -> float:
+    for picture in pictures[:5]:
+        call(picture)
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(times) < FEWEST or time.perf_counter() < end:
+        began = time.perf_counter()
+        call(pictures[len(times) % len(pictures)])
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

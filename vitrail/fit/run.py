@@ -1,0 +1,313 @@
+"""`vitrail fit`: photographs and a budget in, the best classifier that was found as a checked file out."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL.Image import Image
+
+from vitrail.config import RunConfig
+from vitrail.data.check.check import check_data
+from vitrail.data.counter import uniform
+from vitrail.data.dataset import DataSet, Split
+from vitrail.data.loading.loader import EvalLoader, auto_workers
+from vitrail.data.preprocess import Preprocess
+from vitrail.engine.run_folder import environment
+from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
+from vitrail.fit.candidates import (
+    SMALL,
+    TEACHERS,
+    Candidate,
+    Measured,
+    accelerator_latency,
+    candidates_for,
+    file_latency,
+    measure,
+)
+from vitrail.fit.limits import HEADROOM, Budget
+from vitrail.fit.search import Form, Search, Trial
+from vitrail.measure.classification import wilson_interval
+from vitrail.model.export import read_onnx
+from vitrail.recipes import recipe, with_values
+from vitrail.run.deploy import export_onnx
+from vitrail.run.evaluate import calibrate, evaluate, load
+from vitrail.run.run_data import open_for, open_run
+
+STATE, FILE = "fit.json", "model.onnx"
+PICTURES = 32  # of train, that stand for what the deployed file will see
+LOSE = 0.3  # points of accuracy on val that int8 may cost
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The outcome: a file that was measured, and everything that was tried."""
+
+    folder: Path
+    file: Path
+    budget: Budget
+    latency: float
+    bytes: int
+    split: str
+    correct: int
+    images: int
+    chosen: Trial
+    trials: tuple[Trial, ...]
+    measured: tuple[Measured, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.images
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson_interval(self.correct, self.images)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "file": str(self.file),
+            "budget": asdict(self.budget),
+            "latency": self.latency,
+            "bytes": self.bytes,
+            "split": self.split,
+            "top1": self.accuracy,
+            "interval": list(self.interval),
+            "images": self.images,
+            "chosen": self.chosen.to_json(),
+            "trials": [trial.to_json() for trial in self.trials],
+            "measured": [each.to_json() for each in self.measured],
+            "notes": list(self.notes),
+        }
+
+
+def fit(
+    data: str,
+    budget: Budget,
+    out: str | Path,
+    *,
+    metric: str = "top1",
+    minutes: float = 30.0,
+    weights: Literal["auto", "none"] = "auto",
+    say: Callable[[str], None] = print,
+    quiet: bool = False,
+) -> FitResult:
+    """Search, train, export and check; the same call goes on where an interrupted one was.
+
+    Settings are chosen on val; test images (val, where there are none) are evaluated once, with the finished file.
+    Raises `ValueError` where nothing meets the budget, with the nearest that can be met, and `StudyStopped` when
+    interrupted.
+    """
+    from vitrail.fit.page import write_fit
+
+    out = Path(out)
+    reject_unwritable(out)
+    base = _base(data, weights, say)
+    state = _state(
+        out, {"data": data, "budget": asdict(budget), "metric": metric, "minutes": minutes, "base": base.recipe}
+    )
+
+    def keep() -> None:
+        write_text(out / STATE, json_text(state, indent=1))
+
+    opened = open_run(base.data)
+    _check(opened, state, say)
+    pictures = _pictures(opened["train"])
+    side = int(statistics.median(min(picture.size) for picture in pictures))
+    measured = _measured(opened, side, budget, pictures, out, state, keep, say)
+    fits = [m for m in measured if m.latency is not None and budget.meets(m.latency, m.bytes)]
+    if not fits:
+        raise ValueError(_nothing_fits(budget, measured))
+    beyond = _next_larger(budget, measured)
+    search = Search(
+        base, len(opened["train"]), len(opened["val"]), 60 * minutes, out / "studies", metric, state, keep, say, quiet
+    )
+    say(f"{len(fits)} of {len(measured)} candidates meet {budget.text}; {minutes:g} minutes of training")
+    teacher = Candidate(TEACHERS["small" if side <= SMALL else "photo"], max(m.candidate.size for m in fits))
+
+    def other_forms(best: Trial) -> list[Form]:
+        return _other_forms(best.form, teacher, opened, budget, pictures, out)
+
+    search.run(fits, beyond, other_forms, teacher)
+    tried = {id(beyond)} if beyond else set()
+    ranked = sorted((t for t in search.trials if id(t.form.measured) not in tried), key=lambda t: (-t.rung, -t.value))
+    result = _deployed(ranked, search, measured, opened, budget, pictures, out, say)
+    write_fit(result, environment())
+    return result
+
+
+def _base(data: str, weights: str, say: Callable[[str], None]) -> RunConfig:
+    """Fine-tuning where published weights can be had, training from scratch where not."""
+    published = weights == "auto" and _reaches_weights()
+    base = recipe("finetune" if published else "scratch")
+    if weights == "auto":
+        reason = "published weights can be downloaded" if published else "no network to download published weights"
+        say(f"recipe {base.recipe}: {reason}")
+    engine = {"engine.evaluate_every": 0.0, "engine.checkpoint_every": 5.0}
+    return with_values(base, {"data.uri": data, "data.judge": "val", **engine})
+
+
+def _reaches_weights() -> bool:
+    try:
+        with socket.create_connection(("huggingface.co", 443), timeout=3):
+            return True
+    except OSError:
+        return False
+
+
+def _state(out: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an interrupted search had found. Raises `ValueError` where it was another one."""
+    path = out / STATE
+    options = parse_json(json_text(options))
+    if not path.is_file():
+        return {"format_version": FORMAT_VERSION, "options": options, "measured": [], "speeds": {}, "epochs": {}}
+    state: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+    changed = [name for name, value in options.items() if state["options"].get(name) != value]
+    if changed:
+        raise ValueError(f"{out} holds a search with another {', '.join(changed)}; choose another --out")
+    return state
+
+
+def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> None:
+    if not {"train", "val"} <= data.splits.keys():
+        raise ValueError(f"{data.uri} has no images to train on and to hold out; give a folder of class folders")
+    if data.multilabel or data.holds_texts or data.unlabelled:
+        raise ValueError(f"{data.uri}: fit is for images with one label each")
+    counts = ", ".join(f"{len(rows):,} {name}" for name, rows in data.splits.items())
+    say(f"{data.uri}: {len(data.classes)} classes, {counts}")
+    if not state["measured"]:
+        report = check_data(data)
+        for level, text, count, _ in report.rows():
+            if level != "note":
+                say(f"{level}: {text} ({count})")
+        if report.severity == "errors":
+            raise ValueError(f"{data.uri} has errors; look at them with: vitrail check {data.uri}")
+
+
+def _pictures(rows: Split) -> list[Image]:
+    order = uniform(0, rows.index).argsort(kind="stable")[:PICTURES]
+    return [rows.read(int(row)) for row in order]
+
+
+def _measured(
+    data: DataSet,
+    side: int,
+    budget: Budget,
+    pictures: list[Image],
+    out: Path,
+    state: dict[str, Any],
+    keep: Callable[[], None],
+    say: Callable[[str], None],
+) -> list[Measured]:
+    """Every candidate's cost on the target; kept, so that a search that goes on does not measure again."""
+    known = [Measured.from_json(values) for values in state["measured"]]
+    done = {(m.candidate.model, m.candidate.size) for m in known}
+    left = [c for c in candidates_for(side) if (c.model, c.size) not in done]
+    for number, candidate in enumerate(left):
+        for found in measure(candidate, data.classes, budget, pictures, out):
+            cost = found.reason or f"{1e3 * (found.latency or 0):.3g} ms, {found.bytes / 1e6:.3g} MB"
+            say(f"[{number + 1}/{len(left)}] {found.candidate.name}: {cost}")
+            known.append(found)
+        state["measured"] = [each.to_json() for each in known]
+        keep()
+    return known
+
+
+def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
+    costs = [m for m in measured if m.latency is not None]
+    if not costs:
+        return f"no candidate could be measured: {measured[0].reason}"
+    nearest = min(costs, key=lambda m: max((m.latency or 0) / budget.latency, m.bytes / (budget.bytes or m.bytes)))
+    wanted = 1e3 * (nearest.latency or 0) / HEADROOM
+    size = "" if budget.bytes is None else f" --size {nearest.bytes / 1e6:.2g}MB"
+    return f"nothing meets {budget.text}; the nearest is {nearest.candidate.name}: --latency {wanted:.2g}ms{size}"
+
+
+def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
+    """The fastest float32 candidate that needs up to twice the latency: what a larger budget would buy."""
+    over = [m for m in measured if m.latency is not None and m.candidate.precision == "float32"]
+    over = [m for m in over if budget.latency < (m.latency or 0) <= 2 * budget.latency]
+    return max(over, key=lambda m: m.latency or 0, default=None)
+
+
+def _other_forms(
+    best: Form, teacher: Candidate, data: DataSet, budget: Budget, pictures: list[Image], out: Path
+) -> list[Form]:
+    """What may buy accuracy at the same cost: a teacher, another head."""
+    forms, candidate = [], best.measured.candidate
+    if candidate.model != teacher.model:
+        forms.append(
+            Form(
+                best.measured,
+                {"objective": {"kind": "distillation", "teacher": "run:teacher", "mode": "soft", "weight": 0.5}},
+            )
+        )
+    if not candidate.settings:
+        swapped = replace(candidate, settings={"head": {"kind": "attention_pool"}}, precision="float32")
+        costs = measure(swapped, data.classes, budget, pictures, out)
+        forms += [Form(m) for m in costs if m.latency is not None and budget.meets(m.latency, m.bytes)][:1]
+    return forms
+
+
+def _deployed(
+    ranked: list[Trial],
+    search: Search,
+    measured: list[Measured],
+    data: DataSet,
+    budget: Budget,
+    pictures: list[Image],
+    out: Path,
+    say: Callable[[str], None],
+) -> FitResult:
+    """The best trial whose file, calibrated and exported, is within the budget; evaluated once."""
+    notes: list[str] = []
+    for trial in ranked:
+        path, candidate, file = trial.path, trial.form.measured.candidate, out / FILE
+        try:
+            calibrate(path, data.uri)
+        except ValueError as error:
+            notes.append(f"probabilities are not calibrated: {error}")
+        model = load(path)
+        try:
+            if budget.on == "cuda":
+                file = model.save(out / "model")
+                latency, size = accelerator_latency(model, pictures), sum(f.stat().st_size for f in file.iterdir())
+            else:
+                precision: Literal["int8"] | None = "int8" if candidate.precision == "int8" else None
+                size = export_onnx(model, file, Path(path), precision, data.uri, LOSE, with_predict=True).bytes
+                latency = file_latency(file, pictures, budget.threads)
+        except ValueError as error:
+            notes.append(f"{trial.form.name} was not deployed: {error}")
+            say(notes[-1])
+            continue
+        if not budget.meets(latency, size, 1.0):
+            notes.append(
+                f"{trial.form.name}, {1e3 * latency:.3g} ms and {size / 1e6:.3g} MB as a file, is over the budget"
+            )
+            say(notes[-1])
+            continue
+        split = "test" if "test" in data.splits else "val"
+        correct = _correct(file, model, data, split, budget)
+        counts = int(sum(correct)), len(correct)
+        trials, all_costs = tuple(search.trials), tuple(measured)
+        return FitResult(out, file, budget, latency, size, split, *counts, trial, trials, all_costs, tuple(notes))
+    raise ValueError(f"no trained model meets {budget.text} as a file: {notes[-1]}")
+
+
+def _correct(file: Path, model: Any, data: DataSet, split: str, budget: Budget) -> list[bool]:
+    """Of every image, whether the file's prediction is right; one image at a time, as it is deployed."""
+    if budget.on == "cuda":
+        _, predictions, _ = evaluate(model, data.uri, split=split)
+        return (predictions.predicted == predictions.label).tolist()  # type: ignore[union-attr]
+    rows, run = open_for(model, data.uri)[split], read_onnx(file)
+    right: list[bool] = []
+    with EvalLoader(rows, Preprocess(model.preprocess), batch=64, device="cpu", workers=auto_workers(rows)) as loader:
+        for batch in loader.received():
+            for image, label in zip(batch.views[0], batch.label.tolist(), strict=True):
+                right.append(int(run(image[None])[0].argmax()) == label)
+    return right

@@ -1,0 +1,146 @@
+"""Successive halving on val: many candidates are trained briefly, the better ones longer, the best in other forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vitrail.compare.budgets import probe
+from vitrail.compare.run import compare_study
+from vitrail.compare.study import Study
+from vitrail.compare.tuning import merged
+from vitrail.config import RunConfig, from_mapping
+from vitrail.fit.candidates import Candidate, Measured
+from vitrail.schema import plain
+
+SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
+KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
+MOST_EPOCHS = 300.0
+CLOSE = 1.0  # standard errors of val: nearer ones are trained once more, with another seed
+
+
+@dataclass(frozen=True)
+class Form:
+    """A candidate and how it is trained."""
+
+    measured: Measured
+    training: Mapping[str, Any] = field(default_factory=dict)  # nested settings of the run
+
+    @property
+    def name(self) -> str:
+        return self.measured.candidate.name + ("-distilled" if "objective" in self.training else "")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trained form."""
+
+    form: Form
+    rung: int
+    value: float  # the metric on val, mean over seeds
+    error: float  # standard error of it over the images of val
+    epochs: float
+    seconds: float
+    path: str  # of the run with the first seed
+    seeds: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {name: getattr(self, name) for name in ("rung", "value", "error", "epochs", "seconds", "path", "seeds")}
+        return {"name": self.form.name, **facts, "cost": self.form.measured.to_json()}
+
+
+@dataclass
+class Search:
+    """What all rungs share. `state` keeps speeds between interruptions, and `keep` stores it."""
+
+    base: RunConfig
+    images: int  # of train
+    held_out: int  # of val
+    seconds: float  # of training, for the whole search
+    root: Path
+    metric: str
+    state: dict[str, Any]
+    keep: Callable[[], None]
+    say: Callable[[str], None]
+    quiet: bool = False
+    trials: list[Trial] = field(default_factory=list)
+
+    def run(
+        self,
+        feasible: Sequence[Measured],
+        beyond: Measured | None,
+        forms: Callable[[Trial], list[Form]],
+        teacher: Candidate,
+    ) -> Trial:
+        """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy."""
+        first = _spread(feasible, KEPT[0])
+        rung = self._rung(0, [Form(m) for m in (*first, *([beyond] if beyond else []))])
+        rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
+        rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
+        best, *others = _best(rung)
+        last = [best.form, *forms(best), *[trial.form for trial in others if self._close(best, trial)]]
+        rung = _best(self._rung(2, last, teacher))
+        if len(rung) > 1 and self._close(rung[0], rung[1]):
+            self.say(f"{rung[0].form.name} and {rung[1].form.name} are too close on val; a second seed of both decides")
+            rung = _best(self._rung(2, [trial.form for trial in rung[:2]], teacher, seeds=2))
+        return rung[0]
+
+    def _close(self, best: Trial, other: Trial) -> bool:
+        return best.value - other.value < CLOSE * best.error
+
+    def _rung(
+        self, number: int, forms: Sequence[Form], teacher: Candidate | None = None, seeds: int = 1
+    ) -> list[Trial]:
+        taught = teacher is not None and any("objective" in form.training for form in forms)
+        seconds = SHARES[number] * self.seconds / (len(forms) + taught)
+        variants = {form.name: self._settings(form.measured.candidate, form.training, seconds) for form in forms}
+        first = {"teacher": self._settings(teacher, {}, seconds)} if taught and teacher else {}
+        name = f"rung-{number}" + ("-seeds" if seeds > 1 else "")
+        study = Study(name, self.base, variants, seeds=range(seeds), budget="none", first=first)
+        comparison, _ = compare_study(study, root=self.root, seconds=0, quiet=self.quiet)
+        by_name, trials = {form.name: form for form in forms}, []
+        for row in comparison.rows:
+            for failure in row.failures:
+                self.say(f"{row.variant} failed and is left out: {failure.reason}")
+            if not row.members:
+                continue
+            known = row.members[0].metrics
+            if self.metric not in known:
+                raise ValueError(f"--metric: {self.metric!r} is none of {', '.join(sorted(known))}")
+            value = sum(member.metrics[self.metric] for member in row.members) / len(row.members)
+            error = (max(value * (1 - value), 1 / self.held_out) / self.held_out) ** 0.5
+            taken = sum(member.seconds or 0.0 for member in row.members)
+            epochs = study.configs[row.variant].optim.epochs
+            facts = (value, error, epochs, taken, row.members[0].path, len(row.members))
+            trials.append(Trial(by_name[row.variant], number, *facts))
+        self.trials += trials
+        return trials
+
+    def _settings(self, candidate: Candidate, training: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Nested settings of a run of about this length."""
+        model = {"name": candidate.model, "image_size": candidate.size, **candidate.settings}
+        settings = merged({"model": model}, training)
+        if candidate.name not in self.state["speeds"]:
+            self.say(f"{candidate.name}: measuring its training speed")
+            config = from_mapping(merged(plain(self.base), {"model": model}), replace(self.base))
+            self.state["speeds"][candidate.name] = probe(config, min(8.0, seconds / 10), steps=3)
+            self.keep()
+        epochs = min(MOST_EPOCHS, max(1.0, seconds * self.state["speeds"][candidate.name] / self.images))
+        key = f"{candidate.name} {seconds:.4g}"
+        epochs = self.state["epochs"].setdefault(key, float(f"{epochs:.3g}"))
+        self.keep()
+        return merged(settings, {"optim": {"epochs": epochs, "warmup": min(5.0, round(epochs / 10, 3))}})
+
+
+def _best(trials: Sequence[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: (-trial.value, trial.form.measured.latency or 0.0))
+
+
+def _spread(feasible: Sequence[Measured], count: int) -> list[Measured]:
+    """Of every architecture its form nearest to the budget, and of those the slowest: they are mostly the best."""
+    nearest: dict[str, Measured] = {}
+    for measured in sorted(feasible, key=lambda m: m.latency or 0.0):
+        nearest[measured.candidate.model] = measured
+    return sorted(nearest.values(), key=lambda m: -(m.latency or 0.0))[:count]
