@@ -17,7 +17,7 @@ from vitrail.schema import read_command, settings
 
 A, B = Path("runs/a"), Path("runs/b")
 RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that differ from their defaults
-    "fit photos --latency 5ms --out c": {"data": "photos", "latency": "5ms", "out": Path("c")},
+    "fit photos --latency 5ms": {"data": "photos", "latency": "5ms"},
     "fit photos --latency=2ms --size 9MB --on cuda --threads 1 --metric macro_f1 --out c": {
         "data": "photos",
         "latency": "2ms",

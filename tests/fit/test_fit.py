@@ -99,6 +99,7 @@ def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([], "as in --latency 5ms"),
         (["--latency", "5"], "use a number above 0 and a unit"),
         (["--latency", "5ms", "--size", "3"], "--size"),
         (["--latency", "5ms", "--threads", "0"], "--threads"),

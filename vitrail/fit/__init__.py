@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,10 @@ class FitCommand:
     """
 
     data: Annotated[str, Positional("DATA")]  # a folder of class folders, or any other data of `vitrail train`
-    latency: Annotated[str, "TIME"]
+    latency: Annotated[str, "TIME"] = ""
     """most time for one image, as 5ms: median at batch 1 of the exported file, preprocessing of a decoded image
     included"""
-    out: Path  # folder of the file, its page and the search
+    out: Path | None = None  # folder of the file, its page and the search (none: runs/fit-DATA-LATENCY)
     size: Annotated[str | None, "BYTES"] = None  # largest file, as 20MB (none: any)
     on: Literal["cpu", "cuda"] = "cpu"  # what the file will run on: this machine's processor or accelerator
     threads: int = 2  # of the CPU
@@ -44,17 +45,26 @@ class FitCommand:
 
         if self.threads < 1 or self.minutes <= 0:
             raise ValueError("--threads and --minutes must be above 0")
+        if not self.latency:
+            raise ValueError("--latency: name the most time that one image may take, as in --latency 5ms")
         latency = quantity(self.latency, ("us", "ms", "s"), "--latency")
         most = None if self.size is None else quantity(self.size, ("KB", "MB", "GB"), "--size")
         budget = Budget(latency, most, self.on, self.threads)
         options: dict[str, Any] = {"metric": self.metric, "minutes": self.minutes, "weights": self.weights}
         try:
-            fitted = fit(self.data, budget, self.out, **options, say=_say, quiet=self.json)
+            fitted = fit(
+                self.data, budget, self.out or _folder(self.data, self.latency), **options, say=_say, quiet=self.json
+            )
         except StudyStopped:
             print("stopped; the same command goes on where it was", file=sys.stderr)
             return 130
         page = fitted.folder / "report.html"
         return output(self.json, fitted.to_json(), fit_tables(fitted), f"file: {fitted.file}", f"report: {page}")
+
+
+def _folder(data: str, latency: str) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", f"fit-{Path(data).stem or 'data'}-{latency}")
+    return Path("runs") / name
 
 
 def _say(text: str) -> None:
