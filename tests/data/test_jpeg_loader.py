@@ -18,7 +18,7 @@ from PIL import Image
 from study_calls import call, script_module
 
 from vitrail.config import RunConfig
-from vitrail.data import jpeg
+from vitrail.data import jpeg, nvjpeg
 from vitrail.data.augment.device_augment import DeviceAugment, draw
 from vitrail.data.augment.flat_images import FlatImages
 from vitrail.data.augment.host import Augment
@@ -97,6 +97,11 @@ def train(augment: AugmentConfig, split: Split, batch: int = 4, kind=JpegLoader,
     images = [settings.pop("encoded")] if "encoded" in settings else []
     spec = LoaderSpec(split, order, Augment(augment, preprocess), Preprocess(preprocess), seed=SEED, **settings)
     return kind(spec, *images)
+
+
+def batch_of(data: list[torch.Tensor], headers: list[tuple[int, int, int]]) -> np.ndarray:
+    """What a decoder is given, while the tensors live."""
+    return np.array([(each.data_ptr(), len(each), *header) for each, header in zip(data, headers, strict=True)])
 
 
 def on_host(batches: list[Batch]) -> list[Batch]:
@@ -204,8 +209,9 @@ def test_every_orientation_comes_upright(orientation, device, tmp_path):
     upright = as_tensor(np.asarray(split.read(0)))
     data, header = EncodedImages(split, "cpu").get(0)
     assert header == (12, 20, orientation)
-    (pixels,) = jpeg.jpeg_decoder(torch.device(device))([data])
-    images = FlatImages(pixels.flatten(), np.array([0]), np.array([[12, 20, orientation]]))
+    pixels = torch.empty(3 * 12 * 20, dtype=torch.uint8, device=device)
+    assert jpeg.jpeg_decoder(torch.device(device))(batch_of([data], [header]), pixels) == []
+    images = FlatImages(pixels, np.array([0]), np.array([[12, 20, orientation]]))
     height, width = upright.shape[1:]
     assert images.sizes.tolist() == [[height], [width]]
     for top, left in ((0, 0), (height - 12, width - 12)):
@@ -248,7 +254,7 @@ def test_an_image_is_decoded_once_a_batch_for_all_views_and_repeats(photos_split
 
     def counted(device, made=jpeg.jpeg_decoder):
         decode = made(device)
-        return lambda data: counts.append(len(data)) or decode(data)
+        return lambda data, pixels: counts.append(len(data)) or decode(data, pixels)
 
     monkeypatch.setattr(jpeg_loader, "jpeg_decoder", counted)
     batches = list(train(CROP, photos_split, batch=6, views=3, repeats=2, stop=2))
@@ -317,6 +323,10 @@ def test_headers_of_what_an_accelerator_decodes():
     assert jpeg_header(bytes(wide)) is None
     wide[at + 4 : at + 9] = b"\x08\xff\xff\xff\xff"  # more pixels than are allowed
     assert jpeg_header(bytes(wide)) is None
+    plain = encoded(photo)
+    frame = plain[at : at + 2 + int.from_bytes(plain[at + 2 : at + 4])]
+    for marker in (0xC0, 0xC2, 0xC9):  # a second one: decoders may differ in which of two sizes they take
+        assert jpeg_header(plain[:at] + bytes([0xFF, marker]) + frame[2:] + plain[at:]) is None
     for cut in range(2, at + 20):
         assert jpeg_header(encoded(photo)[:cut] + b"\xff\xd9") is None
 
@@ -338,17 +348,16 @@ def test_colours_are_told_apart_as_libjpeg_does():
 
 @pytest.mark.parametrize("answer", [None, torch.zeros(3, 8, 8, dtype=torch.uint8)])
 def test_an_image_that_the_decoder_rejects_comes_from_the_host_ever_after(squares, monkeypatch, answer):
-    asked = []
+    asked, first = [], EncodedImages(squares, "cpu").get(0)[0].clone()
 
-    def rejecting(device, made=jpeg.jpeg_decoder):
+    def counted(device, made=jpeg.jpeg_decoder):
         decode = made(device)
-        first = EncodedImages(squares, "cpu").get(0)[0]
-        return lambda data: (
-            asked.append(len(data))
-            or [answer if torch.equal(x, first) else y for x, y in zip(data, decode(data), strict=True)]
-        )
+        return lambda data, pixels: asked.append(len(data)) or decode(data, pixels)
 
-    monkeypatch.setattr(jpeg_loader, "jpeg_decoder", rejecting)
+    monkeypatch.setattr(jpeg_loader, "jpeg_decoder", counted)
+    monkeypatch.setattr(jpeg_loader, "DECODERS", 1)
+    decoded = jpeg._by_pillow
+    monkeypatch.setattr(jpeg, "_by_pillow", lambda data: answer if torch.equal(data, first) else decoded(data))
     ours = list(train(CROP, squares, batch=11, stop=3))
     assert asked == [11, 10, 10, 10]  # the first batch once more
     monkeypatch.undo()
@@ -356,6 +365,7 @@ def test_an_image_that_the_decoder_rejects_comes_from_the_host_ever_after(square
 
 
 @pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.filterwarnings("ignore:JPEG is decoded by torchvision")
 def test_of_a_batch_that_nvjpeg_rejects_the_one_at_fault_is_found(installed, monkeypatch):
     calls = []
 
@@ -364,19 +374,21 @@ def test_of_a_batch_that_nvjpeg_rejects_the_one_at_fault_is_found(installed, mon
         assert (mode, device) == ("colour", torch.device("cuda", 1))
         if any(len(image) == 3 for image in images):
             raise RuntimeError("Error while decoding JPEG images")
-        return [image[:1] for image in images]
+        return [image[:1].expand(3, 1, 1) for image in images]
 
     here = SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB="colour"))
     monkeypatch.setitem(sys.modules, "torchcodec", here if installed else None)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", here if installed else None)
     if not installed:
         monkeypatch.setitem(sys.modules, "torchvision.io", here)
+    monkeypatch.setattr(nvjpeg, "nvjpeg_library", lambda: None)
     decode = jpeg.jpeg_decoder(torch.device("cuda", 1))
-    images = [torch.full((length,), length) for length in (2, 3, 4)]
-    assert [None if image is None else image.tolist() for image in decode(images)] == [[2], None, [4]]
+    images = [torch.full((length,), length, dtype=torch.uint8) for length in (2, 3, 4)]
+    pixels = torch.zeros(6, dtype=torch.uint8)
+    assert decode(batch_of(images, [(1, 1, 1)] * 3), torch.zeros(9, dtype=torch.uint8)) == [1]
     assert calls == [3, 1, 1, 1]
-    assert decode([]) == []
-    assert len(decode([images[0], images[2]])) == 2
+    assert decode(batch_of([images[0], images[2]], [(1, 1, 1)] * 2), pixels) == []
+    assert pixels.tolist() == [2, 2, 2, 4, 4, 4]
     assert calls[4:] == [2]
 
 
@@ -443,7 +455,7 @@ def test_only_a_few_batches_are_made_ahead(squares, monkeypatch):
     made = []
     decoded = JpegLoader._decoded
     monkeypatch.setattr(
-        JpegLoader, "_decoded", lambda self, *given: made.append(given[0].step) or decoded(self, *given)
+        JpegLoader, "_decoded", lambda self, *given: made.append(given[1].step) or decoded(self, *given)
     )
     loader = train(CROP, squares, stop=50)
     batches = iter(loader)
@@ -472,6 +484,19 @@ def test_images_are_read_once_as_far_as_memory_is_given(squares, monkeypatch):
     read.clear()
     assert [twice.get(row)[1] for row in range(4)] == [(32, 40, 1)] * 4
     assert read == [0, 1]
+
+
+def test_many_rows_are_looked_up_at_once(squares):
+    images = EncodedImages(squares.take([3, 4, 3, 7, 9]), "cpu")
+    assert (images.lookup(np.arange(5))[:, 0] < 0).all()
+    images.get(0)
+    images.get(3)
+    images.reject(4)
+    table = images.lookup(np.arange(5))
+    assert [state >= 0 for state in table[:, 0]] == [True, False, True, True, False]
+    for row in (0, 2, 3):
+        data, header = images.get(row)
+        assert (data.data_ptr(), len(data), *header) == tuple(table[row, 1:])
 
 
 # in a run
@@ -596,3 +621,5 @@ def test_the_benchmark_compares_all_loaders(tmp_path):
     ways = ["synthetic", "host", "timm", "jpeg", "decode only, jpeg", "pixels 4:4:4", "pixels 4:2:0"]
     assert [row["way"] for row in rows] == ways
     assert all(row["images_per_second"] > 0 for row in rows[:5])
+    assert list(rows[3]["milliseconds"]) == ["decode call", "rest of the decode stage", "augment stage"]
+    assert all(ms > 0 for ms in rows[3]["milliseconds"].values())

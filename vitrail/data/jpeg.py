@@ -6,16 +6,20 @@ CMYK, 12-bit, truncated, PNG) is left to `vitrail.data.decode`, which also says 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -28,25 +32,31 @@ from vitrail.files import odd_kind
 HOST_SHARE = 1 / 4  # of the machine's memory, over its processes, that encoded images may take
 _CHUNK = 1 << 26  # bytes that are allocated at a time
 _FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive; other codings are left to the host
+_ALL_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # of two a decoder may take the one that needs more memory
 _SCAN, _EXIF, _JFIF, _ADOBE = 0xDA, 0xE1, 0xE0, 0xEE
-_OF_HOST = -2  # in place of a chunk; -1: not kept
+OF_HOST = -2  # in place of a chunk; -1: not kept
 
 Header = tuple[int, int, int]  # height and width as stored, EXIF orientation
-Decode = Callable[
-    [Sequence[Tensor]], list[Tensor | None]
-]  # uint8 [bytes] of host memory -> [3, height, width] as stored
+# Rows of address, bytes and header, flat buffer -> filled with [3, height, width] each, or the rows it cannot decode.
+Decode = Callable[[NDArray[np.int64], Tensor], list[int]]
+
+
+def first_bytes(stored: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[images + 1]: where images with these headers [images, 3] begin in a flat buffer, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(3 * stored[:, 0] * stored[:, 1])])
 
 
 def jpeg_header(data: bytes) -> Header | None:
     """The header of an image that an accelerator may decode; none for any other, whether it is an image or not."""
     if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":
         return None
-    at, seen = 2, dict[int, int]()  # marker -> where the first of its segments begins
+    at, seen, frames = 2, dict[int, int](), 0  # marker -> where the first of its segments begins
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _SCAN:
         seen.setdefault(data[at + 1], at + 4)
+        frames += data[at + 1] in _ALL_FRAMES
         at += 2 + (data[at + 2] << 8 | data[at + 3])
     frame, jfif, adobe = max(seen.get(marker, 0) for marker in _FRAMES), seen.get(_JFIF, 0), seen.get(_ADOBE, 0)
-    if not frame or len(data) < frame + 15 or data[at : at + 2] != bytes((0xFF, _SCAN)):
+    if not frame or frames > 1 or len(data) < frame + 15 or data[at : at + 2] != bytes((0xFF, _SCAN)):
         return None
     bits, height, width, components = struct.unpack_from(">BHHB", data, frame)
     # As libjpeg tells YCbCr from RGB: by its markers, then by the names of the components.
@@ -71,15 +81,21 @@ class EncodedImages:
         self._most = int(_memory() * HOST_SHARE) if most is None else most
         self._chunks, self._filled = list[Tensor](), _CHUNK
         images, self._image = np.unique(split.index, return_inverse=True)  # a row may be there several times
-        self._table = np.full((len(images), 6), -1)  # chunk, first byte, bytes, and the header
-        self._lock = threading.Lock()  # two loaders may share these
+        self._table = np.full((len(images), 6), -1)  # chunk, address, bytes, and the header
+        self._lock = threading.Lock()  # several threads, and two loaders, may share these
+
+    def lookup(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[rows, 6]: below 0 where a row is not kept, its address and bytes in host memory, and its header."""
+        with self._lock:  # numpy releases the interpreter's lock as it copies this
+            return self._table[self._image[rows]]
 
     def get(self, row: int) -> tuple[Tensor, Header] | None:
         """Encoded bytes and header of a row; none where the host is to decode it. Raises `OSError` as `decode`."""
-        chunk, first, length, *stored = self._table[self._image[row]].tolist()
+        chunk, address, length, *stored = self._table[self._image[row]].tolist()
         if chunk >= 0:
+            first = address - self._chunks[chunk].data_ptr()
             return self._chunks[chunk][first : first + length], (stored[0], stored[1], stored[2])
-        data = None if chunk == _OF_HOST else _encoded(self.split, row)
+        data = None if chunk == OF_HOST else _encoded(self.split, row)
         header = None if data is None else jpeg_header(data)
         if data is None or header is None:
             self.reject(row)
@@ -89,15 +105,16 @@ class EncodedImages:
             if self._filled + length > _CHUNK >= length and (len(self._chunks) + 1) * _CHUNK <= self._most:
                 self._chunks.append(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=self._pinned))
                 self._filled = 0
-            if self._filled + length <= _CHUNK:
+            if self._filled + length <= _CHUNK and self._table[self._image[row], 0] == -1:  # no other thread kept it
                 self._chunks[-1][self._filled : self._filled + length] = encoded
-                self._table[self._image[row]] = (len(self._chunks) - 1, self._filled, length, *header)
+                address = self._chunks[-1].data_ptr() + self._filled
+                self._table[self._image[row]] = (len(self._chunks) - 1, address, length, *header)
                 self._filled += length
         return encoded, header
 
-    def reject(self, rows: int | list[int]) -> None:
+    def reject(self, rows: int | NDArray[np.int64]) -> None:
         """Leave rows to the host from now on."""
-        self._table[self._image[rows], 0] = _OF_HOST
+        self._table[self._image[rows], 0] = OF_HOST
 
     def share(self) -> float:
         """How many of some images, spread over the split, an accelerator may decode, as a fraction."""
@@ -125,9 +142,16 @@ def _encoded(split: Split, row: int) -> bytes | None:
 
 
 def jpeg_decoder(device: torch.device) -> Decode:
-    """nvJPEG by torchcodec where it is installed, else by torchvision; Pillow elsewhere. None: left to the host."""
+    """A device's JPEG engines; where it has none, nvJPEG by torchcodec or torchvision; elsewhere Pillow."""
     if device.type != "cuda":
-        return lambda encoded: [_by_pillow(image) for image in encoded]
+        return partial(_copied, lambda encoded: [_by_pillow(image) for image in encoded])
+    try:
+        from vitrail.data.nvjpeg import NvJpeg, nvjpeg_library
+
+        with torch.cuda.device(device):
+            return NvJpeg(nvjpeg_library())
+    except (OSError, RuntimeError, AttributeError, AssertionError) as error:
+        warnings.warn(f"JPEG is decoded by torchvision, one batch at a time, since {error}", stacklevel=2)
     try:
         from torchcodec.decoders import ImageReadMode, decode_jpeg  # from 0.16 on; torchvision's is deprecated
     except (ImportError, OSError, RuntimeError):  # built for another torch, or without its libraries
@@ -136,11 +160,22 @@ def jpeg_decoder(device: torch.device) -> Decode:
 
     def decoded(encoded: Sequence[Tensor]) -> list[Tensor | None]:
         try:
-            return decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=indexed) if encoded else []
+            return decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=indexed)
         except RuntimeError:  # all or none: the one at fault is found by itself
             return [None] if len(encoded) == 1 else [image for one in encoded for image in decoded([one])]
 
-    return decoded
+    return partial(_copied, decoded)
+
+
+def _copied(
+    decoded: Callable[[list[Tensor]], list[Tensor | None]], encoded: NDArray[np.int64], pixels: Tensor
+) -> list[int]:
+    """`Decode` by a function that makes a tensor of each image, or none."""
+    places = ((ctypes.c_ubyte * length).from_address(address) for address, length, *_ in encoded.tolist())
+    images, sizes = decoded([torch.frombuffer(p, dtype=torch.uint8) for p in places]), encoded[:, 2:4].tolist()
+    if not (rejected := [n for n, image in enumerate(images) if image is None or list(image.shape[1:]) != sizes[n]]):
+        torch.cat([image.flatten() for image in images if image is not None], out=pixels)
+    return rejected
 
 
 def _by_pillow(encoded: Tensor) -> Tensor | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -33,15 +36,18 @@ class FlatImages:
         return np.where(orientation > 4, (width, height), (height, width))
 
     def resampled(self, windows: NDArray[np.float64], size: int, interpolation: Interpolation) -> Tensor:
-        """What is in the windows as float32 bytes [images, 3, size, size], as `pixel_ops.resampled`.
+        """What is in the windows as uint8 [images, 3, size, size], as `pixel_ops.resampled`.
 
         Windows are [4, images]: top, left, height, width. Of [8, images] the other rows are a first row and column, and
         a height and width: the window is resized to those, reflected at its borders, and a square taken from there on.
         """
         device, parts, begin = self.pixels.device, [], 0
+        table = self._table(windows, size)
+        if device.type == "cuda" and (kernel := _kernel(device)) is not None:
+            return kernel(self.pixels, table, size, interpolation)
         areas = windows[2] * windows[3]
         order = np.argsort(-areas, kind="stable")  # groups are of similar areas, however many sizes there are
-        table = np.concatenate([self._steps(), windows])[:, order].astype(np.int64)
+        table = table[:, order]
         host = torch.from_numpy(np.concatenate([table, np.argsort(order)[None]]))
         columns = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
         while begin < len(order):
@@ -49,15 +55,17 @@ class FlatImages:
             tall, wide = table[6:8, begin:end].max(1).tolist()
             parts.append(self._group(columns[:-1, begin:end], tall, wide, size, interpolation))
             begin = end
-        return torch.cat(parts)[columns[-1]]
+        return torch.cat(parts)[columns[-1]].to(torch.uint8)
 
-    def _steps(self) -> NDArray[np.int64]:
-        """[4, images]: first byte of each upright image, and bytes from a row, a column and a channel to the next."""
+    def _table(self, windows: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+        """[12, images]: first upright byte, bytes from a row, column and channel to the next, and windows of 8 rows."""
         height, width, orientation = self.stored.T
         last_row, last_column, turned = _TURNS[orientation].T
         first = self.offsets + last_row * (height - 1) * width + last_column * (width - 1)
         down, right = width * (1 - 2 * last_row), 1 - 2 * last_column
-        return np.stack([first, np.where(turned, right, down), np.where(turned, down, right), height * width])
+        steps = [first, np.where(turned, right, down), np.where(turned, down, right), height * width]
+        whole = [0 * first, 0 * first, 0 * first + size, 0 * first + size]
+        return np.stack([*steps, *windows, *(whole if len(windows) == 4 else ())]).astype(np.int64)
 
     def _group(self, table: Tensor, tall: int, wide: int, size: int, kind: Interpolation) -> Tensor:
         first, down, right, plane, top, left, height, width = (column.view(-1, 1) for column in table[:8])
@@ -67,7 +75,19 @@ class FlatImages:
         channels = first + places[:3] * plane
         window = self.pixels[channels[:, :, None, None] + rows[:, None, :, None] + columns[:, None, None, :]]
         boxes = ops.CropBoxes(*torch.zeros_like(table[6:8], dtype=torch.float32), *table[6:8].to(torch.float32))
-        of: list[ops.Places | None] = [None, None]
-        for axis, (start, count) in enumerate(zip(table[8:10], table[10:12], strict=True)):
-            of[axis] = ops.reflected_places(start, size, count[:, None]), count
+        of = [(ops.reflected_places(table[8 + i], size, table[10 + i, :, None]), table[10 + i]) for i in (0, 1)]
         return ops.resampled(window.to(torch.float32), boxes, size, kind, of)
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[[Tensor, NDArray[np.int64], int, Interpolation], Tensor] | None:
+    """The Triton kernel where it runs; elsewhere none."""
+    try:
+        from vitrail.kernels.windows_triton import resampled
+
+        table = np.array([[0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 16, 16]] * 16).T  # of one pixel
+        resampled(torch.zeros(3, dtype=torch.uint8, device=device), table, 16, "bicubic")
+        return resampled
+    except Exception as error:  # Triton is missing, or compiles nothing here
+        warnings.warn(f"images are resampled without Triton, which takes longer: {error}", stacklevel=2)
+        return None
