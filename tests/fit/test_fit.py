@@ -80,6 +80,9 @@ def test_a_budget_that_nothing_meets_is_answered_with_the_nearest_that_can_be_me
     text = fitting._nothing_fits(Budget(0.001), [cost("slow", 20), cost("fast", 1.8), Measured(Candidate("x", 32))])
     assert "nothing meets 1 ms on 2 CPU threads" in text
     assert text.endswith("the nearest is fast-128: --latency 2ms")
+    hopeless = [Measured(Candidate("slow", 32), eager=0.08), Measured(Candidate("fast", 32), eager=0.02)]
+    text = fitting._nothing_fits(Budget(0.001), hopeless)
+    assert text.endswith("fast-32 is nearest, 20 ms in PyTorch: --latency 20ms")
 
 
 def test_what_a_larger_budget_would_buy_is_the_slowest_within_twice_the_budget() -> None:

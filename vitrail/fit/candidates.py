@@ -25,7 +25,7 @@ from vitrail.model.quantize import write_int8
 SMALL = 64  # pixels up to which networks for small images are candidates
 SIZES = (96, 128, 160, 192, 224)
 SMALL_NETWORKS = (
-    "cifar_resnet20", "cifar_resnet32", "cifar_resnet56", "cifar_resnet110", "resnet18_32",
+    "vit_micro_28", "cifar_resnet20", "cifar_resnet32", "cifar_resnet56", "cifar_resnet110", "resnet18_32",
     "vit_tiny_32", "xcit_t12_32", "patchconvnet_t20_32", "resmlp_t12_32", "sot_7_32",
 )  # fmt: skip
 PHOTO_NETWORKS = (
@@ -66,6 +66,7 @@ class Measured:
     latency: float | None = None  # seconds, median of single images
     bytes: int = 0
     reason: str = ""
+    eager: float | None = None  # seconds in PyTorch, where that alone was far over the budget
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "candidate": {**asdict(self.candidate), "settings": dict(self.candidate.settings)}}
@@ -104,7 +105,8 @@ def measure(
             return [Measured(candidate, accelerator_latency(model, pictures), size)]
         eager = _eager_latency(model, candidate.size)
         if eager > HOPELESS * budget.latency:
-            return [Measured(candidate, reason=f"{1e3 * eager:.3g} ms in PyTorch, over {HOPELESS:g} times the budget")]
+            reason = f"{1e3 * eager:.3g} ms in PyTorch, over {HOPELESS:g} times the budget"
+            return [Measured(candidate, reason=reason, eager=eager)]
         path, small = (folder / f"{candidate.name}{end}.onnx" for end in ("", "-int8"))
         try:
             exported = to_onnx(model, path)

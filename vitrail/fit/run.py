@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 from collections.abc import Callable, Mapping
@@ -221,7 +222,11 @@ def _measured(
 def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
     costs = [m for m in measured if m.latency is not None]
     if not costs:
-        return f"no candidate could be measured: {measured[0].reason}"
+        fastest = min(measured, key=lambda m: math.inf if m.eager is None else m.eager)
+        if fastest.eager is None:
+            return f"no candidate could be measured: {fastest.reason}"
+        name, wanted = fastest.candidate.name, 1e3 * fastest.eager
+        return f"nothing meets {budget.text}; {name} is nearest, {wanted:.3g} ms in PyTorch: --latency {wanted:.2g}ms"
     nearest = min(costs, key=lambda m: max((m.latency or 0) / budget.latency, m.bytes / (budget.bytes or m.bytes)))
     wanted = 1e3 * (nearest.latency or 0) / HEADROOM
     size = "" if budget.bytes is None else f" --size {nearest.bytes / 1e6:.2g}MB"
