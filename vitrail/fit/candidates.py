@@ -24,10 +24,10 @@ from vitrail.model.quantize import write_int8
 
 SMALL = 64  # pixels up to which networks for small images are candidates
 SIZES = (96, 128, 160, 192, 224)
-SMALL_NETWORKS = (
-    "vit_micro_28", "cifar_resnet20", "cifar_resnet32", "cifar_resnet56", "cifar_resnet110", "resnet18_32",
-    "vit_tiny_32", "xcit_t12_32", "patchconvnet_t20_32", "resmlp_t12_32", "sot_7_32",
-)  # fmt: skip
+SMALL_NETWORKS = {  # and the multiple that an image size must be
+    "vit_micro_28": 7, "cifar_resnet20": 4, "cifar_resnet32": 4, "cifar_resnet56": 4, "cifar_resnet110": 4,
+    "resnet18_32": 4, "vit_tiny_32": 4, "xcit_t12_32": 4, "patchconvnet_t20_32": 4, "resmlp_t12_32": 4, "sot_7_32": 4,
+}  # fmt: skip
 PHOTO_NETWORKS = (
     "timm:mobilenetv4_conv_small_050", "timm:mobilenetv4_conv_small", "timm:mobilenetv4_conv_medium",
     "timm:efficientnet_lite0", "timm:repvit_m0_9", "timm:fastvit_t8", "timm:convnext_atto", "timm:resnet18",
@@ -79,7 +79,7 @@ class Measured:
 def candidates_for(side: int) -> list[Candidate]:
     """Candidates for images of this (median, shorter) side: the two or three nearest sizes of each photo network."""
     if side <= SMALL:
-        return [Candidate(name, side) for name in SMALL_NETWORKS]
+        return [Candidate(name, max(2, side // of) * of) for name, of in SMALL_NETWORKS.items()]
     sizes = [size for size in SIZES if size <= 1.15 * side][-3:]
     return [Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes or SIZES[:1]]
 
