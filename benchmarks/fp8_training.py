@@ -2,7 +2,8 @@
 
     python benchmarks/fp8_training.py --json FILE [--part check products speed curves] [--data cifar10.npz]
 
-`check` compares the kernels with their plain twins. `products` times the three products of every linear layer of ViT-B
+`check` compares the kernels with their plain twins. `diagnose`, on request only, says where a wrong number comes from.
+`products` times the three products of every linear layer of ViT-B
 and ViT-L, and the casts apart. `speed` times training steps (compiled, one CUDA graph) of both models, in turns; all
 models get ready at once, each in a process of its own. `curves` trains a ViT of width 768 on 32-pixel images, all
 precisions and seeds at once. Every row is written as it comes; a part that fails is a row with its error.
@@ -31,6 +32,7 @@ from vitrail.kernels import fp8_training as fp8
 from vitrail.kernels.fp8 import quantise
 
 PARTS = ("check", "products", "speed", "curves")
+BACKENDS = ("eager", "aot_eager", "inductor")  # eager: not compiled
 MODELS = {
     "ViT-B": Row("ViT-B training", "vit_base", vit(768, 12, 16, 224, 1000), True, 224, 256, 1000, 4_500),
     "ViT-L": Row("ViT-L training", "vit_large", {}, True, 224, 64, 1000, 0),
@@ -53,14 +55,15 @@ class WeightInBf16(torch.autograd.Function):
         small, scale = cast(x, E4M3)
         w_small, w_transposed, w_scale, _ = fp8.tensorwise(weight)
         ctx.save_for_backward(x, w_transposed, w_scale)
-        return fp8.product(small, w_small, scale, w_scale, bias).to(x.dtype)
+        ctx.weight_dtype = weight.dtype
+        return in_type_of(x, fp8.product(small, w_small, scale, w_scale, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, w_scale = ctx.saved_tensors
         small, scale = cast(grad, E5M2)
         to_input = fp8.product(small, weight, scale, w_scale).to(grad.dtype)
-        return to_input, (grad.T @ x).float(), added_up(grad)
+        return to_input, (grad.T @ x).to(ctx.weight_dtype), added_up(grad)
 
 
 class RowwiseProduct(torch.autograd.Function):
@@ -69,15 +72,21 @@ class RowwiseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, *quantise(weight.T.contiguous()))
+        ctx.weight_dtype = weight.dtype
         (small, scale), (w_small, w_scale) = quantise(x), quantise(weight)
-        return fp8.product(small, w_small, scale, w_scale, bias).to(x.dtype)
+        return in_type_of(x, fp8.product(small, w_small, scale, w_scale, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, w_scale = ctx.saved_tensors
         small, scale = quantise(grad, fp8.LEAST)
         to_input = fp8.product(small, weight, scale, w_scale).to(grad.dtype)
-        return to_input, (grad.T @ x).float(), added_up(grad)
+        return to_input, (grad.T @ x).to(ctx.weight_dtype), added_up(grad)
+
+
+def in_type_of(x: Tensor, out: Tensor) -> Tensor:
+    """As `fp8.TensorwiseProduct` does it: without a cast where there is nothing to cast."""
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def added_up(grad: Tensor) -> Tensor:
@@ -137,44 +146,109 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def bad(tensor: Tensor) -> int:
+    """How many numbers are NaN or infinite."""
+    return int((~tensor.detach().float().isfinite()).sum())
+
+
+def same_bytes(found: Tensor, expected: Tensor) -> float:
+    """The share of equal bytes."""
+    equal = found.contiguous().view(torch.uint8) == expected.contiguous().view(torch.uint8)
+    return float(equal.float().mean())
+
+
+def check_layouts(rows: Rows, part: str, kind: torch.dtype, dtype: torch.dtype, count: int, **how: Any) -> None:
+    """The kernel of both layouts and PyTorch on the same device, bit by bit; `how`: tile and warps."""
+    from vitrail.kernels import fp8_triton
+
+    x = torch.randn(count, 768, device="cuda").to(kind)
+    for largest in (False, True):  # up to the largest number of the format, too
+        factor = torch.finfo(dtype).max / x.abs().amax().float() if largest else torch.full((), 112.0, device="cuda")
+        for add in (False, True):
+            small, transposed, total = fp8_triton.layouts(x, factor, dtype, add, **how)
+            plain, plain_transposed, expected = fp8.plain_layouts(x, factor, dtype, add)
+            rows.add(
+                part,
+                what=f"both layouts of {kind}, {dtype}, {count} rows",
+                **how,
+                add=add,
+                largest=largest,
+                equal=[same_bytes(small, plain), same_bytes(transposed, plain_transposed)],
+                transpose_of_the_other=same_bytes(transposed[:, :count], small.T),
+                not_finite=[bad(small), bad(transposed)],
+                error_of_sum=relative(total, expected) if add else None,
+            )
+
+
+def check_layer(rows: Rows, part: str, name: str, backend: str, device: str) -> None:
+    """A layer's output and gradients (input, weight, bias) on the device and of the plain twin on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(197 * 3, 768, generator=generator).to(torch.bfloat16)
+    weight = (torch.randn(1024, 768, generator=generator) / 28).to(torch.bfloat16).float()  # numbers of bf16
+    bias = torch.randn(1024, generator=generator)
+    grad = torch.randn(197 * 3, 1024, generator=generator).to(torch.bfloat16) * 1e-5
+    kind: Any = PRODUCTS[name]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return kind.apply(x, weight.to(x.dtype), bias)
+
+    def results(run: Any, device: str) -> list[Tensor]:
+        inputs = [t.to(device, copy=True).requires_grad_() for t in (x, weight, bias)]
+        out = run(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad.to(device, out.dtype))]
+
+    exact = torch.nn.functional.linear(x.float(), weight, bias)
+    exact_gradients = [grad.float() @ weight, grad.float().T @ x.float(), grad.float().sum(0)]
+    torch._dynamo.reset()
+    found = results(plain if backend == "eager" else torch.compile(plain, dynamic=False, backend=backend), device)
+    twin = results(plain, "cpu")
+    rows.add(
+        part,
+        what=f"{name}, {backend}",
+        to_twin=[relative(a, b) for a, b in zip(found, twin, strict=True)],
+        to_float32=[relative(a, b) for a, b in zip(found, [exact, *exact_gradients], strict=True)],
+        not_finite={"device": [bad(t) for t in found], "twin": [bad(t) for t in twin]},
+    )
+
+
+def check_product(rows: Rows, fast: bool) -> None:
+    """The product of the gradient of the input: e5m2 x e4m3, with numbers up to the largest of both formats."""
+    a = torch.randn(197 * 3, 1024, device="cuda").mul(2e4).clamp(-57344, 57344).to(E5M2)
+    b = torch.randn(768, 1024, device="cuda").mul(100).clamp(-448, 448).to(E4M3)
+    scale = torch.full((), 1e-4, device="cuda")
+    exact = (a.double() * 1e-4) @ (b.double() * 1e-4).T
+    for what, operand, expected in (("normal", a, exact), ("zeros", torch.zeros_like(a), exact * 0)):
+        found = fp8.product(operand, b, scale, scale, fast=fast)
+        error = float((found.double() - expected).norm() / exact.norm())
+        rows.add("diagnose", what=f"e5m2 x e4m3, {what}", fast=fast, error=error, not_finite=bad(found))
+
+
 def check(rows: Rows) -> None:
-    def layouts(dtype: torch.dtype, count: int) -> None:
-        x = torch.randn(count, 768, device="cuda").to(torch.bfloat16)
-        factor = torch.full((), 112.0, device="cuda")
-        *found, total = torch.ops.vitrail.fp8_layouts(x, factor, dtype, True)
-        *expected, expected_total = fp8.plain_layouts(x, factor, dtype, True)
-        pairs = zip(found, expected, strict=True)
-        same = [bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8))) for a, b in pairs]
-        error = relative(total, expected_total)
-        rows.add("check", what=f"both layouts, {dtype}, {count} rows", equal=same, error_of_sum=error)
-
-    def layer(name: str, compiled: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(197 * 3, 768, generator=generator).to(torch.bfloat16)
-        weight, bias = torch.randn(1024, 768, generator=generator) / 28, torch.randn(1024, generator=generator)
-        grad = torch.randn(197 * 3, 1024, generator=generator).to(torch.bfloat16) * 1e-5
-        kind: Any = PRODUCTS[name]
-
-        def plain(*inputs: Tensor) -> Any:
-            return kind.apply(*inputs)
-
-        def results(run: Any, device: str) -> list[Tensor]:
-            inputs = [t.to(device).requires_grad_() for t in (x.clone(), weight.clone(), bias.clone())]
-            out = run(*inputs)
-            return [out, *torch.autograd.grad(out, inputs, grad.to(device, out.dtype))]
-
-        exact = torch.nn.functional.linear(x.float(), weight, bias)
-        found = results(torch.compile(plain, dynamic=False) if compiled else plain, "cuda")
-        twin = results(plain, "cpu")
-        errors = [relative(a, b) for a, b in zip(found, twin, strict=True)]
-        rows.add("check", what=f"{name}, compiled {compiled}", to_twin=errors, to_float32=relative(found[0], exact))
-
     for dtype in (E4M3, E5M2):
         for count in (256, 197 * 3):
-            rows.attempt("check", lambda d=dtype, c=count: layouts(d, c), what=f"both layouts, {dtype}")
+            about = {"what": f"both layouts, {dtype}"}
+            rows.attempt("check", lambda d=dtype, c=count: check_layouts(rows, "check", torch.bfloat16, d, c), **about)
     for name in PRODUCTS:
-        for compiled in (False, True):
-            rows.attempt("check", lambda n=name, c=compiled: layer(n, c), what=f"{name}, compiled {compiled}")
+        for backend in ("eager", "inductor"):
+            work = lambda n=name, b=backend: check_layer(rows, "check", n, b, "cuda")  # noqa: E731
+            rows.attempt("check", work, what=f"{name}, {backend}")
+
+
+def diagnose(rows: Rows, device: str) -> None:
+    """Which tensor is wrong, where: kernels by type and tile, the product, and gradients by compiler."""
+    if device == "cuda":
+        for kind in (torch.bfloat16, torch.float32):  # of float32 the transpose is known to be wrong
+            for tile, warps in ((64, 8), (128, 8)):
+                how = {"tile": tile, "warps": warps}
+                for dtype, count in ((E4M3, 1024), (E5M2, 197 * 3)):
+                    work = lambda k=kind, d=dtype, c=count, h=how: check_layouts(rows, "diagnose", k, d, c, **h)  # noqa: E731
+                    rows.attempt("diagnose", work, what=f"both layouts of {kind}, {dtype}", **how)
+        for fast in (True, False):
+            rows.attempt("diagnose", lambda f=fast: check_product(rows, f), what="e5m2 x e4m3", fast=fast)
+    for backend in BACKENDS:
+        for name in PRODUCTS:
+            work = lambda n=name, b=backend: check_layer(rows, "diagnose", n, b, device)  # noqa: E731
+            rows.attempt("diagnose", work, what=f"{name}, {backend}")
 
 
 # Products and casts
@@ -250,7 +324,10 @@ def casts(rows: Rows, model: str, tokens: int, width: int) -> None:
             )
             for tile, warps in ((128, 8), (128, 4), (64, 4), (64, 8), (128, 16))
         }
-        ways["both layouts and sum, tile 128, 8 warps"] = 4, lambda x=x: fp8_triton.layouts(x, factor, E5M2, True)
+        for tile, warps in ((128, 8), (64, 8), (64, 4), (32, 4)):
+            with_sum = lambda x=x, t=tile, w=warps: fp8_triton.layouts(x, factor, E5M2, True, t, w)  # noqa: E731
+            ways[f"both layouts and sum, tile {tile}, {warps} warps"] = 4, with_sum
+        ways["sum, as a product"] = 2, lambda x=x: added_up(x)
         ways["both layouts, torch.compile"] = 4, lambda x=x: plain(x, factor)
         ways["largest magnitude"] = 2, lambda x=x: whole(x)
         ways["by row"] = 3, lambda x=x: by_row(x)
@@ -483,7 +560,7 @@ def summary(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--part", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--part", nargs="*", default=PARTS, choices=("diagnose", *PARTS))
     parser.add_argument("--data", help="an .npz with x_train, y_train, x_test, y_test (none: patterns with noise)")
     parser.add_argument("--recipes", nargs="*", help="of the curves (none: bf16 and the faster one of the others)")
     parser.add_argument("--seconds", type=float, default=300.0, help="end after so long, with what there is")
@@ -492,7 +569,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--device", default="cuda", help="of the curves; the other parts need CUDA")
+    parser.add_argument("--device", default="cuda", help="of curves and diagnose; the other parts need CUDA")
     options = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     rows = Rows(options.json, options.seconds)
@@ -503,19 +580,20 @@ def main() -> None:
     except Exception as error:
         rows.add("torchao", note=f"not compared: {error!r}")
     if options.device == "cuda":
-        machine = rows.attempt("machine", ceilings) or {}
+        machine = {} if options.part == ["diagnose"] else rows.attempt("machine", ceilings) or {}
         name = rows.attempt("machine", torch.cuda.get_device_name)
         rows.attempt("machine", torch.cuda.empty_cache)
         rows.add("machine", device=name, torch=torch.__version__, cuda=torch.version.cuda, **machine)
     works: dict[str, Callable[[], None]] = {
+        "diagnose": lambda: diagnose(rows, options.device),
         "check": lambda: check(rows),
         "products": lambda: products(rows),
         "speed": lambda: speed(rows, 200.0),
         "curves": lambda: curves(rows, options, options.recipes or ["bf16", rows.fastest]),
     }
-    for part in PARTS:
+    for part, work in works.items():
         if part in options.part:
-            rows.attempt(part, works[part])
+            rows.attempt(part, work)
             if torch.cuda.is_available():
                 rows.attempt(part, torch.cuda.empty_cache)
     rows.add("end")

@@ -134,17 +134,32 @@ def test_zeros_give_zeros_and_nan_gives_nan() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_compiled_layer_under_autocast_is_the_plain_one(bias: bool) -> None:
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_compiled_layer_is_the_plain_one(autocast: bool, bias: bool) -> None:
+    """Without autocast products come in the type of the output, as they do under it on an accelerator."""
     _, ours = trained_layer(32, 16)
     if not bias:
         ours.bias = None  # type: ignore[assignment]
-    x, grad = torch.randn(2, 5, 32), torch.randn(2, 5, 16).bfloat16()
+    kind = torch.bfloat16 if autocast else torch.float32
+    x, grad = torch.randn(2, 5, 32), torch.randn(2, 5, 16).to(kind)
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=False)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found, expected = gradients(compiled, x, grad), gradients(ours, x, grad)
-    assert found[0].dtype == torch.bfloat16
+    assert found[0].dtype == kind
     assert [t.dtype for t in found[1:]] == [torch.float32] * (2 + bias)
+    assert all(t.any() for t in expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_under_autocast_the_weight_is_rounded_to_its_type_first() -> None:
+    """So an accelerator casts tensors of one type only, and the copies in bf16 are those of an ordinary layer."""
+    _, ours = trained_layer(64, 48)
+    x, grad = torch.randn(6, 64).bfloat16(), torch.randn(6, 48).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(ours, x, grad)
+        ours.weight.data = ours.weight.data.bfloat16().float()
+        expected = gradients(ours, x, grad)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

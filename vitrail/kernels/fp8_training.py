@@ -47,7 +47,9 @@ def plain_layouts(x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool) -> t
 def _layouts(x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool) -> tuple[Tensor, Tensor, Tensor]:
     from vitrail.kernels import fp8_triton
 
-    return fp8_triton.layouts(x.contiguous(), factor, dtype, add)
+    # Of float32, ptxas 12.8 compiles the kernel into one that writes undefined registers to the transpose.
+    rows = x.to(torch.bfloat16) if x.dtype == torch.float32 else x
+    return fp8_triton.layouts(rows.contiguous(), factor, dtype, add)
 
 
 @_layouts.register_fake
@@ -79,8 +81,11 @@ class TensorwiseProduct(torch.autograd.Function):
         x_small, x_transposed, x_scale, _ = tensorwise(x)
         w_small, w_transposed, w_scale, _ = tensorwise(weight)
         ctx.save_for_backward(x_transposed, x_scale, w_transposed, w_scale)
-        ctx.biased = bias is not None
-        return product(x_small, w_small, x_scale, w_scale, bias).to(x.dtype)
+        ctx.biased, ctx.weight_dtype = bias is not None, weight.dtype
+        out = product(x_small, w_small, x_scale, w_scale, bias)
+        # No cast to the type that it has: torch.compile of PyTorch 2.11 (pytorch/pytorch#180642) takes the gradient of
+        # an output that has two names for zero.
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -88,11 +93,14 @@ class TensorwiseProduct(torch.autograd.Function):
         small, transposed, scale, to_bias = tensorwise(grad, BACKWARD, ctx.biased)
         to_input = product(small, weight, scale, w_scale).to(grad.dtype)
         to_weight = product(transposed, x, scale, x_scale, fast=False)  # a sum over all tokens
-        return to_input, to_weight.float(), to_bias if ctx.biased else None
+        return to_input, to_weight.to(ctx.weight_dtype), to_bias if ctx.biased else None
 
 
 class Fp8TrainingLinear(nn.Linear):
-    """A linear layer with products of 8-bit floats in training (emulated off CUDA), an ordinary one in evaluation."""
+    """A linear layer with products of 8-bit floats in training (emulated off CUDA), an ordinary one in evaluation.
+
+    Under autocast the weight is rounded to its type first, as an ordinary layer's is.
+    """
 
     product: ClassVar[type[torch.autograd.Function]] = TensorwiseProduct
 
@@ -101,7 +109,7 @@ class Fp8TrainingLinear(nn.Linear):
             return super().forward(x)
         kind = x.device.type
         rows = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-        out: Tensor = self.product.apply(rows.flatten(0, -2), self.weight, self.bias)
+        out: Tensor = self.product.apply(rows.flatten(0, -2), self.weight.to(rows.dtype), self.bias)
         return out.unflatten(0, x.shape[:-1])
 
 

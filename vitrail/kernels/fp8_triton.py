@@ -61,10 +61,11 @@ def _layouts_kernel(
 
 
 def layouts(
-    x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool, tile: int = 128, warps: int = 8
+    x: Tensor, factor: Tensor, dtype: torch.dtype, add: bool, tile: int = 0, warps: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`vitrail.kernels.fp8_training.plain_layouts` of a contiguous x [rows, channels], in one pass."""
     (rows, width), padded = x.shape, len(x) + -len(x) % 16
+    tile = tile or (64 if add else 128)  # sums of 128 x 128 take 185 registers: one program per multiprocessor
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     transposed = torch.empty(width, padded, dtype=dtype, device=x.device)
     down = triton.cdiv(padded, tile)
