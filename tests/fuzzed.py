@@ -449,6 +449,7 @@ LINES = [
     "augment ROOT/data.npz out --method mixup --each 1",
     "bench ROOT/model --device cpu",
     "export nowhere model.onnx",
+    "fit nowhere --latency 5ms --size 9MB --threads 1 --minutes 0.1 --weights none --out fitted",
     "attack ROOT/model --size 4 --data ROOT/data.npz",
     "compare nowhere.yaml --jobs 1",
     "app nowhere --port 1",

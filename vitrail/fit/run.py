@@ -37,6 +37,7 @@ from vitrail.model.export import read_onnx
 from vitrail.recipes import recipe, with_values
 from vitrail.run.deploy import export_onnx
 from vitrail.run.evaluate import calibrate, evaluate, load
+from vitrail.run.preflight import reject_missing_data
 from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
@@ -108,6 +109,7 @@ def fit(
 
     out = Path(out)
     reject_unwritable(out)
+    reject_missing_data(data)
     base = _base(data, weights, say)
     state = _state(
         out, {"data": data, "budget": asdict(budget), "metric": metric, "minutes": minutes, "base": base.recipe}
