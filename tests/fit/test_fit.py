@@ -54,7 +54,7 @@ def test_small_images_get_small_networks_and_photographs_the_sizes_that_they_hav
 @pytest.mark.parametrize("side", [28, 33, 96])
 def test_every_candidate_can_be_built_and_named_in_a_study(side: int) -> None:
     base = recipe("scratch")
-    names = {c.name: {"model": {"name": c.model, "image_size": c.size}} for c in candidates_for(side)}
+    names = {c.name: {"model": {"name": c.model, "image_size": c.size, **c.settings}} for c in candidates_for(side)}
     assert set(Study("all", base, names, budget="none").variants) == set(names)
     for candidate in candidates_for(side):
         if candidate.size <= 96:

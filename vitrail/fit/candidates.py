@@ -33,6 +33,7 @@ PHOTO_NETWORKS = (
     "timm:efficientnet_lite0", "timm:repvit_m0_9", "timm:fastvit_t8", "timm:convnext_atto", "timm:resnet18",
     "timm:resnet26d", "deit_tiny", "deit_small", "xcit_t24_p16", "patchconvnet_s20", "resmlp_s12",
 )  # fmt: skip
+MERGING = ("deit_tiny", "deit_small")  # that also come with merged tokens (ToMe)
 TEACHERS = {"small": "resnet18_32", "photo": "timm:resnet50"}
 Precision = Literal["float32", "int8"]
 GAIN_OF_INT8 = 3.0  # times the budget: what int8 may still bring within it
@@ -80,8 +81,13 @@ def candidates_for(side: int) -> list[Candidate]:
     """Candidates for images of this (median, shorter) side: the two or three nearest sizes of each photo network."""
     if side <= SMALL:
         return [Candidate(name, max(2, side // of) * of) for name, of in SMALL_NETWORKS.items()]
-    sizes = [size for size in SIZES if size <= 1.15 * side][-3:]
-    return [Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes or SIZES[:1]]
+    sizes = [size for size in SIZES if size <= 1.15 * side][-3:] or list(SIZES[:1])
+    merging = [  # 0.6 of the dense cost
+        Candidate(name, size, {"trunk": {"adaptive": {"kind": "tome", "r": round(13 / 196 * (size // 16) ** 2, 2)}}})
+        for name in MERGING
+        for size in sizes
+    ]
+    return [*(Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes), *merging]
 
 
 def build(candidate: Candidate, classes: Sequence[str], multilabel: bool = False) -> Classifier:

@@ -209,8 +209,8 @@ def _measured(
 ) -> list[Measured]:
     """Every candidate's cost on the target; kept, so that a search that goes on does not measure again."""
     known = [Measured.from_json(values) for values in state["measured"]]
-    done = {(m.candidate.model, m.candidate.size) for m in known}
-    left = [c for c in candidates_for(side) if (c.model, c.size) not in done]
+    done = {m.candidate.name.removesuffix("-int8") for m in known}
+    left = [c for c in candidates_for(side) if c.name not in done]
     for number, candidate in enumerate(left):
         for found in measure(candidate, data.classes, budget, pictures, out):
             cost = found.reason or f"{1e3 * (found.latency or 0):.3g} ms, {found.bytes / 1e6:.3g} MB"

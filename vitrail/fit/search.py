@@ -17,7 +17,7 @@ from vitrail.schema import plain
 
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
-MOST_EPOCHS = 300.0
+MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
 CLOSE = 1.0  # standard errors of val: nearer ones are trained once more, with another seed
 
 
@@ -127,7 +127,8 @@ class Search:
             config = from_mapping(merged(plain(self.base), {"model": model}), replace(self.base))
             self.state["speeds"][candidate.name] = probe(config, min(8.0, seconds / 10), steps=3)
             self.keep()
-        epochs = min(MOST_EPOCHS, max(1.0, seconds * self.state["speeds"][candidate.name] / self.images))
+        images = max(seconds * self.state["speeds"][candidate.name], FEWEST_STEPS * self.base.data.batch)
+        epochs = min(MOST_EPOCHS, images / self.images)
         key = f"{candidate.name} {seconds:.4g}"
         epochs = self.state["epochs"].setdefault(key, float(f"{epochs:.3g}"))
         self.keep()
@@ -142,5 +143,5 @@ def _spread(feasible: Sequence[Measured], count: int) -> list[Measured]:
     """Of every architecture its form nearest to the budget, and of those the slowest: they are mostly the best."""
     nearest: dict[str, Measured] = {}
     for measured in sorted(feasible, key=lambda m: m.latency or 0.0):
-        nearest[measured.candidate.model] = measured
+        nearest[f"{measured.candidate.model} {measured.candidate.settings}"] = measured
     return sorted(nearest.values(), key=lambda m: -(m.latency or 0.0))[:count]
