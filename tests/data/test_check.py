@@ -299,3 +299,16 @@ def test_multilabel_data_are_checked_too(tmp_path):
     report = check_data(data)
     assert report.severity in ("ok", "warnings")
     assert picture_sheet(data, tmp_path / "sheet.png", report).is_file()
+
+
+def test_the_report_says_how_much_there_is_what_was_ignored_and_how_many_more(tmp_path):
+    clean(tmp_path, {"a": 12, "b": 12})
+    (tmp_path / "empty").mkdir()
+    for number in range(5):
+        (tmp_path / "a" / f"broken{number}.jpg").write_bytes(b"\xff\xd8junk")
+    report = check_data(open_data(tmp_path, val_fraction=0, test_fraction=0))
+    assert report.summary == "29 images, 2 classes: 29 train"
+    assert "ignored folders without images: empty" in report.notes
+    cells = {row[1].partition(":")[0]: row[2:] for row in report.rows()}
+    assert cells["unreadable"][0] == "5"
+    assert cells["unreadable"][1].endswith(", and 2 more")

@@ -94,7 +94,7 @@ class CheckCommand:
         for row in report.rows():
             table.add_row(*row)
         pictures = [] if self.out is None else [f"pictures: {self.out}"]
-        output(self.json, report.to_json(), table, *pictures)
+        output(self.json, report.to_json(), report.summary, *report.notes, table, *pictures)
         return report.exit_code(self.strict)
 
     def _suggest(self, count: int) -> int:

@@ -48,6 +48,13 @@ class CheckReport:
     classes: int
     findings: tuple[Finding, ...]
     suspects: tuple[Suspect, ...] = ()  # images a person should look at
+    notes: tuple[str, ...] = ()  # what was ignored or held out as the data were read
+
+    @property
+    def summary(self) -> str:
+        """How many images and classes there are."""
+        splits = ", ".join(f"{count:,} {name}" for name, count in self.images.items())
+        return f"{sum(self.images.values()):,} images, {self.classes:,} classes: {splits}"
 
     @property
     def severity(self) -> Literal["ok", "warnings", "errors"]:
@@ -66,7 +73,14 @@ class CheckReport:
         """(level, what was found, how many, examples) of each finding, the worst first."""
         order = ("error", "warning", "note")
         ordered = sorted(self.findings, key=lambda finding: order.index(finding.level))
-        return [(f.level, f"{f.check}: {f.text}", str(f.count), ", ".join(f.examples[:3])) for f in ordered]
+        return [(f.level, f"{f.check}: {f.text}", *_count_and_examples(f)) for f in ordered]
+
+
+def _count_and_examples(finding: Finding) -> tuple[str, str]:
+    if finding.check == "class balance":  # the count would be that of all images, and one example of equal classes
+        return "", ", ".join(finding.examples) if len(finding.examples) > 1 else ""
+    more = [f"and {finding.count - 3:,} more"] if len(finding.examples) > 3 else []
+    return f"{finding.count:,}", ", ".join([*finding.examples[:3], *more])
 
 
 def check_data(
@@ -90,7 +104,7 @@ def check_data(
         findings += _duplicates(prints, suspects)
         findings += _near_duplicates(prints, suspects)
         findings += _suspicious(prints, data.classes, suspects)
-    return CheckReport(data.uri, images, len(data.classes), tuple(findings), tuple(suspects))
+    return CheckReport(data.uri, images, len(data.classes), tuple(findings), tuple(suspects), tuple(data.notes))
 
 
 def picture_sheet(data: DataSet, path: str | Path, report: CheckReport | None = None) -> Path:
@@ -163,7 +177,7 @@ def _balance(data: DataSet) -> Iterator[Finding]:
     ends = dict.fromkeys((largest, smallest))
     example = tuple(f"{data.classes[c]} ({train[c]})" for c in ends)
     unbalanced = ratio >= IMBALANCE
-    advice = "; consider data.sampling=balanced" if unbalanced else ""
+    advice = "; consider --data.sampling balanced" if unbalanced else ""
     text = f"the largest class has {ratio:.1f} times the images of the smallest{advice}"
     text = text if len(ends) > 1 else "all classes have the same number of images"
     yield Finding("class balance", "warning" if unbalanced else "note", int(train.sum()), text, example)
