@@ -16,7 +16,7 @@ from vitrail.data.open import open_data
 from vitrail.fit import run as fitting
 from vitrail.fit.candidates import Candidate, Measured, build, candidates_for, measure
 from vitrail.fit.limits import Budget, quantity
-from vitrail.fit.search import Form, _spread
+from vitrail.fit.search import Form, Search, Trial, _spread
 from vitrail.recipes import recipe
 
 
@@ -67,6 +67,26 @@ def test_the_first_rung_has_the_slowest_form_of_each_architecture_that_fits() ->
     assert _spread(costs, 3)[1].candidate.size == 128
 
 
+def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = {("a", 1): 0.81, ("b", 1): 0.80, ("a", 2): 0.78, ("b", 2): 0.79}
+    calls: list[tuple[int, int]] = []
+
+    def rung(
+        search: Search, number: int, forms: list[Form], teacher: object = None, seeds: int = 1, **_: int
+    ) -> list[Trial]:
+        calls.append((number, seeds))
+        found = [Trial(f, number, values[f.measured.candidate.model, seeds], 0.02, 1, 1, "", seeds) for f in forms]
+        search.trials += found
+        return found
+
+    monkeypatch.setattr(Search, "_rung", rung)
+    search = Search(recipe("scratch"), 100, 100, 60, tmp_path, "top1", {}, lambda: None, lambda _: None)
+    best = search.run([cost("a", 1), cost("b", 2)], None, lambda _: [], Candidate("t", 32))
+    assert calls == [(0, 1), (1, 1), (2, 1), (2, 2)]
+    assert best.form.measured.candidate.model == "b"
+    assert {t.seeds for t in search.trials if t.rung == 2} == {2}
+
+
 def test_forms_have_names_of_their_own() -> None:
     pooled = Candidate("vit_tiny_32", 32, {"head": {"kind": "attention_pool"}}, "int8")
     merged = Candidate("deit_tiny", 96, {"trunk": {"adaptive": {"kind": "tome", "r": 4}}})
@@ -90,6 +110,8 @@ def test_what_a_larger_budget_would_buy_is_the_slowest_within_twice_the_budget()
     assert found is not None
     assert found.candidate.model == "best"
     assert fitting._next_larger(Budget(0.002), [cost("in", 1.0)]) is None
+    small = Measured(Candidate("best", 128, precision="int8"), 0.001, 1)  # its training is one of the first rung
+    assert fitting._next_larger(Budget(0.002), [cost("best", 3.9), small]) is None
 
 
 def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:

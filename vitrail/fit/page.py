@@ -60,6 +60,7 @@ def render_fit(fitted: FitResult, environment: Mapping[str, Any]) -> str:
         tiles=tiles,
         chart=chart(fitted),
         rows=rows(fitted),
+        metric=fitted.metric,
         unmeasured=[(m.candidate.name, m.reason) for m in fitted.measured if m.latency is None],
         code=CODE.format(file=fitted.file.name, run=fitted.chosen.path),
         notes=fitted.notes,
@@ -120,7 +121,7 @@ def chart(fitted: FitResult) -> Any:
     ]
     x_label = f"milliseconds per image, {fitted.budget.on}"
     return pareto_chart(
-        points, title="accuracy against latency", x_label=x_label, y_label="top-1 on val", size=(720, 380)
+        points, title="accuracy against latency", x_label=x_label, y_label=f"{fitted.metric} on val", size=(720, 380)
     )
 
 

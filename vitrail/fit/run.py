@@ -33,6 +33,7 @@ from vitrail.fit.candidates import (
 from vitrail.fit.limits import HEADROOM, Budget
 from vitrail.fit.search import Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
+from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
 from vitrail.recipes import recipe, with_values
 from vitrail.run.deploy import export_onnx
@@ -61,6 +62,7 @@ class FitResult:
     trials: tuple[Trial, ...]
     measured: tuple[Measured, ...]
     notes: tuple[str, ...]
+    metric: str = "top1"  # by which val chose
 
     @property
     def accuracy(self) -> float:
@@ -181,10 +183,9 @@ def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> 
         raise ValueError(f"{data.uri} has no images to train on and to hold out; give a folder of class folders")
     if data.multilabel or data.holds_texts or data.unlabelled:
         raise ValueError(f"{data.uri}: fit is for images with one label each")
-    counts = ", ".join(f"{len(rows):,} {name}" for name, rows in data.splits.items())
-    say(f"{data.uri}: {len(data.classes)} classes, {counts}")
     if not state["measured"]:
         report = check_data(data)
+        say(f"{data.uri}: {report.summary}")
         for level, text, count, _ in report.rows():
             if level != "note":
                 say(f"{level}: {text} ({count})")
@@ -236,8 +237,10 @@ def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
 
 
 def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
-    """The fastest float32 candidate that needs up to twice the latency: what a larger budget would buy."""
+    """The slowest candidate within twice the latency that does not fit in int8, either: what more would buy."""
+    fits = {m.candidate.name for m in measured if m.latency is not None and budget.meets(m.latency, m.bytes)}
     over = [m for m in measured if m.latency is not None and m.candidate.precision == "float32"]
+    over = [m for m in over if f"{m.candidate.name}-int8" not in fits]  # one training serves both
     over = [m for m in over if budget.latency < (m.latency or 0) <= 2 * budget.latency]
     return max(over, key=lambda m: m.latency or 0, default=None)
 
@@ -302,7 +305,9 @@ def _deployed(
         correct = _correct(file, model, data, split, budget)
         counts = int(sum(correct)), len(correct)
         trials, all_costs = tuple(search.trials), tuple(measured)
-        return FitResult(out, file, budget, latency, size, split, *counts, trial, trials, all_costs, tuple(notes))
+        return FitResult(
+            out, file, budget, latency, size, split, *counts, trial, trials, all_costs, tuple(notes), search.metric
+        )
     raise ValueError(f"no trained model meets {budget.text} as a file: {notes[-1]}")
 
 
@@ -310,7 +315,8 @@ def _correct(file: Path, model: Any, data: DataSet, split: str, budget: Budget) 
     """Of every image, whether the file's prediction is right; one image at a time, as it is deployed."""
     if budget.on == "cuda":
         _, predictions, _ = evaluate(model, data.uri, split=split)
-        return (predictions.predicted == predictions.label).tolist()  # type: ignore[union-attr]
+        assert isinstance(predictions, Predictions)  # of images with one label each
+        return [bool(right) for right in predictions.guess == predictions.target]
     rows, run = open_for(model, data.uri)[split], read_onnx(file)
     right: list[bool] = []
     with EvalLoader(rows, Preprocess(model.preprocess), batch=64, device="cpu", workers=auto_workers(rows)) as loader:

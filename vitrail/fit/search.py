@@ -84,17 +84,25 @@ class Search:
         rung = _best(self._rung(2, last, teacher))
         if len(rung) > 1 and self._close(rung[0], rung[1]):
             self.say(f"{rung[0].form.name} and {rung[1].form.name} are too close on val; a second seed of both decides")
-            rung = _best(self._rung(2, [trial.form for trial in rung[:2]], teacher, seeds=2))
+            both = rung[:2]
+            self.trials = [trial for trial in self.trials if trial not in both]  # two seeds take the place of one
+            rung = _best(self._rung(2, [trial.form for trial in both], teacher, seeds=2, shared_by=len(last)))
         return rung[0]
 
     def _close(self, best: Trial, other: Trial) -> bool:
         return best.value - other.value < CLOSE * best.error
 
     def _rung(
-        self, number: int, forms: Sequence[Form], teacher: Candidate | None = None, seeds: int = 1
+        self,
+        number: int,
+        forms: Sequence[Form],
+        teacher: Candidate | None = None,
+        seeds: int = 1,
+        shared_by: int | None = None,
     ) -> list[Trial]:
+        """Trains forms, each as long as if `shared_by` of them (none: as many as there are) shared the rung's time."""
         taught = teacher is not None and any("objective" in form.training for form in forms)
-        seconds = SHARES[number] * self.seconds / (len(forms) + taught)
+        seconds = SHARES[number] * self.seconds / (1 + (shared_by or len(forms)))  # one is a teacher, if there is one
         variants = {form.name: self._settings(form.measured.candidate, form.training, seconds) for form in forms}
         first = {"teacher": self._settings(teacher, {}, seconds)} if taught and teacher else {}
         name = f"rung-{number}" + ("-seeds" if seeds > 1 else "")
