@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vitrail.cli import run as command
 from vitrail.compare.study import Study
 from vitrail.data.open import open_data
+from vitrail.fit import candidates
 from vitrail.fit import run as fitting
-from vitrail.fit.candidates import Candidate, Measured, build, candidates_for, measure
+from vitrail.fit.candidates import Candidate, Measured, build, candidates_for, measure, over_at_a_smaller_size
 from vitrail.fit.limits import Budget, quantity
 from vitrail.fit.search import Form, Search, Trial, _spread
 from vitrail.recipes import recipe
@@ -119,6 +121,35 @@ def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
     assert found.latency is None
     assert "times the budget" in found.reason
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_far_over_the_budget_is_not_measured_with_larger_images() -> None:
+    budget = Budget(0.001)
+    known = [cost("slow", 3.1, 96), cost("near", 2.9, 96), Measured(Candidate("hopeless", 96), eager=0.02)]
+    assert over_at_a_smaller_size(Candidate("slow", 128), known, budget) is known[0]
+    assert over_at_a_smaller_size(Candidate("hopeless", 128), known, budget) is known[2]
+    assert over_at_a_smaller_size(Candidate("near", 128), known, budget) is None
+    assert over_at_a_smaller_size(Candidate("slow", 64), known, budget) is None
+    assert over_at_a_smaller_size(Candidate("slow", 128, {"head": {"kind": "mean"}}), known, budget) is None
+
+
+def test_a_file_that_does_not_run_in_int8_keeps_what_was_measured_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Fail(Exception):  # onnxruntime's are no RuntimeError
+        pass
+
+    def no_kernel(*given: object) -> None:
+        raise Fail("no such operator\nof this processor")
+
+    monkeypatch.setattr(candidates, "write_int8", no_kernel)
+    monkeypatch.setattr(candidates, "SECONDS", 0.0)
+    monkeypatch.setattr(candidates, "GAIN_OF_INT8", 1e9)
+    monkeypatch.setattr(candidates, "HOPELESS", 1e9)
+    picture = Image.new("RGB", (28, 28))
+    plain, small = measure(Candidate("vit_micro_28", 28), ["a", "b"], Budget(1e-6), [picture] * 5, tmp_path)
+    assert plain.latency is not None
+    assert (small.latency, small.reason) == (None, "cannot run in int8: no such operator")
 
 
 @pytest.mark.parametrize(

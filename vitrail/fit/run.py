@@ -29,6 +29,7 @@ from vitrail.fit.candidates import (
     candidates_for,
     file_latency,
     measure,
+    over_at_a_smaller_size,
 )
 from vitrail.fit.limits import HEADROOM, Budget
 from vitrail.fit.search import Form, Search, Trial
@@ -122,6 +123,8 @@ def fit(
 
     opened = open_run(base.data)
     _check(opened, state, say)
+    if base.optim.lr_batch is None:  # Muon's learning rate goes with any batch
+        base = with_values(base, {"data.batch": _batch(len(opened["train"]))})
     pictures = _pictures(opened["train"])
     side = int(statistics.median(min(picture.size) for picture in pictures))
     measured = _measured(opened, side, budget, pictures, out, state, keep, say)
@@ -155,6 +158,15 @@ def _base(data: str, weights: str, say: Callable[[str], None]) -> RunConfig:
         say(f"recipe {base.recipe}: {reason}")
     engine = {"engine.evaluate_every": 0.0, "engine.checkpoint_every": 5.0}
     return with_values(base, {"data.uri": data, "data.judge": "val", **engine})
+
+
+def _batch(images: int) -> int:
+    """A hundredth of the images, as a power of two from 64 to 512: small sets want steps, large ones throughput.
+
+    >>> _batch(2_270), _batch(45_000)
+    (64, 512)
+    """
+    return int(min(512, max(64, 2 ** round(math.log2(images / 100)))))
 
 
 def _reaches_weights() -> bool:
@@ -213,7 +225,13 @@ def _measured(
     done = {m.candidate.name.removesuffix("-int8") for m in known}
     left = [c for c in candidates_for(side) if c.name not in done]
     for number, candidate in enumerate(left):
-        for found in measure(candidate, data.classes, budget, pictures, out):
+        smaller = over_at_a_smaller_size(candidate, known, budget)
+        if smaller is not None:
+            reason = f"{smaller.candidate.name} is already far over the budget"
+            found_all = [Measured(candidate, reason=reason, eager=smaller.eager)]
+        else:
+            found_all = measure(candidate, data.classes, budget, pictures, out)
+        for found in found_all:
             cost = found.reason or f"{1e3 * (found.latency or 0):.3g} ms, {found.bytes / 1e6:.3g} MB"
             say(f"[{number + 1}/{len(left)}] {found.candidate.name}: {cost}")
             known.append(found)
@@ -291,7 +309,7 @@ def _deployed(
                 precision: Literal["int8"] | None = "int8" if candidate.precision == "int8" else None
                 size = export_onnx(model, file, Path(path), precision, data.uri, LOSE, with_predict=True).bytes
                 latency = file_latency(file, pictures, budget.threads)
-        except ValueError as error:
+        except Exception as error:  # exporters and runtimes have error classes of their own
             notes.append(f"{trial.form.name} was not deployed: {error}")
             say(notes[-1])
             continue

@@ -18,6 +18,7 @@ from vitrail.schema import plain
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
+COMPILED_FROM = 240.0  # seconds of training: what torch.compile takes is not made up for in less
 CLOSE = 1.0  # standard errors of val: nearer ones are trained once more, with another seed
 
 
@@ -129,10 +130,13 @@ class Search:
     def _settings(self, candidate: Candidate, training: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Nested settings of a run of about this length."""
         model = {"name": candidate.model, "image_size": candidate.size, **candidate.settings}
-        settings = merged({"model": model}, training)
+        engine = {"compile": False} if seconds < COMPILED_FROM else {}
+        settings = merged({"model": model, "engine": engine}, training)
         if candidate.name not in self.state["speeds"]:
             self.say(f"{candidate.name}: measuring its training speed")
-            config = from_mapping(merged(plain(self.base), {"model": model}), replace(self.base))
+            config = from_mapping(
+                merged(plain(self.base), {"model": model, "engine": {"compile": False}}), replace(self.base)
+            )
             self.state["speeds"][candidate.name] = probe(config, min(8.0, seconds / 10), steps=3)
             self.keep()
         images = max(seconds * self.state["speeds"][candidate.name], FEWEST_STEPS * self.base.data.batch)
