@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
-import signal
+import subprocess
+import sys
 import tarfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from processes import start
 from static_server import StaticServer, serving
 
 from vitrail.data import remote, shard_cache
 from vitrail.data.dataset import DataSet
 from vitrail.data.jpeg import EncodedImages
 from vitrail.data.open import open_data, open_source
-from vitrail.data.sources.stream import StreamReader, expand
+from vitrail.data.sources.stream import StreamReader
 from vitrail.files import cache_folder
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (vitrail[cloud])")
@@ -77,9 +77,8 @@ def test_streamed_images_are_those_of_the_local_tars(server: StaticServer, tars:
     assert stored(open_data(pattern(server) + read)) == stored(open_data(tars))
 
 
-def test_a_folder_of_a_file_system_that_lists_is_all_its_tars(tars: Path) -> None:
-    pytest.importorskip("fsspec")
-    assert stored(open_data(f"file://{tars}")) == stored(open_data(tars))
+def test_a_url_of_local_files_is_read_in_place(tars: Path) -> None:
+    assert stored(open_data(f"file://{tars}/train-{{00..03}}.tar")) == stored(open_data(tars))
     assert not cached()
 
 
@@ -118,9 +117,7 @@ def test_what_passes_is_tried_again(server: StaticServer, tars: Path, fault: int
     assert not any(server.faults.values())
 
 
-def test_a_silent_server_is_asked_again(
-    server: StaticServer, tars: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_server_is_asked_again(server: StaticServer, tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TIMEOUT", 0.2)
     server.faults = {"/train-01.tar": deque(["silent"])}
     assert stored(open_source(pattern(server))) == stored(open_source(str(tars)))
@@ -143,7 +140,7 @@ def test_a_server_that_stays_down_ends_after_stated_tries(server: StaticServer) 
 @pytest.mark.parametrize(
     ("status", "kind", "sentence"),
     [
-        (403, PermissionError, r"no permission to read http://.*/train-01.tar \(401 or 403\); set its credentials"),
+        (403, PermissionError, r"no permission to read http://.*/train-01.tar; set its credentials"),
         (404, FileNotFoundError, r"there is no http://.*/train-01.tar; correct the URL"),
     ],
 )
@@ -161,7 +158,9 @@ def test_an_object_that_changes_in_mid_epoch_is_named(server: StaticServer) -> N
     split.read(EACH)
     server.files["/train-01.tar"] = server.files["/train-02.tar"]
     split.read(0)
-    with pytest.raises(ValueError, match=r"/train-01\.tar has changed since it was indexed .*; put the old object back"):
+    with pytest.raises(
+        ValueError, match=r"/train-01\.tar has changed since it was indexed .*; put the old object back"
+    ):
         split.read(EACH)
 
 
@@ -205,33 +204,39 @@ def test_a_shard_that_is_open_can_be_read_to_its_end(server: StaticServer) -> No
         assert stream.read() == server.files["/train-00.tar"][1:]
 
 
-def _open(uri: str, cache: str, out: Path) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
-    out.write_text(str([len(image) for *_, image in stored(open_source(uri))]))
+SCRIPT = """
+import hashlib, sys
+from vitrail.data.open import open_source
+split = open_source(sys.argv[1])["train"]
+print(hashlib.md5(b"".join(split.reader.stored(i) for i in range(len(split)))).hexdigest())
+"""
 
 
-def test_processes_that_fill_a_cache_together_fetch_each_shard_once(server: StaticServer, tmp_path: Path) -> None:
+def opened(uri: str) -> subprocess.Popen[str]:
+    """Another process that reads all images of a data set and prints their digest."""
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, uri], stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_fill_a_cache_together_fetch_each_shard_once(server: StaticServer, tars: Path) -> None:
     server.faults = {f"/train-{i:02d}.tar": deque(["slow"] * 9) for i in range(SHARDS)}
-    others = [start(_open, pattern(server), os.environ["XDG_CACHE_HOME"], tmp_path / str(i)) for i in range(2)]
-    for process in others:
-        process.join(60)
-    assert [process.exitcode for process in others] == [0, 0]
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    others = [opened(pattern(server)) for _ in range(2)]
+    digests = {process.communicate(timeout=60)[0] for process in others}
+    images = b"".join(image for *_, image in stored(open_source(str(tars))))
+    assert digests == {hashlib.md5(images).hexdigest() + "\n"}
     for path in (f"/train-{i:02d}.tar" for i in range(SHARDS)):
         assert server.bytes_sent[path] <= len(server.files[path]) + 2  # and a byte for each process to identify it
     assert not list((cache_folder() / "streams").glob("*.lock"))
 
 
-def test_a_kill_in_mid_download_leaves_nothing_torn(server: StaticServer, tars: Path, tmp_path: Path) -> None:
-    server.faults = {"/train-00.tar": deque([*[""], "slow"])}
-    process = start(_open, pattern(server), os.environ["XDG_CACHE_HOME"], tmp_path / "out")
+def test_a_kill_in_mid_download_leaves_nothing_torn(server: StaticServer, tars: Path) -> None:
+    server.faults = {"/train-00.tar": deque(["", "slow"])}
+    process = opened(pattern(server))
     folder = cache_folder() / "streams"
     until = time.monotonic() + 60
     while not list(folder.glob(".*.tmp")) and time.monotonic() < until:
         time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
+    process.kill()
+    process.communicate(timeout=10)
     assert list(folder.glob(".*.tmp"))
     assert not cached()
     assert stored(open_source(pattern(server))) == stored(open_source(str(tars)))
@@ -262,15 +267,16 @@ def test_the_next_shards_are_fetched_in_the_background(server: StaticServer) -> 
 @pytest.mark.parametrize(
     ("uri", "sentence"),
     [
-        ("https://host/train-{09..00}.tar", r"\{09\.\.00\} stands for no shards"),
-        ("https://host/train-{}.tar", r"\{\}\.tar is no range of shards"),
-        ("https://host/train-{00..09.tar", "is no range of shards"),
-        ("https://host/train.zip", "names no .tar files|there is no"),
+        ("https://host/train-{09..00}.tar", "stands for no shards"),
+        ("https://host/train-{}.tar", "stands for no shards"),
+        ("https://host/train-{00..09.tar", "stands for no shards"),
+        ("https://host/{0..99999}{0..99999}.tar", "or too many"),
+        ("https://host/{0..999999999999}.tar", "or too many"),
+        ("https://host/train.zip", "it names no .tar file"),
         ("s3://bucket/a.tar?chace=1GB", r"s3://bucket/a.tar: no option 'chace' \(it has cache, read\)"),
         ("https://host/a.tar?cache=much", "cache is a size such as 50GB"),
         ("https://host/a.tar?read=some", "read is whole or ranged, not 'some'"),
-        ("https://host/{a,a}.tar", "a.tar is there twice"),
-        ("nothing://host/a.tar", "fsspec cannot open such URLs"),
+        ("nothing://host/a.tar", "no kind of URL that fsspec opens"),
     ],
 )
 def test_bad_usage_is_a_sentence(uri: str, sentence: str) -> None:

@@ -27,9 +27,10 @@ from vitrail.registry import SUFFIXES, kinds, part
 from vitrail.schema import near
 
 FORMS = (
-    "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
-    ".tar files or URLs of them (s3://, https://), hf:OWNER/NAME, torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, "
-    "text:TABLE or synthetic:grammar; of prompts and completions a table or .json file of them, or synthetic:meals"
+    "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, .tar files "
+    "or their URLs (s3://, https://), hf:OWNER/NAME, torchvision:NAME, embedded:fashion or synthetic:shapes; of texts "
+    "a folder of GLUE, text:TABLE or synthetic:grammar; of prompts and completions a table or .json file of them, or "
+    "synthetic:meals"
 )
 _EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
 

@@ -1,13 +1,11 @@
-"""Shards of remote data in a folder of this machine, which all its processes share and which stays within a bound.
+"""Shards of remote data in a folder of this machine, within a bound, shared by all of its processes.
 
-    NAME.tar        a whole shard; its name is a digest of URL, length and ETag, so that a changed object is another file
-    NAME.json       index of a shard: where each image begins, its length, its name and its label
-    NAME.lock       a process fetches or indexes this shard; others wait for it
-    .NAME.tar.*.tmp a shard that is being fetched, from the beginning as long as it will be
+    NAME.tar, NAME.json     a shard and its index; the name is a digest of URL, length and ETag
+    NAME.lock               a process fetches or indexes it, others wait
+    .NAME.tar.*.tmp         being fetched, and from the beginning as long as it will be
 
-To make room, the shards that were used longest ago are removed; one that is being read stays readable until its reader
-closes it. A lock is a file that only one process can create, so any file system will do. It saves work and guards the
-bound, but the content of shards does not depend on it: they are renamed when they are complete.
+Room is made by removing what was used longest ago; a shard that is open can still be read to its end. Locks are files
+that one process alone can create. They save work and guard the bound; that shards are whole does not depend on them.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from pathlib import Path
 
 from vitrail.data.remote import RemoteObject, read_range, without_secrets
 from vitrail.files import HOST, alive, file_size, remove_leftovers, replacing
-from vitrail.quantities import memory
 
 BLOCK = 2**26  # bytes of a request
 ABANDONED = 600.0  # seconds without a sign of life after which a lock of another machine counts no more
 _WAIT = 0.05  # seconds between two looks at a lock
-_USED = 1.0  # seconds within which a shard is not marked as used again
 _HELD: set[Path] = set()  # locks of this process
 
 
@@ -46,13 +42,10 @@ class ShardCache:
     def holds(self, remote: RemoteObject) -> bool:
         """Whether the whole shard is there; if so, it counts as used now."""
         path = self.file(remote, ".tar")
-        try:
-            status = path.stat()
-            if time.time() - status.st_mtime > _USED:
-                os.utime(path)
-        except FileNotFoundError:  # never there, or removed by another process
-            return False
-        return status.st_size == remote.size
+        with suppress(FileNotFoundError):
+            os.utime(path)
+            return path.stat().st_size == remote.size
+        return False
 
     def fetch(self, remote: RemoteObject) -> Path:
         """The file of a shard, downloaded unless it is there. Raises as `read_range`, and `OSError` of a full disk."""
@@ -70,12 +63,10 @@ class ShardCache:
                         stream.write(read_range(remote, start, min(start + BLOCK, remote.size)))
                         lock.touch()
             except OSError as error:
-                if error.filename is None and error.errno is None:  # of the network, in a sentence already
+                if error.errno is None:  # of the network, a sentence already
                     raise
-                raise OSError(
-                    f"{without_secrets(remote.url)} cannot be kept in {self.folder}: {error.strerror}; free some space, "
-                    "set XDG_CACHE_HOME to another disk, or use ?read=ranged"
-                ) from None
+                remedy = "free some space, set XDG_CACHE_HOME to another disk, or use ?read=ranged"
+                raise OSError(f"no shard can be kept in {self.folder}: {error.strerror}; {remedy}") from None
         return path
 
     @contextmanager
@@ -89,7 +80,7 @@ class ShardCache:
                     _HELD.add(lock)
                     stream.write(f"{HOST}-{os.getpid()}")
                 break
-            except (FileExistsError, PermissionError):  # the latter on Windows, where it is being removed
+            except FileExistsError:
                 if _abandoned(lock):
                     lock.unlink(missing_ok=True)
                 time.sleep(_WAIT)
@@ -102,28 +93,22 @@ class ShardCache:
     def _reserve(self, path: Path, size: int, stack: ExitStack) -> Path | None:
         """A temporary file of this size for `replacing`; none while shards that others fetch leave no room."""
         with self.locked("room"):
-            torn = [p for p in self.folder.glob(".*.tmp") if not p.name.endswith(f"-{os.getpid()}.tmp")]
-            remove_leftovers(torn)
-            fetched = sum(max(0, file_size(p)) for p in self.folder.glob(".*.tar.*.tmp"))
+            remove_leftovers(p for p in self.folder.glob(".*.tmp") if not p.name.endswith(f"-{os.getpid()}.tmp"))
+            # Before the others: one that gets its name meanwhile is counted twice, not left out.
+            used = sum(max(0, file_size(p)) for p in self.folder.glob(".*.tar.*.tmp"))
             kept = sorted((p.stat().st_mtime, p.stat().st_size, p) for p in self.folder.glob("*.tar"))
-            used = fetched + sum(length for _, length, _ in kept)
-            for _, length, oldest in kept:
-                if used + size <= self.bound:
-                    break
-                with suppress(PermissionError):  # on Windows, where a file that is open cannot be removed
+            used += sum(length for _, length, _ in kept)
+            while kept and used + size > self.bound:
+                _, length, oldest = kept.pop(0)
+                with suppress(PermissionError):  # a system on which a file that is open cannot be removed
                     oldest.unlink()
                     used -= length
-            if used + size <= self.bound:
-                temporary = stack.enter_context(replacing(path))
-                with temporary.open("wb") as stream:
-                    stream.truncate(size)
-                return temporary
-        if not fetched:
-            raise OSError(
-                f"{self.folder} has no room for a shard of {memory(size)} within {memory(self.bound)}; raise ?cache=, or "
-                "use ?read=ranged"
-            )
-        return None
+            if used + size > self.bound:
+                return None
+            temporary = stack.enter_context(replacing(path))
+            with temporary.open("wb") as stream:
+                stream.truncate(size)
+            return temporary
 
 
 def _abandoned(lock: Path) -> bool:

@@ -1,14 +1,12 @@
 """Tar shards behind URLs (WebDataset's layout), read in any order: `s3://`, `https://` and whatever fsspec opens.
 
-    s3://BUCKET/train-{000..999}.tar            shards by number; {train,val}-{00..09}.tar by name, too
-    https://HOST/shards/train-{000..009}.tar    a server of plain files that knows ranges
-    s3://BUCKET/shards/                         every .tar in the folder, where the file system can list it
+    s3://BUCKET/train-{000..999}.tar        also {train-{000..999},val-{00..09}}.tar
+    https://HOST/train-{000..009}.tar       a server of plain files that knows ranges
 
-Each shard is indexed once: offset, length, name and label of every image. The index stays in the cache folder together
-with length and ETag; a later run asks for these and no more. Images come from whole shards in a bounded cache
-(`?read=whole`, `?cache=50GB`) or one by one (`?read=ranged`). A run draws images of all shards from its first batch on,
-so shards are cached where all of them fit, else images are read one by one; `file://` is always read in place. With
-`whole`, shards that do not all fit are worth their download in their own order only, as `vitrail pack` reads them.
+Each shard is indexed once: offset, length, name and label of every image. A later run asks for length and ETag and uses
+the index again. A run draws images of all shards from its first batch on, so shards are fetched whole into a bounded
+cache where all of them fit (`?read=whole`, `?cache=50GB`); else, and from `file://`, images are read one by one
+(`?read=ranged`). A cache for fewer shards suits only a reader that goes through them in order, as `vitrail pack`.
 """
 
 from __future__ import annotations
@@ -17,48 +15,34 @@ import io
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from pathlib import PurePosixPath
+from itertools import chain, islice
+from pathlib import Path, PurePosixPath
 from threading import Thread
-from typing import IO, Any
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any
 
 from vitrail.data.dataset import DataSet, Location, Source
-from vitrail.data.remote import RemoteObject, filesystem, identify, list_tars, read_range, without_secrets
+from vitrail.data.remote import RemoteObject, filesystem, identify, read_range, without_secrets
 from vitrail.data.shard_cache import ShardCache
+from vitrail.data.sources import webdataset
 from vitrail.data.sources.folder import natural
-from vitrail.data.sources.table import repeated
-from vitrail.data.sources.webdataset import (
-    LONGEST_LABEL,
-    Member,
-    TarReader,
-    all_numbers,
-    assemble_tars,
-    name_classes,
-    reject_unlabelled,
-    tar_members,
-)
 from vitrail.files import cache_folder, json_text, parse_json, write_text
 from vitrail.quantities import memory
 
-OPTIONS = ("cache", "read")
 CACHE = "50GB"  # unless the URI says otherwise
-READS = ("whole", "ranged")
 AHEAD = 2  # shards that are fetched in the background when one is read that was not there
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_FETCHING = 4  # shards at a time
-_ASKING = 16  # objects that are identified at a time
+MOST_SHARDS = 2**20
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_FETCHED, _IDENTIFIED = 4, 16  # shards at a time
 _INDEXED = 2**22  # bytes of a request for an index: more than most images, so they are read and not skipped
-MOST_SHARDS = 100_000
 
 
 @dataclass(frozen=True, eq=False)
-class StreamReader(TarReader):
+class StreamReader(webdataset.TarReader):
     """Reads image number i from the cached shard, or by a range of bytes of the remote one."""
 
     shards: tuple[RemoteObject, ...]
@@ -68,17 +52,17 @@ class StreamReader(TarReader):
     def stored(self, index: int) -> bytes:
         """The encoded image. Raises `OSError` where it cannot be fetched, `ValueError` where its shard has changed."""
         place, start, size = (int(column[index]) for column in (self.place, self.start, self.size))
-        shard = self.shards[place]
         if not self.whole:
-            return read_range(shard, start, start + size)
+            return read_range(self.shards[place], start, start + size)
         while True:
-            if not self.cache.holds(shard):
+            if not self.cache.holds(self.shards[place]):
                 self.prefetch(self.shards[place + 1 : place + 1 + AHEAD], threads=1)
-            with suppress(FileNotFoundError), self.cache.fetch(shard).open("rb") as stream:  # removed meanwhile
+            path = self.cache.fetch(self.shards[place])
+            with suppress(FileNotFoundError), path.open("rb") as stream:  # it may be removed in between
                 stream.seek(start)
                 return stream.read(size)
 
-    def prefetch(self, shards: Iterable[RemoteObject], threads: int = _FETCHING) -> None:
+    def prefetch(self, shards: Iterable[RemoteObject], threads: int = _FETCHED) -> None:
         """Fetch shards in the background. What fails there is reported when the shard is read."""
         missing = deque(shard for shard in shards if not self.cache.holds(shard))
 
@@ -120,63 +104,55 @@ def expand(pattern: str) -> list[str]:
     >>> expand("{train-{08..10},val}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar', 'val.tar']
     """
-    first, depth = pattern.find("{"), 0
-    if first < 0:
-        return [pattern]
-    cuts = [first]
-    for at, character in enumerate(pattern[first:], first):
-        depth += (character == "{") - (character == "}")
-        if depth == 0 or (depth == 1 and character == ","):
-            cuts.append(at)
-        if depth == 0:
+    patterns = [pattern]
+    while patterns and (group := re.search(r"\{([^{}]*)\}", patterns[0])):
+        if not re.fullmatch(r"\d+\.\.\d+|[^,]+(,[^,]+)+", group[1]):
             break
-    choices = [pattern[a + 1 : b] for a, b in pairwise(cuts)]
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", choices[0] if len(choices) == 1 else ""):
-        low, high = int(numbers[1]), int(numbers[2])
-        if not 0 <= high - low < MOST_SHARDS:
-            raise ValueError(f"{{{choices[0]}}} stands for no shards, or too many; write {{000..999}}, the lower first")
-        choices = [str(number).zfill(len(numbers[1])) for number in range(low, high + 1)]
-    elif depth or len(choices) < 2 or "" in choices:
-        raise ValueError(f"{pattern[first:]} is no range of shards; write {{000..999}}, or {{train,val}}")
-    rest = expand(pattern[cuts[-1] + 1 :])
-    return [pattern[:first] + chosen + end for choice in choices for chosen in expand(choice) for end in rest]
+        patterns = list(dict.fromkeys(islice(chain.from_iterable(map(_chosen, patterns)), MOST_SHARDS)))
+    if not 0 < len(patterns) < MOST_SHARDS or set("{}") & set(patterns[0]):
+        raise ValueError(f"{pattern} stands for no shards, or too many; write {{000..999}}, or {{train,val}}")
+    return patterns
+
+
+def _chosen(pattern: str) -> Iterator[str]:
+    before, group, after = re.split(r"\{([^{}]*)\}", pattern, maxsplit=1)
+    low, _, high = group.partition("..")
+    numbers = (str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)) if high else group.split(",")
+    return (before + choice + after for choice in numbers)
 
 
 def open_stream(location: Location) -> DataSet:
     """The labelled images of remote shards. Raises `ValueError` or `OSError` in a sentence without secrets."""
-    address, query, options = _taken_apart(location.uri)
-    uri = without_secrets(address) + ("?" + "&".join(f"{k}={v}" for k, v in options.items()) if options else "")
-    try:
-        bound, urls = _bytes(options.get("cache", CACHE)), [url + query for url in expand(address)]
-    except ValueError as error:
-        raise ValueError(f"{uri}: {error}") from None
-    if options.get("read", "whole") not in READS:
-        raise ValueError(f"{uri}: read is whole or ranged, not {options['read']!r}")
-    if twice := repeated(urls):
-        raise ValueError(f"{uri}: {without_secrets(twice[0])} is there twice; name each shard once")
-    if len(urls) == 1 and not address.endswith(".tar"):
-        urls = list_tars(urls[0])
-    if not urls or not all(urlsplit(url).path.endswith(".tar") for url in urls):
-        raise ValueError(f"{uri} names no .tar files; write a folder that holds some, or .../train-{{000..999}}.tar")
+    uri, urls, bound, read = _taken_apart(location.uri)
     filesystem(urls[0])  # whose packages may be missing
-    with ThreadPoolExecutor(_ASKING) as pool:
-        shards = tuple(pool.map(identify, sorted(urls, key=lambda url: natural(urlsplit(url).path))))
-    cache = ShardCache(cache_folder() / "streams", bound)
-    whole = _is_whole(uri, options.get("read", ""), cache, shards)
-    names = [PurePosixPath(urlsplit(shard.url).path) for shard in shards]
-    index = partial(_indexed, cache, uri, whole and sum(shard.size for shard in shards) <= bound)
+    with ThreadPoolExecutor(_IDENTIFIED) as pool:
+        shards = tuple(pool.map(identify, sorted(urls, key=lambda url: natural(without_secrets(url)))))
+    cache, total = ShardCache(cache_folder() / "streams", bound), sum(shard.size for shard in shards)
+    if read == "whole" and (largest := max(shard.size for shard in shards)) > bound:
+        raise ValueError(
+            f"{uri}: a shard has {memory(largest)}, more than the cache; raise ?cache=, or use read=ranged"
+        )
+    place = next(folder for folder in (cache.folder, *cache.folder.parents) if folder.is_dir())
+    missing = sum(shard.size for shard in shards if not cache.holds(shard))
+    fits = total <= bound and missing <= shutil.disk_usage(place).free
+    whole = read == "whole" or (not read and fits and not uri.startswith(("file:", "local:")))
+    names = [PurePosixPath(without_secrets(shard.url)) for shard in shards]
+    index = partial(_indexed, cache, uri, whole and fits)
     members = [index(shards[0])]
-    reject_unlabelled(uri, names[:1], members)  # before all others are read
-    with ThreadPoolExecutor(_FETCHING) as pool:
+    webdataset.reject_unlabelled(uri, names[:1], members)  # before all others are read
+    with ThreadPoolExecutor(_FETCHED) as pool:
         members += pool.map(index, shards[1:])
-    listed, notes = _named(shards[0].url, query, members)
+    address = shards[0].url.partition("?")[0]
+    beside = f"{address.rpartition('/')[0]}/classes.txt"
+    members = webdataset.name_classes(
+        members, lambda: _text(beside + shards[0].url[len(address) :]), without_secrets(beside)
+    )
     reader = partial(StreamReader, tuple(map(str, names)), shards=shards, cache=cache, whole=whole)
-    data = assemble_tars(uri, names, listed, reader)
-    total = sum(shard.size for shard in shards)
-    how = f"cached in {cache.folder}, at most {memory(bound)}" if whole else "images are read by ranges"
-    if whole and total <= bound:
+    data = webdataset.assemble_tars(uri, names, members, reader)
+    if whole and fits:
         next(iter(data.splits.values())).reader.prefetch(shards)  # type: ignore[attr-defined]
-    return replace(data, notes=(*data.notes, f"{len(shards)} remote shards, {memory(total)}; {how}", *notes))
+    how = f"cached in {cache.folder}, at most {memory(bound)}" if whole else "images are read by ranges"
+    return replace(data, notes=(*data.notes, f"{len(shards)} remote shards, {memory(total)}; {how}"))
 
 
 SOURCE = Source(
@@ -187,76 +163,57 @@ SOURCE = Source(
 )
 
 
-def _taken_apart(uri: str) -> tuple[str, str, dict[str, str]]:
-    """Address, what of the query belongs to it (with its question mark), and our options."""
-    address, _, query = uri.partition("?")
-    parts = [part for part in query.split("&") if part]
-    ours = [part for part in parts if part.partition("=")[0] in OPTIONS]
-    rest = "&".join(part for part in parts if part not in ours)
-    if rest and not address.startswith(("http://", "https://")):
-        name = rest.partition("=")[0]
-        raise ValueError(f"{without_secrets(address)}: no option {name!r} (it has {', '.join(OPTIONS)})")
-    options = dict(parse_qsl("&".join(ours), keep_blank_values=True))
-    if len(options) < len(ours):
-        raise ValueError(f"{without_secrets(address)}: an option is given twice")
-    return address, f"?{rest}" if rest else "", options
+def _taken_apart(text: str) -> tuple[str, list[str], int, str]:
+    """The URI without secrets, the URLs of its shards, bytes of the cache, and how to read, if it says so."""
+    address, _, query = text.partition("?")
+    ours = [part for part in query.split("&") if part.startswith(("cache=", "read="))]
+    rest = "&".join(part for part in query.split("&") if part not in ours)
+    options = {"cache": CACHE, "read": "", **dict(part.split("=", 1) for part in ours)}
+    size = re.fullmatch(r"(\d*[1-9]\d*)([KMGT]?)B?", options["cache"].upper())
+    try:
+        if rest and not address.startswith("http"):  # where it may be a signature
+            raise ValueError(f"no option {rest.partition('=')[0]!r} (it has cache, read)")
+        if size is None:
+            raise ValueError(f"cache is a size such as 50GB, not {options['cache']!r}")
+        if options["read"] not in ("", "whole", "ranged"):
+            raise ValueError(f"read is whole or ranged, not {options['read']!r}")
+        if not address.endswith(".tar"):
+            raise ValueError("it names no .tar file; write .../train-{000..999}.tar")
+        urls = [path + f"?{rest}" * bool(rest) for path in expand(address)]
+    except ValueError as error:
+        raise ValueError(f"{without_secrets(address)}: {error}") from None
+    uri = "?".join([without_secrets(address), "&".join(ours)][: 1 + bool(ours)])
+    return uri, urls, int(size[1]) * _UNITS[size[2]], options["read"]
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", text.strip().upper())
-    unit = match[2].rstrip("B") + "B" if match and match[2].rstrip("B") else ""
-    if match is None or not (size := int(float(match[1]) * _UNITS[unit])):
-        raise ValueError(f"cache is a size such as 50GB or 500MB, not {text!r}")
-    return size
-
-
-def _is_whole(uri: str, read: str, cache: ShardCache, shards: Sequence[RemoteObject]) -> bool:
-    largest, total = max(shard.size for shard in shards), sum(shard.size for shard in shards)
-    if read == "whole" and largest > cache.bound:
-        raise ValueError(f"{uri}: a shard has {memory(largest)}, more than the cache; raise ?cache=, or use read=ranged")
-    if read or urlsplit(uri).scheme in ("file", "local"):
-        return read == "whole"
-    place = next(folder for folder in (cache.folder, *cache.folder.parents) if folder.is_dir())
-    missing = sum(shard.size for shard in shards if not cache.holds(shard))
-    return total <= cache.bound and missing <= shutil.disk_usage(place).free
-
-
-def _indexed(cache: ShardCache, uri: str, whole: bool, shard: RemoteObject) -> list[Member]:
+def _indexed(cache: ShardCache, uri: str, whole: bool, shard: RemoteObject) -> list[webdataset.Member]:
     """The images of a shard, from its index in the cache, which is made where it is not there."""
     file = cache.file(shard, ".json")
-    if (known := _read_index(file, shard)) is not None:
+    if (known := _read_index(file, shard.size)) is not None:
         return known
     with cache.locked(f"{file.stem}-index"):
-        if (known := _read_index(file, shard)) is not None:  # made by another process meanwhile
+        if (known := _read_index(file, shard.size)) is not None:  # made by another process meanwhile
             return known
-        stream: IO[bytes]
-        with cache.fetch(shard).open("rb") if whole else io.BufferedReader(_RangedFile(shard), _INDEXED) as stream:
-            members = tar_members(stream, shard.size, PurePosixPath(urlsplit(shard.url).path).name, uri)
+        opened = cache.fetch(shard).open("rb") if whole else io.BufferedReader(_RangedFile(shard), _INDEXED)
+        with opened as stream:
+            members = webdataset.tar_members(stream, shard.size, PurePosixPath(without_secrets(shard.url)).name, uri)
         stored = {"format_version": 1, "url": without_secrets(shard.url), "size": shard.size, "tag": shard.tag}
         write_text(file, json_text({**stored, "members": members}))
     return members
 
 
-def _read_index(file: Any, shard: RemoteObject) -> list[Member] | None:
+def _read_index(file: Path, size: int) -> list[webdataset.Member] | None:
     try:
-        stored = parse_json(file.read_text(encoding="utf-8"))
-        members = [(str(key), int(start), int(size), str(label)) for key, start, size, label in stored["members"]]
+        stored = parse_json(file.read_text(encoding="utf-8"))["members"]
+        members = [(str(key), int(start), int(length), str(label)) for key, start, length, label in stored]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent or damaged: it is made again
-    fits = all(0 <= start <= start + size <= shard.size for _, start, size, _ in members)
-    return members if fits and stored.get("tag") == shard.tag else None
+    return members if all(0 <= start <= start + length <= size for _, start, length, _ in members) else None
 
 
-def _named(url: str, query: str, members: list[list[Member]]) -> tuple[list[list[Member]], list[str]]:
-    """Members with the class names of a `classes.txt` beside the shards, where there is one, and a note."""
-    file = without_secrets(url).rpartition("/")[0] + "/classes.txt"
-    if not all_numbers(members):
-        return members, []
+def _text(url: str) -> str | None:
     try:
-        remote = identify(urlsplit(url)._replace(path=urlsplit(file).path, query="").geturl() + query)
-        text = read_range(remote, 0, min(remote.size, LONGEST_LABEL)).decode("utf-8")
-    except FileNotFoundError:
-        return members, []
-    except PermissionError:  # what S3 answers for a missing object where listing is not allowed
-        return members, [f"{file} is missing or may not be read: classes keep their numbers"]
-    return name_classes(members, text, file), []
+        remote = identify(url)
+        return read_range(remote, 0, remote.size).decode("utf-8")
+    except (FileNotFoundError, PermissionError):  # S3 answers 403 for what is missing where listing is not allowed
+        return None

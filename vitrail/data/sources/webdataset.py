@@ -95,17 +95,12 @@ def open_tars(location: Location) -> DataSet:
         with file.open("rb") as stream:
             members.append(tar_members(stream, file_size(file), file.name, uri))
     names = files[0].parent / "classes.txt"
-    numbered = all_numbers(members) and names.is_file()
-    listed = name_classes(members, names.read_text(encoding="utf-8"), str(names)) if numbered else members
-    places = tuple(str(file.absolute()) for file in files)
-    return assemble_tars(uri, files, listed, partial(TarReader, places))
+    members = name_classes(members, lambda: names.read_text("utf-8") if names.is_file() else None, str(names))
+    return assemble_tars(uri, files, members, partial(TarReader, tuple(str(file.absolute()) for file in files)))
 
 
 def assemble_tars(
-    uri: str,
-    files: Sequence[PurePath],
-    members: Sequence[Sequence[Member]],
-    reader: Callable[..., TarReader],
+    uri: str, files: Sequence[PurePath], members: list[list[Member]], reader: Callable[..., TarReader]
 ) -> DataSet:
     """The data set of tar files with these members; `reader` takes keys, place, start and size. Raises `ValueError`."""
     keys: list[str] = []
@@ -131,7 +126,7 @@ def assemble_tars(
     return DataSet(uri, classes, whole, multilabel=multilabel)
 
 
-def reject_unlabelled(uri: str, files: Sequence[PurePath], members: Sequence[Sequence[Member]]) -> None:
+def reject_unlabelled(uri: str, files: Sequence[PurePath], members: list[list[Member]]) -> None:
     """Raise `ValueError` where tar files hold no images, or some of their images have no label."""
     texts = {f"{f.name}/{key}": text for f, listed in zip(files, members, strict=True) for key, _, _, text in listed}
     if not texts:
@@ -195,14 +190,11 @@ def _label(stream: IO[bytes], name: str) -> str:
     return "|".join(str(label).strip() for label in value) + "|" if isinstance(value, list) else str(value).strip()
 
 
-def all_numbers(members: Sequence[Sequence[Member]]) -> bool:
-    """Whether every label is a whole number."""
-    return all(text.isdigit() for listed in members for *_, text in listed)
-
-
-def name_classes(members: Sequence[Sequence[Member]], text: str, file: str) -> list[list[Member]]:
-    """Members whose labels are numbers, with the names in a file's text instead. Raises `ValueError` for one beyond."""
-    names = [line.strip() for line in text.splitlines() if line.strip()]
+def name_classes(members: list[list[Member]], read: Callable[[], str | None], file: str) -> list[list[Member]]:
+    """Members with names for labels where all are numbers and `read` gives the text of a file of names."""
+    if not all(text.isdigit() for listed in members for *_, text in listed) or (content := read()) is None:
+        return members
+    names = [line.strip() for line in content.splitlines() if line.strip()]
     beyond = next((label for listed in members for *_, label in listed if int(label) >= len(names)), None)
     if beyond is not None:
         raise ValueError(f"{file} names {len(names)} classes, and there is a label {beyond}; labels count from 0")
