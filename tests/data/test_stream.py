@@ -17,9 +17,14 @@ import pytest
 from static_server import StaticServer, serving
 
 from vitrail.data import remote, shard_cache
+from vitrail.data.augment.host import Augment
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import DataSet
 from vitrail.data.jpeg import EncodedImages
+from vitrail.data.loading.loader import LoaderSpec, TrainLoader
+from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.stream import StreamReader
 from vitrail.files import cache_folder
 
@@ -282,3 +287,93 @@ def test_the_next_shards_are_fetched_in_the_background(server: StaticServer) -> 
 def test_bad_usage_is_a_sentence(uri: str, sentence: str) -> None:
     with pytest.raises((ValueError, OSError), match=sentence):
         open_source(uri)
+
+
+def test_batches_of_workers_are_those_of_the_local_tars(server: StaticServer, tars: Path) -> None:
+    config = PreprocessConfig(size=16)
+
+    def batches(uri: str, workers: int) -> list[tuple[list[int], str]]:
+        split = open_source(uri)["train"]
+        spec = LoaderSpec(
+            split,
+            BatchSampler(len(split), 8, 0),
+            Augment(AugmentConfig(), config),
+            Preprocess(config),
+            classes=3,
+            seed=0,
+            device="cpu",
+            workers=workers,
+            stop=4,
+        )
+        with TrainLoader(spec) as loader:
+            return [(b.index.tolist(), hashlib.md5(b.views[0].numpy().tobytes()).hexdigest()) for b in loader]
+
+    assert batches(f"{pattern(server)}?read=ranged", 2) == batches(str(tars), 0)
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote._filesystem.cache_clear()
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ValueError, match=r"pip install 'vitrail\[cloud\]'"):
+        open_source("s3://bucket/train-{000..999}.tar")
+
+
+def test_shards_without_labels_are_rejected_after_the_first(server: StaticServer) -> None:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("0.jpg"))
+    server.files = {path: content.getvalue() for path in server.files}
+    with pytest.raises(ValueError, match=r"1 of 1 images have no label \(train-00.tar/0.jpg\); put KEY.cls"):
+        open_source(pattern(server))
+    assert server.bytes_sent["/train-01.tar"] == 1
+
+
+def test_a_server_without_ranges_is_named(server: StaticServer) -> None:
+    server.ranges = False
+    with pytest.raises(ValueError, match=r"train-00.tar: status 200, not a range; use a server of plain files"):
+        open_source(f"{pattern(server)}?read=ranged")[  # its index takes the whole shard in one request
+            "train"
+        ].read(1)
+
+
+@pytest.fixture(scope="module")
+def bucket(tars: Path) -> Iterator[str]:
+    """The shards in a bucket of a simulated S3 on the loopback address, by their URL."""
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (the development extra has it)")
+    pytest.importorskip("s3fs", reason="s3fs is not installed (vitrail[cloud])")
+    simulated = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    simulated.start()
+    host, port = simulated.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        remote._filesystem.cache_clear()
+        system = remote.filesystem("s3://shards/x")
+        system.mkdir("shards")
+        for path in tars.iterdir():
+            system.put_file(str(path), f"shards/{path.name}")
+        yield "s3://shards/train-{00..03}.tar"
+        remote._filesystem.cache_clear()
+    simulated.stop()
+
+
+@pytest.mark.parametrize("read", ["whole", "ranged"])
+def test_a_bucket_gives_the_images_of_the_local_tars(bucket: str, tars: Path, read: str) -> None:
+    assert stored(open_data(f"{bucket}?read={read}")) == stored(open_data(tars))
+
+
+def test_an_object_that_is_missing_from_a_bucket_is_named(bucket: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no s3://shards/train-04\.tar"):
+        open_source("s3://shards/train-{00..04}.tar")
+
+
+def test_an_object_of_a_bucket_that_changes_in_mid_epoch_is_named(bucket: str, tars: Path) -> None:
+    split, system = open_source(f"{bucket}?read=ranged")["train"], remote.filesystem(bucket)
+    system.put_file(str(tars / "train-02.tar"), "shards/train-01.tar")
+    try:
+        with pytest.raises(ValueError, match=r"s3://shards/train-01\.tar has changed since it was indexed"):
+            split.read(EACH)
+    finally:
+        system.put_file(str(tars / "train-01.tar"), "shards/train-01.tar")
