@@ -39,6 +39,7 @@ class StaticServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and a short body are two writes
     server: StaticServer
 
     def do_GET(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,8 +24,8 @@ from vitrail.files import HOST, alive, file_size, remove_leftovers, replacing
 
 BLOCK = 2**26  # bytes of a request
 ABANDONED = 600.0  # seconds without a sign of life after which a lock of another machine counts no more
-_WAIT = 0.05  # seconds between two looks at a lock
-_HELD: set[Path] = set()  # locks of this process
+_WAIT = 0.005  # seconds between two looks at a lock
+_THREADS: dict[tuple[int, Path], threading.Lock] = {}  # process, lock file -> among its threads
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,20 @@ class ShardCache:
         """Wait until no other process or thread has the lock of this name, and hold it."""
         lock = self.folder / f"{name}.lock"
         self.folder.mkdir(parents=True, exist_ok=True)
-        while True:
+        with _THREADS.setdefault((os.getpid(), lock), threading.Lock()):  # not that of a parent, which may be taken
+            while True:
+                try:
+                    with lock.open("x") as stream:
+                        stream.write(f"{HOST}-{os.getpid()}")
+                    break
+                except FileExistsError:
+                    if _abandoned(lock):
+                        lock.unlink(missing_ok=True)
+                    time.sleep(_WAIT)
             try:
-                with lock.open("x") as stream:
-                    _HELD.add(lock)
-                    stream.write(f"{HOST}-{os.getpid()}")
-                break
-            except FileExistsError:
-                if _abandoned(lock):
-                    lock.unlink(missing_ok=True)
-                time.sleep(_WAIT)
-        try:
-            yield lock
-        finally:
-            lock.unlink(missing_ok=True)
-            _HELD.discard(lock)
+                yield lock
+            finally:
+                lock.unlink(missing_ok=True)
 
     def _reserve(self, path: Path, size: int, stack: ExitStack) -> Path | None:
         """A temporary file of this size for `replacing`; none while shards that others fetch leave no room."""
@@ -119,5 +119,5 @@ def _abandoned(lock: Path) -> bool:
     except OSError:
         return False  # released meanwhile
     if host == HOST and process.isdecimal():
-        return lock not in _HELD if int(process) == os.getpid() else not alive(int(process))
+        return not alive(int(process))
     return silent > ABANDONED

@@ -12,6 +12,7 @@ cache where all of them fit (`?read=whole`, `?cache=50GB`); else, and from `file
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 from collections import deque
@@ -43,7 +44,7 @@ _INDEXED = 2**22  # bytes of a request for an index: more than most images, so t
 
 @dataclass(frozen=True, eq=False)
 class StreamReader(webdataset.TarReader):
-    """Reads image number i from the cached shard, or by a range of bytes of the remote one."""
+    """Reads image number i from a shard that is cached as one of `files`, or by a range of bytes of the remote one."""
 
     shards: tuple[RemoteObject, ...]
     cache: ShardCache
@@ -55,12 +56,12 @@ class StreamReader(webdataset.TarReader):
         if not self.whole:
             return read_range(self.shards[place], start, start + size)
         while True:
-            if not self.cache.holds(self.shards[place]):
-                self.prefetch(self.shards[place + 1 : place + 1 + AHEAD], threads=1)
-            path = self.cache.fetch(self.shards[place])
-            with suppress(FileNotFoundError), path.open("rb") as stream:  # it may be removed in between
+            with suppress(FileNotFoundError), open(self.files[place], "rb") as stream:  # noqa: PTH123 (a Path is slower)
+                os.utime(self.files[place])  # used now
                 stream.seek(start)
                 return stream.read(size)
+            self.prefetch(self.shards[place + 1 : place + 1 + AHEAD], threads=1)
+            self.cache.fetch(self.shards[place])
 
     def prefetch(self, shards: Iterable[RemoteObject], threads: int = _FETCHED) -> None:
         """Fetch shards in the background. What fails there is reported when the shard is read."""
@@ -147,7 +148,9 @@ def open_stream(location: Location) -> DataSet:
     members = webdataset.name_classes(
         members, lambda: _text(beside + shards[0].url[len(address) :]), without_secrets(beside)
     )
-    reader = partial(StreamReader, tuple(map(str, names)), shards=shards, cache=cache, whole=whole)
+    reader = partial(
+        StreamReader, tuple(str(cache.file(s, ".tar")) for s in shards), shards=shards, cache=cache, whole=whole
+    )
     data = webdataset.assemble_tars(uri, names, members, reader)
     if whole and fits:
         next(iter(data.splits.values())).reader.prefetch(shards)  # type: ignore[attr-defined]
