@@ -100,9 +100,9 @@ class _RangedFile(io.RawIOBase):
 
 
 def expand(pattern: str) -> list[str]:
-    """Every text that a pattern with braces stands for. Raises `ValueError` for braces that stand for nothing.
+    """Every text that a pattern with braces stands for, once. Raises `ValueError` for braces that stand for nothing.
 
-    >>> expand("{train-{08..10},val}.tar")
+    >>> sorted(expand("{train-{08..10},val}.tar"))
     ['train-08.tar', 'train-09.tar', 'train-10.tar', 'val.tar']
     """
     patterns = [pattern]
