@@ -46,6 +46,7 @@ TEST_OF = {  # where no test goes over the registry
         "embedded": f"{SOURCES}embedded_images_carry_their_labels",
         "torchvision": f"{SOURCES}torchvision_sets_are_read_from_disk_and_never_fetched",
         "webdataset": "data/test_webdataset.py::test_a_tar_of_class_folders_is_the_folder",
+        "stream": "data/test_stream.py::test_streamed_images_are_those_of_the_local_tars",
         "packed": "data/test_packed.py::test_training_batches_are_those_of_the_source",
         "hf": "data/test_parquet.py::test_a_name_of_the_hub_is_fetched_and_opened",
         "text": "data/test_text.py::test_a_table_has_its_own_columns_quotes_and_splits",

@@ -79,7 +79,7 @@ def replacing(path: Path) -> Iterator[Path]:
         remove_leftovers(path.parent.glob(".*.tmp"))
         _CLEANED.add(path.parent)
     name = os.fsdecode(os.fsencode(path.name)[:200])  # of at most 255 bytes
-    temporary = path.with_name(f".{name}.{_HOST}-{os.getpid()}.tmp")
+    temporary = path.with_name(f".{name}.{HOST}-{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.chmod(0o666 & ~_UMASK)  # some libraries write files that no other user may read
@@ -91,7 +91,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 LEFTOVER = re.compile(r"\..+?\.(?:([0-9a-f]{8})-)?(\d+)\.tmp", re.DOTALL)  # of `replacing`: name, host, process
-_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _CLEANED: set[Path] = set()  # folders in which this process has written
 
 
@@ -100,11 +100,12 @@ def remove_leftovers(paths: Iterable[Path], locked: bool = False) -> None:
     says that none of them writes there."""
     for path in paths:
         match = LEFTOVER.fullmatch(path.name)
-        if match and not (_alive(int(match[2])) if match[1] in (None, _HOST) else not locked):
+        if match and not (alive(int(match[2])) if match[1] in (None, HOST) else not locked):
             path.unlink(missing_ok=True)
 
 
-def _alive(process: int) -> bool:
+def alive(process: int) -> bool:
+    """Whether another process of this machine runs under this number."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -127,6 +128,11 @@ def checksum(path: Path) -> int:
         while block := stream.read(2**22):
             value = zlib.crc32(block, value)
     return value
+
+
+def cache_folder() -> Path:
+    """Where this user's caches are: below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vitrail"
 
 
 def file_size(path: Path) -> int:

@@ -102,6 +102,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
         "table": "data.sources.table:SOURCE",
         "npz": "data.sources.npz:SOURCE",
         "webdataset": "data.sources.webdataset:SOURCE",
+        "stream": "data.sources.stream:SOURCE",
         "packed": "data.sources.packed:SOURCE",
         "text": "data.sources.text:SOURCE",
         "hf": "data.sources.parquet:SOURCE",
@@ -116,7 +117,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
 SUFFIXES: dict[str, tuple[str, ...]] = {  # sources that open such files only; none: nothing but their scheme
     "table": (".csv", ".tsv", ".parquet"),
     "npz": (".npz",),
-    **dict.fromkeys(("torchvision", "embedded", *(kind for kind in PARTS["source"] if ":" in kind)), ()),
+    **dict.fromkeys(("stream", "torchvision", "embedded", *(kind for kind in PARTS["source"] if ":" in kind)), ()),
 }
 
 

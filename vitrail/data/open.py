@@ -27,9 +27,10 @@ from vitrail.registry import SUFFIXES, kinds, part
 from vitrail.schema import near
 
 FORMS = (
-    "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, "
-    ".tar files, hf:OWNER/NAME, torchvision:NAME, embedded:fashion or synthetic:shapes; of texts a folder of GLUE, "
-    "text:TABLE or synthetic:grammar; of prompts and completions a table or .json file of them, or synthetic:meals"
+    "a folder of class folders or one made by `vitrail pack`, a .csv, .tsv or .parquet table, an .npz file, .tar files "
+    "or their URLs (s3://, https://), hf:OWNER/NAME, torchvision:NAME, embedded:fashion or synthetic:shapes; of texts "
+    "a folder of GLUE, text:TABLE or synthetic:grammar; of prompts and completions a table or .json file of them, or "
+    "synthetic:meals"
 )
 _EXAMPLES = ("embedded:fashion", "synthetic:shapes", "torchvision:CIFAR10")
 
@@ -106,6 +107,8 @@ def _by_scheme(uri: str, scheme: str, rest: str) -> tuple[Source, Location]:
     name, _, query = rest.partition("?")
     known = kinds("source")
     kind = next((kind for kind in (f"{scheme}:{name}", scheme) if kind in known), None)
+    if kind is None and rest.startswith("//"):  # a URL, whose query may be a signature
+        return part("source", "stream"), Location(uri, scheme, Path(name), {})
     if kind is not None:
         source: Source = part("source", kind)
         location = Location(uri, scheme, *(_locate(rest) if source.paths else (Path(name), _options(query, uri))))

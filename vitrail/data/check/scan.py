@@ -30,7 +30,7 @@ from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import MAX_PIXELS, NO_MEMORY, decode
 from vitrail.data.sources.folder import FileReader
-from vitrail.files import parse_json
+from vitrail.files import cache_folder, parse_json
 
 Bad = tuple[str, str]  # key, reason
 Digests = dict[tuple[str, int], str]  # split, stable index -> digest of the encoded image
@@ -121,10 +121,9 @@ def reject_if_too_many(bad: Sequence[Bad], total: int, limit: float, uri: str) -
 
 
 def cache_file(root: str) -> Path:
-    """Where results for a root are remembered: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    """Where results for a root are remembered."""
     name = hashlib.blake2b(str(Path(root).resolve()).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    return Path(base) / "vitrail" / f"scan-{name}.json.gz"
+    return cache_folder() / f"scan-{name}.json.gz"
 
 
 def read_all(read: Callable[[T], R], items: Sequence[T], workers: int | None, progress: Progress | None) -> Iterator[R]:

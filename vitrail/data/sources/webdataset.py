@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO
 
 import numpy as np
@@ -25,10 +26,11 @@ from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source,
 from vitrail.data.decode import decode, raise_if_of_the_machine
 from vitrail.data.sources.folder import SUFFIXES, natural
 from vitrail.data.sources.table import labels_of, reject_unseen, repeated
-from vitrail.files import parse_json
+from vitrail.files import file_size, parse_json
 
 LABELS = ("label", "cls", "class")  # of a JSON file, the first that is there
 _SHOWN = 5
+Member = tuple[str, int, int, str]  # name, first byte, bytes, label or nothing
 LONGEST_LABEL = 2**20  # bytes of a .cls or .json file
 
 
@@ -67,7 +69,7 @@ def inner_files(folder: Path, suffix: str) -> list[Path]:
     return sorted(files, key=lambda p: natural(p.relative_to(folder).as_posix()))
 
 
-def splits_of(files: Sequence[Path], uri: str) -> list[str]:
+def splits_of(files: Sequence[PurePath], uri: str) -> list[str]:
     """The split of each file, by a word of its name or else by its folder.
 
     Raises `ValueError` where some have one and others none, or where train is missing.
@@ -88,34 +90,52 @@ def open_tars(location: Location) -> DataSet:
     """The labelled images of tar files. Raises `ValueError` for images without a label, and for damaged files."""
     path, uri = location.path, location.uri
     files = inner_files(path, ".tar") if path.is_dir() else [path]
+    members = []
+    for file in files:
+        with file.open("rb") as stream:
+            members.append(tar_members(stream, file_size(file), file.name, uri))
+    names = files[0].parent / "classes.txt"
+    members = name_classes(members, lambda: names.read_text("utf-8") if names.is_file() else None, str(names))
+    return assemble_tars(uri, files, members, partial(TarReader, tuple(str(file.absolute()) for file in files)))
+
+
+def assemble_tars(
+    uri: str, files: Sequence[PurePath], members: list[list[Member]], reader: Callable[..., TarReader]
+) -> DataSet:
+    """The data set of tar files with these members; `reader` takes keys, place, start and size. Raises `ValueError`."""
     keys: list[str] = []
     texts: list[str] = []
     places: list[tuple[int, int, int]] = []  # file, first byte, bytes
     splits: list[str] = []
     for number, (file, split) in enumerate(zip(files, splits_of(files, uri), strict=True)):
-        for key, start, size, text in _members(file, uri):
+        for key, start, size, text in members[number]:
             inside = split_called(PurePosixPath(key).parent.parent.name)  # a tar of train/CLASS/ and val/CLASS/
             splits.append(inside or UNDIVIDED if split == UNDIVIDED else split)
             keys.append(f"{file.name}/{key}")
             places.append((number, start, size))
             texts.append(text)
-    unlabelled = [key for key, text in zip(keys, texts, strict=True) if not text]
-    if not keys:
-        raise ValueError(f"{uri} holds no images in {len(files)} tar files; expected KEY.jpg with KEY.cls or KEY.json")
-    if unlabelled:
-        raise ValueError(
-            f"{uri}: {len(unlabelled)} of {len(keys)} images have no label ({', '.join(unlabelled[:_SHOWN])}); put "
-            "KEY.cls or KEY.json beside each KEY.jpg, or each image into a folder named after its class"
-        )
+    reject_unlabelled(uri, files, members)
     if len(set(splits)) > 1 and UNDIVIDED in splits:
         lost = keys[splits.index(UNDIVIDED)]
         raise ValueError(f"{uri}: {lost} is in no split, though others are; put it below train/, val/ or test/")
-    classes, labels, multilabel = labels_of(_named(texts, files[0].parent / "classes.txt"))
+    classes, labels, multilabel = labels_of(texts)
     place, start, size = np.array(places, np.int64).T
-    reader = TarReader(tuple(str(f.absolute()) for f in files), tuple(keys), place, start, size)
-    whole = Split(UNDIVIDED, reader, np.arange(len(keys)), keys, labels).divide(split_rows(splits))
+    read = reader(tuple(keys), place, start, size)
+    whole = Split(UNDIVIDED, read, np.arange(len(keys)), keys, labels).divide(split_rows(splits))
     reject_unseen(uri, classes, whole)
     return DataSet(uri, classes, whole, multilabel=multilabel)
+
+
+def reject_unlabelled(uri: str, files: Sequence[PurePath], members: list[list[Member]]) -> None:
+    """Raise `ValueError` where tar files hold no images, or some of their images have no label."""
+    texts = {f"{f.name}/{key}": text for f, listed in zip(files, members, strict=True) for key, _, _, text in listed}
+    if not texts:
+        raise ValueError(f"{uri} holds no images in {len(files)} tar files; expected KEY.jpg with KEY.cls or KEY.json")
+    if unlabelled := [key for key, text in texts.items() if not text]:
+        raise ValueError(
+            f"{uri}: {len(unlabelled)} of {len(texts)} images have no label ({', '.join(unlabelled[:_SHOWN])}); put "
+            "KEY.cls or KEY.json beside each KEY.jpg, or each image into a folder named after its class"
+        )
 
 
 SOURCE = Source(
@@ -125,13 +145,12 @@ SOURCE = Source(
 )
 
 
-def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
-    """(name, first byte, bytes, label or nothing) of every image."""
+def tar_members(file: IO[bytes], length: int, called: str, uri: str) -> list[Member]:
+    """Every image of a tar file of `length` bytes, in order. Raises `ValueError` where it is damaged or compressed."""
     images: list[tuple[str, str, int, int]] = []
     labels: dict[str, str] = {}
-    length = file.stat().st_size
     try:
-        with tarfile.open(file, "r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 if member.issparse() or member.offset_data + member.size > length:
                     raise ValueError(f"{member.name} is sparse, or longer than the file")
@@ -150,9 +169,10 @@ def _members(file: Path, uri: str) -> list[tuple[str, int, int, str]]:
         if twice := repeated([name for name, *_ in images]):
             raise ValueError(f"{twice[0]} is there twice")
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
-        zipped = file.open("rb").read(2) == b"\x1f\x8b"
+        file.seek(0)
+        zipped = file.read(2) == b"\x1f\x8b"
         how = "unpack it with gunzip" if zipped else f"{error}; write or fetch it again"
-        raise ValueError(f"{uri}: {file.name} cannot be read as a plain tar file ({how})") from None
+        raise ValueError(f"{uri}: {called} cannot be read as a plain tar file ({how})") from None
     return [
         (name, start, size, labels.get(stem) or PurePosixPath(name).parent.name) for name, stem, start, size in images
     ]
@@ -170,12 +190,12 @@ def _label(stream: IO[bytes], name: str) -> str:
     return "|".join(str(label).strip() for label in value) + "|" if isinstance(value, list) else str(value).strip()
 
 
-def _named(texts: list[str], file: Path) -> list[str]:
-    """Labels that are numbers by the names in a file, where there is one."""
-    if not file.is_file() or not all(text.isdigit() for text in texts):
-        return texts
-    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    beyond = next((text for text in texts if int(text) >= len(names)), None)
+def name_classes(members: list[list[Member]], read: Callable[[], str | None], file: str) -> list[list[Member]]:
+    """Members with names for labels where all are numbers and `read` gives the text of a file of names."""
+    if not all(text.isdigit() for listed in members for *_, text in listed) or (content := read()) is None:
+        return members
+    names = [line.strip() for line in content.splitlines() if line.strip()]
+    beyond = next((label for listed in members for *_, label in listed if int(label) >= len(names)), None)
     if beyond is not None:
         raise ValueError(f"{file} names {len(names)} classes, and there is a label {beyond}; labels count from 0")
-    return [names[int(text)] for text in texts]
+    return [[(key, start, size, names[int(label)]) for key, start, size, label in listed] for listed in members]
