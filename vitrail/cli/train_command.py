@@ -63,12 +63,12 @@ class TrainCommand:
         if (self.config is not None) + resumed + len(self.recipes) > 1:
             return fail("give one of: a recipe, --config FILE, --resume RUN")
         if resumed:
-            return self._run(lambda api: api.resume(self.resume, self.settings))
+            return self._run(lambda api: api.resume(self.resume, self.settings, estimate=not self.json))
         if self.config is not None:
             config = from_mapping(self.settings, from_mapping({**load_yaml(self.config), "out": None}))
         else:
             config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
-        return self._run(lambda api: api.train(config, continued=self.resume == "auto"))
+        return self._run(lambda api: api.train(config, continued=self.resume == "auto", estimate=not self.json))
 
     def _run(self, work: Callable[[Any], Any]) -> int:
         import vitrail as api
