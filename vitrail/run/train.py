@@ -65,8 +65,7 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     check_output(config, group)
     data, bad = read_data(config, group, quiet)
     group.say(quiet, *data.notes)
-    path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
-    path = Path(group.gather(str(path))[0])
+    path = Path(group.gather(str(free_run(config)))[0])
     with ExitStack() as stack:  # the folder is locked until the run ends, however it ends: this process may outlive it
         folder: RunFolder | None = None
         for pieces in _pieces(config, group):
@@ -327,6 +326,11 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     from vitrail.model.adapters.apply import apply
 
     return apply(model, chosen.adapter)
+
+
+def free_run(config: RunConfig) -> Path:
+    """The folder of a run: as it is set, or a new one named after recipe, model and data."""
+    return Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
 
 
 def _run_name(config: RunConfig) -> str:
