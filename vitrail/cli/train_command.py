@@ -58,7 +58,7 @@ class TrainCommand:
     resume: str | None = None
     json: bool = False
     launch: Launcher | None = None
-    cluster: Annotated[Cluster, Unprefixed] = Cluster()
+    cluster: Annotated[Cluster, Unprefixed] = field(default_factory=Cluster)
 
     def __call__(self) -> int:
         from vitrail.config import from_mapping, load_yaml

@@ -48,7 +48,9 @@ class TrainJob:
 
     def __call__(self) -> int:
         """Run the command to its end. Raises where it failed, so that the job counts as failed."""
-        self._process = subprocess.Popen([sys.executable, "-m", "vitrail", "train", *self.arguments], env=_environment())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vitrail", "train", *self.arguments], env=_environment()
+        )
         try:
             while (code := self._process.poll()) is None:  # in no lock that `checkpoint`, a signal handler, would need
                 time.sleep(POLL_EVERY)
@@ -122,7 +124,12 @@ def submit(
         else:
             executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=MOST_REQUEUES)
             parameters |= {"timeout_min": max(1, round(seconds / 60)), "nodes": cluster.nodes, "name": name}
-            own = {"partition": cluster.partition, "account": cluster.account, "signal_delay_s": round(delay), **further}
+            own = {
+                "partition": cluster.partition,
+                "account": cluster.account,
+                "signal_delay_s": round(delay),
+                **further,
+            }
             numbers = {key: int(value) if str(value).isdecimal() else value for key, value in own.items()}
             executor.update_parameters(**parameters, **{f"slurm_{key}": value for key, value in numbers.items()})
         with executor.batch():
