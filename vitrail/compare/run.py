@@ -55,10 +55,10 @@ def compare_study(
     """Run what is missing of a study, then compare; returns the comparison and the study's folder.
 
     Finished runs are never repeated, whichever study made them. `jobs` runs are trained at a time, spread over
-    `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. With `jobs="slurm"` a run is
-    a job that asks for `cluster`, and this process waits for all of them. Speed is measured for about `seconds` per variant
-    when all runs are done (0: not at all). Raises `ConfigError` for an invalid study,
-    `vitrail.compare.jobs.StudyStopped` when interrupted.
+    `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. `jobs="slurm"` makes each
+    run a job that asks for `cluster`, and waits for them. Speed is measured for about `seconds` per variant when all
+    runs are done (0: not at all). Raises `ConfigError` for an invalid study, `vitrail.compare.jobs.StudyStopped` when
+    interrupted.
     """
     if not isinstance(study, Study):
         study = read_study(study)
