@@ -28,7 +28,7 @@ class CompareCommand:
 
     what: Annotated[tuple[str, ...], Positional("STUDY ...|RUN ...")]
     """study files (or their folders, or module:attribute), run in this order; or two and more run folders"""
-    jobs: Annotated[str | None, "N|slurm"] = None
+    jobs: Annotated[int | Launcher | None, "N|slurm"] = None
     """runs at a time (none: one per device); slurm: each run is a job of the cluster, local: the same without SLURM"""
     devices: Annotated[tuple[str, ...] | None, "ID ..."] = None
     """accelerators to spread runs over, as CUDA numbers them (none: all)"""
@@ -60,7 +60,7 @@ class CompareCommand:
         else:
             studies = [replace(read_study(what), **{k: v for k, v in changes.items() if v}) for what in self.what]
             roots = [self.out or (Path(what).parent if Path(what).is_dir() else STUDIES) for what in self.what]
-            options |= {"jobs": _jobs(self.jobs), "devices": self.devices, "cluster": self.cluster}
+            options |= {"jobs": self.jobs, "devices": self.devices, "cluster": self.cluster}
             end = time.monotonic() + 60 * (math.inf if self.minutes is None else self.minutes)
             results = (
                 compare_study(study, root=root, minutes=(end - time.monotonic()) / 60, **options)
@@ -77,13 +77,3 @@ class CompareCommand:
             print(str(stopped), file=sys.stderr)
             return 130
         return code
-
-
-def _jobs(text: str | None) -> int | Launcher | None:
-    if text == "slurm":
-        return "slurm"
-    if text is None or text == "local":
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"--jobs: {text!r}; use a number above 0, or slurm")
-    return int(text)

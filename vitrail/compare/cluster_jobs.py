@@ -87,5 +87,6 @@ def _still_queued(record: Path, folder: Path, waiting: dict[Path, Planned]) -> d
         return {}
     import submitit
 
-    jobs = {path: submitit.SlurmJob(folder / "jobs", known[str(path)]) for path in waiting if str(path) in known}
+    named = [path for path in waiting if str(path) in known]
+    jobs: dict[Path, Any] = {path: submitit.SlurmJob(folder / "jobs", known[str(path)]) for path in named}
     return {path: job for path, job in jobs.items() if not job.done()}

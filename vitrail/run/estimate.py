@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitrail.config import RunConfig
+from vitrail.config import RunConfig, from_mapping
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import DataSet, Split
 from vitrail.engine.config import OptimConfig
@@ -113,22 +113,11 @@ def estimate_memory(
             note = "they depend on the images" if "DataDependent" in type(error).__name__ else type(error).__name__
     update = max(gradients + temporaries, average)  # the average is updated when gradients are gone
     copies = average + others + buckets
-    return MemoryEstimate(
-        parameters,
-        gradients,
-        optimizer,
-        copies,
-        images,
-        activations,
-        backward,
-        update,
-        batch,
-        precision,
-        note,
-    )
+    counted = (parameters, gradients, optimizer, copies, images, activations, backward, update, batch, precision)
+    return MemoryEstimate(*counted, note)
 
 
-def _size(tensors: list[Tensor]) -> int:
+def _size(tensors: Sequence[Tensor]) -> int:
     """Bytes of tensors, each counted once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
@@ -274,7 +263,7 @@ def _untrained_teacher(config: RunConfig) -> Iterator[RunConfig]:
         return
     with tempfile.TemporaryDirectory() as folder:
         create_model(name).save(folder)
-        yield replace(config, objective=replace(config.objective, teacher=folder))  # type: ignore[call-arg]
+        yield from_mapping({"objective": {"teacher": folder}}, config)
 
 
 def untrained(config: RunConfig) -> tuple[Objective, DataSet | None]:

@@ -119,7 +119,7 @@ def submit(
     parameters: dict[str, Any] = {"tasks_per_node": cluster.gpus, "gpus_per_node": cluster.gpus}
     try:
         if launcher == "local":
-            executor = submitit.LocalExecutor(folder, max_num_timeout=MOST_REQUEUES)
+            executor: Any = submitit.LocalExecutor(folder, max_num_timeout=MOST_REQUEUES)
             executor.update_parameters(timeout_min=seconds / 60, signal_delay_s=delay, **parameters)
         else:
             executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=MOST_REQUEUES)
@@ -130,7 +130,7 @@ def submit(
                 "signal_delay_s": round(delay),
                 **further,
             }
-            numbers = {key: int(value) if str(value).isdecimal() else value for key, value in own.items()}
+            numbers = {key: int(str(value)) if str(value).isdecimal() else value for key, value in own.items()}
             executor.update_parameters(**parameters, **{f"slurm_{key}": value for key, value in numbers.items()})
         with executor.batch():
             jobs = [executor.submit(TrainJob(*words, patience=max(1.0, delay - MARGIN))) for words in commands]
