@@ -13,6 +13,7 @@ import pytest
 from vitrail.cli import COMMANDS, run
 from vitrail.cli.attack_command import PatchOptim
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
+from vitrail.run.launch import Cluster
 from vitrail.schema import read_command, settings
 
 A, B = Path("runs/a"), Path("runs/b")
@@ -115,6 +116,11 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "jobs": 2,
         "devices": ("0", "1"),
         "smoke": True,
+    },
+    "compare s --jobs slurm --nodes 2 --gpus 8 --hours 4 --partition gpu --account lab --slurm mem_gb=64 qos=low": {
+        "what": ("s",),
+        "jobs": "slurm",
+        "cluster": Cluster(2, 8, 4.0, "gpu", "lab", ("mem_gb=64", "qos=low")),
     },
     "compare s --devices": {"what": ("s",), "devices": ()},
     "compare s --minutes 28": {"what": ("s",), "minutes": 28.0},
@@ -281,6 +287,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
     "list": {},
     "list heads --json 'x*'": {"what": "heads", "json": True, "pattern": "x*"},
     "show vit": {"names": ("vit",)},
+    "show vit --plan --measure": {"names": ("vit",), "plan": True, "measure": True},
     "show vit --json --optim.lr 1e-4 --model.head mean --engine.no-compile": {
         "names": ("vit",),
         "json": True,

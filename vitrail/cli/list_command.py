@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from vitrail.console import fail, output
 from vitrail.schema import Positional, near
 
+MEASURED_SECONDS, MEASURED_STEPS = 3.0, 2  # after the first steps; steps per line
 What = Literal["models", "heads", "mixers", "objectives", "evaluators", "adapters", "recipes", "data"]
 
 
@@ -42,6 +43,7 @@ class ShowCommand:
 
     Example: vitrail show deit_small
     Example: vitrail show deit3-1k-400 --model.name deit3_large
+    Example: vitrail show finetune --data photos/ --plan        (memory, steps and time of that run on this machine)
     Example: vitrail show runs/birds        (what its adapter trained and stores, and on which base)
     """
 
@@ -49,6 +51,8 @@ class ShowCommand:
     """a name of `vitrail list`, an adapter's file, a run folder or model folder"""
     settings: Annotated[Mapping[str, Any], "--section.name value ..."] = field(default_factory=dict)
     """settings of a recipe, as for `vitrail train`"""
+    plan: bool = False  # a recipe's memory per process, steps and time on this machine, instead of its settings
+    measure: bool = False  # with --plan and --data: train for some seconds, and expect time at that rate
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
@@ -56,5 +60,18 @@ class ShowCommand:
 
         if len(self.names) != 1:
             return fail(f"show takes one name, got {', '.join(self.names) or 'none'}; `vitrail list` gives them")
+        if self.plan or self.measure:
+            return self._plan()
         description = catalogue.describe(self.names[0], self.settings)
         return output(self.json, description, catalogue.text(description))
+
+    def _plan(self) -> int:
+        from vitrail.compare.budgets import probe
+        from vitrail.recipes import configured
+        from vitrail.run.estimate import plan_run, plan_text
+
+        config = configured(self.names[0], self.settings)
+        if self.measure and not config.data.uri:
+            return fail("--measure trains some steps: name the images with --data URI")
+        plan = plan_run(config, probe(config, MEASURED_SECONDS, MEASURED_STEPS) if self.measure else None)
+        return output(self.json, {"recipe": self.names[0], **plan}, plan_text(plan))

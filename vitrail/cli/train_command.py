@@ -7,10 +7,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from vitrail.console import aligned, fail, settings_help, show
-from vitrail.schema import Positional, near, settings
+from vitrail.run.launch import Cluster, Launcher
+from vitrail.schema import Positional, Unprefixed, near, settings
+
+if TYPE_CHECKING:
+    from vitrail.config import RunConfig
 
 FIRST = ("demo", "finetune", "vit", "small-deit", "small-moco")  # recipes of the page
 USED_MOST = {
@@ -52,6 +57,8 @@ class TrainCommand:
     config: str | None = None
     resume: str | None = None
     json: bool = False
+    launch: Launcher | None = None
+    cluster: Annotated[Cluster, Unprefixed] = field(default_factory=Cluster)
 
     def __call__(self) -> int:
         from vitrail.config import from_mapping, load_yaml
@@ -62,13 +69,39 @@ class TrainCommand:
         resumed = self.resume not in (None, "auto")
         if (self.config is not None) + resumed + len(self.recipes) > 1:
             return fail("give one of: a recipe, --config FILE, --resume RUN")
+        if resumed and self.launch is not None:
+            return self._launch(["--resume", str(self.resume)], Path(str(self.resume)))
         if resumed:
-            return self._run(lambda api: api.resume(self.resume, self.settings))
+            return self._run(lambda api: api.resume(self.resume, self.settings, estimate=not self.json))
         if self.config is not None:
             config = from_mapping(self.settings, from_mapping({**load_yaml(self.config), "out": None}))
         else:
             config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
-        return self._run(lambda api: api.train(config, continued=self.resume == "auto"))
+        if self.launch is not None:
+            return self._submit(config)
+        return self._run(lambda api: api.train(config, continued=self.resume == "auto", estimate=not self.json))
+
+    def _submit(self, config: RunConfig) -> int:
+        """Check the settings here, write them down, and submit a job that begins or continues the run."""
+        from vitrail.config import dump
+        from vitrail.engine.device import ProcessGroup
+        from vitrail.files import write_text
+        from vitrail.run.preflight import check_output, check_settings
+        from vitrail.run.train import free_run
+
+        check_settings(config)
+        if self.resume != "auto":
+            check_output(config, ProcessGroup())
+        out = free_run(config).absolute()
+        settings_file = out.with_name(f"{out.name}.jobs") / "config.yaml"
+        write_text(settings_file, dump(config))
+        return self._launch(["--config", str(settings_file), "--out", str(out), "--resume", "auto"], out)
+
+    def _launch(self, arguments: Sequence[str], out: Path) -> int:
+        from vitrail.run.launch import launch_training
+
+        assert self.launch is not None
+        return launch_training(arguments, out, self.launch, self.cluster)
 
     def _run(self, work: Callable[[Any], Any]) -> int:
         import vitrail as api
@@ -163,6 +196,7 @@ def _page(chosen: str) -> str:
         ("--resume RUN", "go on after an interruption"),
         ("--resume auto", "go on with the run of --out where there is one, else begin it"),
         ("--json", "print one JSON object"),
+        ("--launch slurm", "as a job: with --nodes N --gpus N --hours H --partition P --account A --slurm KEY=VALUE"),
     ]
     recipes = {name: about(name).splitlines()[0] for name in dict.fromkeys((*FIRST, chosen))}
     return "\n".join(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from vitrail.console import fail, output
-from vitrail.schema import Positional
+from vitrail.run.launch import Cluster, Launcher
+from vitrail.schema import Positional, Unprefixed
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class CompareCommand:
     a run failed.
 
     Example: vitrail compare study.yaml --jobs 2
+    Example: vitrail compare study.yaml --jobs slurm --gpus 1 --hours 4 --partition gpu
     Example: vitrail compare runs/a runs/b
     """
 
     what: Annotated[tuple[str, ...], Positional("STUDY ...|RUN ...")]
     """study files (or their folders, or module:attribute), run in this order; or two and more run folders"""
-    jobs: int | None = None  # runs at a time (none: one per device)
+    jobs: Annotated[int | Launcher | None, "N|slurm"] = None
+    """runs at a time (none: one per device); slurm: each run is a job of the cluster, local: the same without SLURM"""
     devices: Annotated[tuple[str, ...] | None, "ID ..."] = None
     """accelerators to spread runs over, as CUDA numbers them (none: all)"""
     baseline: str | None = None  # what the others are compared with (none: as the study says, or the first)
@@ -37,6 +40,7 @@ class CompareCommand:
     seconds: float = 1.0  # time of each variant's speed measurement (0: none)
     smoke: bool = False  # two steps of every variant on a few images, to see that all of a study can be run
     json: bool = False  # print one JSON object, for each of several studies
+    cluster: Annotated[Cluster, Unprefixed] = field(default_factory=Cluster)
 
     def __call__(self) -> int:
         from vitrail.compare.jobs import StudyStopped
@@ -56,7 +60,7 @@ class CompareCommand:
         else:
             studies = [replace(read_study(what), **{k: v for k, v in changes.items() if v}) for what in self.what]
             roots = [self.out or (Path(what).parent if Path(what).is_dir() else STUDIES) for what in self.what]
-            options |= {"jobs": self.jobs, "devices": self.devices}
+            options |= {"jobs": self.jobs, "devices": self.devices, "cluster": self.cluster}
             end = time.monotonic() + 60 * (math.inf if self.minutes is None else self.minutes)
             results = (
                 compare_study(study, root=root, minutes=(end - time.monotonic()) / 60, **options)

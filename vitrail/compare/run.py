@@ -28,6 +28,7 @@ from vitrail.model.cost import cost
 from vitrail.model.store import model_folder, read_description
 from vitrail.run.data_module import reads_texts
 from vitrail.run.evaluate import evaluate, load
+from vitrail.run.launch import Cluster, Launcher
 from vitrail.run.preflight import missing_parts, reject_missing_data
 from vitrail.run.protocols import evaluate_protocols
 from vitrail.schema import ConfigError, build, near
@@ -44,8 +45,9 @@ def compare_study(
     study: Study | str | Path,
     *,
     root: str | Path = STUDIES,
-    jobs: int | None = None,
+    jobs: int | Launcher | None = None,
     devices: Sequence[str] | None = None,
+    cluster: Cluster | None = None,
     seconds: float = 1.0,
     minutes: float | None = None,
     quiet: bool = False,
@@ -53,9 +55,10 @@ def compare_study(
     """Run what is missing of a study, then compare; returns the comparison and the study's folder.
 
     Finished runs are never repeated, whichever study made them. `jobs` runs are trained at a time, spread over
-    `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. Speed is measured for about
-    `seconds` per variant when all runs are done (0: not at all). Raises `ConfigError` for an invalid study,
-    `vitrail.compare.jobs.StudyStopped` when interrupted.
+    `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. `jobs="slurm"` makes each
+    run a job that asks for `cluster`, and waits for them. Speed is measured for about `seconds` per variant when all
+    runs are done (0: not at all). Raises `ConfigError` for an invalid study, `vitrail.compare.jobs.StudyStopped` when
+    interrupted.
     """
     if not isinstance(study, Study):
         study = read_study(study)
@@ -66,15 +69,19 @@ def compare_study(
     if study.tune.grid:
         write_study(given, folder)  # which can be resumed by its folder while settings are chosen
     end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
-    study, choices = _tuned(study, end, root=root, jobs=jobs, devices=devices, quiet=quiet)
+    study, choices = _tuned(study, end, root=root, jobs=jobs, devices=devices, cluster=cluster, quiet=quiet)
     lengths, reasons = lengths_of(study, root, **({} if quiet else {"report": _report}))
     planned = plan(study, lengths, root)
     _check_parts(planned, study.test_sets)
     write_study(given, folder)
     _link(planned, folder)
-    failed = run_missing(
-        planned, folder, jobs=jobs, devices=devices, minutes=(end - time.monotonic()) / 60, quiet=quiet
-    )
+    left: dict[str, Any] = {"minutes": (end - time.monotonic()) / 60, "quiet": quiet}
+    if isinstance(jobs, str):
+        from vitrail.compare.cluster_jobs import run_on_cluster
+
+        failed = run_on_cluster(planned, folder, jobs, cluster or Cluster(), **left)
+    else:
+        failed = run_missing(planned, folder, jobs=jobs, devices=devices, **left)
     planned = [p for p in planned if p.variant in study.variants]
     done = [p for p in planned if p.path not in failed]
     if not done:

@@ -25,9 +25,11 @@ from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
+from vitrail.quantities import duration
 
 SETTLED_STEPS = 10  # after which a step allocates nothing new
 LESS_IS_BETTER = ("loss", "perplexity")  # how names of such metrics end
+WORTH_SAYING = 120.0  # seconds of training from which the expected time is printed
 MOST_LOST = 10  # updates in a row without a finite gradient, after which a run has diverged
 
 
@@ -127,6 +129,7 @@ class Loop:
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped
+        self._logged = 0  # lines of this process
         self.best = Best()  # counted where weights or the end of the run depend on it
         self.notes: list[str] = []
 
@@ -273,6 +276,10 @@ class Loop:
         loss = f"loss {means['loss']:.4f}  " if means else ""
         bar.advance(0, f"epoch {self._epoch():.1f}  {loss}{rate:,.0f} {unit}/s")
         self._window = (time.monotonic(), self.step)
+        self._logged += 1
+        left = (self.schedule.steps - self.step) * self.batch / max(rate, 1e-9)
+        if self._logged == 2 and left >= WORTH_SAYING:  # the first lines may include compilation
+            self._say(bar, f"about {duration(left)} of training left at {rate:,.0f} {self.things}/s")
 
     def _sound_alarm(self, bar: Progress, text: str) -> None:
         kind = text.partition(":")[0]

@@ -44,12 +44,12 @@ from vitrail.schema import ConfigError, plain
 MOVABLE = ("out", "engine.device", "data.workers")  # settings that a resumed run may change
 
 
-def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = False) -> Run:
+def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = False, estimate: bool = False) -> Run:
     """Train from a configuration or a recipe's name; returns the finished run.
 
     `continued`: where `config.out` holds a run of the same settings, resume it. Every problem of the configuration is
-    raised at once, as `ConfigError`, before any data is read. Raises `vitrail.engine.loop.Stopped` when interrupted,
-    after saving.
+    raised at once, as `ConfigError`, before any data is read. `estimate`: print first how much memory a step takes.
+    Raises `vitrail.engine.loop.Stopped` when interrupted, after saving.
     """
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
@@ -60,13 +60,12 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
         stored = from_mapping(load_yaml(Path(config.out or "")))
         check_unchanged(plain(stored), plain(config), f"{config.out} was begun with other settings")
         machine = {"engine": {"device": config.engine.device}, "data": {"workers": config.data.workers}}
-        return resume(config.out or "", machine, quiet=quiet)
+        return resume(config.out or "", machine, quiet=quiet, estimate=estimate)
     check_machine(config, group)
     check_output(config, group)
     data, bad = read_data(config, group, quiet)
     group.say(quiet, *data.notes)
-    path = Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
-    path = Path(group.gather(str(path))[0])
+    path = Path(group.gather(str(free_run(config)))[0])
     with ExitStack() as stack:  # the folder is locked until the run ends, however it ends: this process may outlive it
         folder: RunFolder | None = None
         for pieces in _pieces(config, group):
@@ -76,6 +75,8 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
                 folder = trainer.folder = stack.enter_context(RunFolder.create(path, dump(trainer.config)))
             elif group.main:
                 write_text(trainer.folder.config, dump(trainer.config))
+            if estimate:
+                trainer.print_estimate()
             try:
                 return trainer.run(None)
             except TooLarge as error:
@@ -102,7 +103,9 @@ def _pieces(config: RunConfig, group: ProcessGroup) -> list[int]:
     return [n for n in range(1, batch + 1) if batch % (least * n) == 0] or [1]
 
 
-def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
+def resume(
+    path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet: bool = False, estimate: bool = False
+) -> Run:
     """Continue a run from its newest whole checkpoint. `changes` may only move it to another machine."""
     group = join()
     if group.main and Path(path).is_dir():
@@ -136,6 +139,8 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None, *, quiet:
         if state is None and damaged:
             raise ValueError(f"every checkpoint of {path} is damaged; begin again with: vitrail train --config {path}")
         group.say(quiet, f"resuming {path} after step {0 if state is None else state.step}")
+        if estimate:
+            trainer.print_estimate()
         return trainer.run(state)
 
 
@@ -210,6 +215,13 @@ class Trainer:
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
         group.say(quiet, *notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
+
+    def print_estimate(self) -> None:
+        """Print how much memory a step takes, on the main process."""
+        if self.group.main and not self.quiet:
+            from vitrail.run.estimate import lines_before
+
+            self.group.say(self.quiet, *lines_before(self))
 
     def run(self, state: checkpoint.State | None) -> Run:
         """Train from `state` (none: from the start) to the end of the schedule, then evaluate, save and report."""
@@ -314,6 +326,11 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     from vitrail.model.adapters.apply import apply
 
     return apply(model, chosen.adapter)
+
+
+def free_run(config: RunConfig) -> Path:
+    """The folder of a run: as it is set, or a new one named after recipe, model and data."""
+    return Path(config.out) if config.out else free_name(Path("runs") / _run_name(config))
 
 
 def _run_name(config: RunConfig) -> str:
