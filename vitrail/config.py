@@ -159,10 +159,11 @@ def validate(config: RunConfig) -> list[str]:
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     pieces = config.engine.accumulate or 1
-    if pieces > config.data.batch or config.data.batch % pieces:
-        problems.append(f"engine.accumulate: a batch of {config.data.batch} cannot be cut into {pieces} equal pieces")
-    if (config.data.augment.mixup or config.data.augment.cutmix) and (config.data.batch // pieces) % 2:
-        problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
+    mixes = bool(config.data.augment.mixup or config.data.augment.cutmix)
+    if pieces > config.data.batch // (1 + mixes):
+        things = "pairs, which mixup and CutMix mix," if mixes else "images"
+        count = config.data.batch // (1 + mixes)
+        problems.append(f"data.batch: {count} {things} cannot be cut into {pieces} pieces (engine.accumulate)")
     problems += conflicts(config.data.augment) + conflicts(config.data.weak, "data.weak")
     if config.data.weak.mixup or config.data.weak.cutmix:
         problems.append("data.weak: all views are mixed alike; set mixup and cutmix of data.augment")

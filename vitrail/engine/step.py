@@ -63,6 +63,7 @@ class Updater:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = [p for p in parameters if id(p) not in probed]
         self.probe = [p for p in parameters if id(p) in probed]
+        self.all_parameters = parameters
         device = parameters[0].device
         self.clock = torch.zeros((), device=device)  # the current step
         self.skipped = torch.zeros((), device=device)  # updates since the last report
@@ -147,7 +148,7 @@ class Meter:
         self.names: tuple[str, ...] = ()
         self.totals: Tensor | None = None  # [names + 1], the count last; always the same memory
 
-    def add(self, values: Mapping[str, Tensor], good: Tensor) -> None:
+    def add(self, values: Mapping[str, Tensor], good: Tensor, weight: float = 1.0) -> None:
         names = tuple(sorted(values))
         if self.totals is None:
             self.names = names
@@ -155,6 +156,7 @@ class Meter:
         if names != self.names:
             raise ValueError(f"an objective gave {', '.join(self.names)} first and then {', '.join(names)}")
         now = torch.stack([*(values[name].detach().float() for name in names), torch.ones_like(good)])
+        now = now if weight == 1 else now * weight
         self.totals += torch.where(good.bool(), now, 0.0)
 
     def read(self, group: ProcessGroup) -> dict[str, float]:
@@ -184,6 +186,10 @@ WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, o
 
 class TrainStep:
     """`feed` takes the micro-batches of a step one after the other; after `accumulate` of them the step is complete.
+
+    The gradient, and what is logged, is that of the mean over all images of the step that could be read, on whichever
+    process: micro-batches weigh as much as they have images. (What an objective does not average over images, such as a
+    loss per token, is averaged over micro-batches by the same weights.)
 
     `graph` captures steps as a CUDA graph after a warm-up; micro-batches of another shape run without it. Where
     something must be decided on the host there is none, and `why_no_graph` says why. `fp8`: see `train_in_fp8`.
@@ -229,6 +235,8 @@ class TrainStep:
         self._compile = compile
         self._wrapped: nn.Module | None = None
         self._pieces: list[Mapping[str, Tensor]] = []
+        self._shares: list[float] = []  # of the pieces
+        self._missing = 0  # images of theirs that could not be read
 
     @property
     def captured(self) -> bool:
@@ -298,20 +306,33 @@ class TrainStep:
         if not self._pieces:
             self.statistics.keep()
         last = len(self._pieces) == self.accumulate - 1
+        self._shares.append(piece.share)
+        self._missing += piece.missing
+        read = self.group.sum_of(sum(self._shares), self._missing) if last else None
         waiting = nullcontext() if last or self.group.world == 1 else self._wrapped.no_sync()  # type: ignore[operator]
         with waiting:
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
                 losses: dict[str, Tensor] = self._wrapped(piece)
-            (losses["loss"] / self.accumulate).backward()
+            loss = losses["loss"] / self.accumulate
+            (loss if piece.share == 1 else loss * piece.share).backward()
         self._pieces.append({name: value.detach() for name, value in losses.items()})
-        if last:
+        if read is not None:
+            shares, missing = read()
+            if missing:  # somewhere: weights were those of a complete batch
+                grads = [p.grad for p in self.updater.all_parameters if p.grad is not None]
+                torch._foreach_mul_(grads, self.accumulate * self.group.world / shares)
             norm, good = self.updater.apply()
             self.statistics.settle(good)
             if self.ema is not None:
                 self.ema.follow(self.objective.model)
             pieces, self._pieces = self._pieces, []
-            means = {name: torch.stack([p[name] for p in pieces]).float().mean(0) for name in pieces[0]}
-            self.meter.add({**means, "gradient_norm": norm}, good)
+            means = {name: torch.stack([p[name] for p in pieces]).float() for name in pieces[0]}
+            if any(share != 1 for share in self._shares):
+                weights = torch.tensor(self._shares, device=self.device) * (len(pieces) / sum(self._shares))
+                means = {name: values * weights for name, values in means.items()}
+            means = {name: values.mean(0) for name, values in means.items()}
+            self.meter.add({**means, "gradient_norm": norm}, good, sum(self._shares) / len(pieces))
+            self._shares, self._missing = [], 0
         return last
 
 
