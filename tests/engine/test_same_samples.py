@@ -199,5 +199,5 @@ def test_torchrun_restarts_a_killed_run_and_it_ends_with_the_same_weights(rank: 
         os.killpg(process.pid, signal.SIGKILL)
         raise
     assert process.returncode == 0, errors[-3000:]
-    assert "Signal 9 (SIGKILL)" in errors
+    assert "exitcode: -9" in errors
     assert difference(tmp_path, alone) < CLOSE, f"killed after step {step}"

@@ -133,7 +133,15 @@ def join() -> ProcessGroup:
         if cuda:
             torch.cuda.set_device(local)
         # Hosts also exchange numbers (`Vote`), without waiting for their devices.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            # torchrun keeps its store over restarts, with addresses of the processes that are gone. (On several nodes
+            # counts of restarts differ: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt its own store.)
+            store, rank, _ = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        else:
+            dist.init_process_group(backend)
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), local)
 
 

@@ -54,6 +54,7 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
     group = join()
+    continued = any(group.gather(continued))  # restarts of torchrun are counted by node
     if continued and config.out is None:
         raise ConfigError(["--resume auto continues the run of --out FOLDER; name one"])
     if continued and group.gather((Path(config.out or "") / "config.yaml").is_file())[0]:
