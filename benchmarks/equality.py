@@ -145,6 +145,10 @@ def cells(steps: int, quick: bool) -> list[tuple[list[tuple[int, int | None]], d
             rows.append(([(world, None)], {"data.workers": workers}))
     rows += [(moved, {"data.workers": 0})] if quick else [(moved, {"data.workers": w}) for w in (0, 2)]
     rows += [([(2, None)], {"data.workers": 0, "engine.accumulate": 2})]
+    full: dict[str, Any] = {"data.workers": 0, "engine.shard": "full"}
+    for name in ("adamw", "lamb", "muon"):
+        rows += [([(world, None)], {**full, "optim.name": name}) for world in ((2,) if quick else (2, 3, 4))]
+    rows += [([(2, None)], {**full, "engine.accumulate": 2}), (moved, full)]
     return rows
 
 
@@ -165,7 +169,7 @@ def main() -> None:
             if optim not in references:
                 alone = {**common, "data.workers": 0}
                 references[optim] = train_cell(_forked, Path(name) / f"one-{optim}", [(1, None)], **alone)
-            cell = train_cell(_forked, Path(name) / f"cell-{number}", parts, **settings, **common)
+            cell = train_cell(_forked, Path(name) / f"cell-{number}", parts, **{**settings, **common})
             row = {
                 "processes": " -> ".join(str(world) for world, _ in parts),
                 "sharding": settings.get("engine.shard", "none"),

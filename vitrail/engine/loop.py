@@ -23,6 +23,8 @@ from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
+from vitrail.engine.shard import laid_out, save_shards
+from vitrail.engine.shard import like as sharded_like
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
@@ -126,6 +128,7 @@ class Loop:
             ema=self.engine.ema,
             accumulate=self.engine.accumulate or 1,
             group=self.group,
+            shard=self.engine.shard == "full" and self.group.world > 1,
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped
@@ -193,6 +196,8 @@ class Loop:
                     raise Stopped(self.step, self.folder.path)
                 if finished:
                     break
+            if self.work.gathered is not None:
+                self.work.agree()
             if self.best.weights:
                 self.kept.load_state_dict(self.best.weights, strict=False)  # without what is found again
             for text in self.outcome():
@@ -382,9 +387,15 @@ class Loop:
         """Write a checkpoint. A full disk ends the run with the last good one intact."""
         self.work.agree()
         state = self.state()
-        if self.group.main:
+        sharded = self.work.gathered is not None
+        if self.group.main or sharded:
             try:
-                checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
+                if sharded:
+                    save_shards(self.folder.checkpoints, state)
+                    if self.group.main:
+                        checkpoint.prune(self.folder.checkpoints, state.step, self.engine.keep)
+                else:
+                    checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
             except OSError as error:
                 safe = "there is none yet" if self.saved is None else f"step {self.saved} is intact"
                 raise OSError(
@@ -403,9 +414,11 @@ class Loop:
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
                     f"a run can only be resumed {same} it began with"
                 )
-        missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
+        stored = laid_out(state.part("objective"), self.objective)
+        missing = self.objective.load_state_dict(stored, strict=False).missing_keys
         if self.work.ema is not None:
-            lacking = self.work.ema.model.load_state_dict(state.part("ema"), strict=False).missing_keys
+            stored = laid_out(state.part("ema"), self.work.ema.model)
+            lacking = self.work.ema.model.load_state_dict(stored, strict=False).missing_keys
             missing = [*missing, *(f"model.{name}" for name in lacking)]
         base = self._base()
         missing = [name for name in missing if not self._found_again(name, base)]
@@ -451,4 +464,4 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     """Optimiser state on its parameter's device and, of the same shape, with its strides, as fused steps need it."""
     if value.shape != like.shape:
         return value.to(like.device)
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
+    return torch.empty_like(like, dtype=value.dtype).copy_(sharded_like(value, like))

@@ -17,6 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.optimizer import DECOUPLED, Schedule, build_optimizer, set_step
+from vitrail.engine.shard import gather_into, shard_objective, whole, with_copied_weights, without_weights
 from vitrail.kernels.cuda_graph import captured, on
 from vitrail.learn.objective import Objective
 
@@ -29,9 +30,11 @@ class Ema:
     on the device, so that `follow` can be replayed by a CUDA graph.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, empty: nn.Module | None = None) -> None:
+        """`empty`: of a sharded model, a copy without weights to hold the average."""
         self.decay = decay
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        average = copy.deepcopy(model) if empty is None else with_copied_weights(empty, model)
+        self.model = average.eval().requires_grad_(False)
         self.share = torch.zeros((), device=next(self.model.parameters()).device)  # 1 - decay of this step
 
     def set_step(self, step: int) -> None:
@@ -72,7 +75,7 @@ class Updater:
     def apply(self) -> tuple[Tensor, Tensor]:
         """Apply the gradients and drop them; returns their norm, and 1 (0 where the update was skipped)."""
         groups = [part for part in (self.parameters, self.probe) if part]
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in groups]
+        norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in groups]
         norm, bad = norms[0], (~torch.isfinite(torch.stack(norms)).all()).float()
         if self.clip:
             for part, total in zip(groups, norms, strict=True):
@@ -209,9 +212,17 @@ class TrainStep:
         ema: float = 0.0,
         accumulate: int = 1,
         group: ProcessGroup | None = None,
+        shard: bool = False,
     ) -> None:
-        self.objective = objective.to(device)
-        if device.type == "cuda" and is_convolutional(objective.model):
+        self.objective = objective
+        self.gathered: nn.Module | None = None  # of a sharded model: the weights that are kept, as `agree` found them
+        empty: nn.Module | None = None
+        if shard:
+            self.gathered = without_weights(objective.model)
+            empty = without_weights(objective.model) if ema else None
+            shard_objective(objective, device, autocast)
+        self.objective.to(device)
+        if not shard and device.type == "cuda" and is_convolutional(objective.model):
             self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
         if fp8:
             from vitrail.kernels.fp8_training import train_in_fp8
@@ -224,7 +235,7 @@ class TrainStep:
         self.optimizer = build_optimizer(objective, optim)
         self.updater = Updater(self.optimizer, optim.clip, objective.probe_parameters)
         self.statistics = Statistics(self.objective)
-        self.ema = Ema(objective.model, ema) if ema else None
+        self.ema = Ema(objective.model, ema, empty) if ema else None
         self.meter = Meter()
         self.step = 0  # the next one
         self.lr = 0.0  # of the last one
@@ -246,6 +257,10 @@ class TrainStep:
     @property
     def model(self) -> nn.Module:
         """The weights that are evaluated and kept: the moving average where there is one."""
+        return self.gathered or self._followed
+
+    @property
+    def _followed(self) -> nn.Module:
         return self.objective.model if self.ema is None else self.ema.model
 
     def train(self) -> None:
@@ -293,23 +308,30 @@ class TrainStep:
             self.updater.optimizer = self.optimizer
 
     def agree(self) -> None:
-        """Make running statistics equal on all processes, as weights are, before the model is evaluated or saved."""
+        """Make running statistics equal on all processes, as weights are, before the model is evaluated or saved.
+
+        Weights of a sharded model are gathered.
+        """
         self.statistics.agree(self.group)
         if self.ema is not None:
             Statistics(self.ema.model).agree(self.group)
+        if self.gathered is not None:
+            gather_into(self.gathered, self._followed, self.device)
 
     def _compute(self, piece: Batch) -> bool:
         if self._wrapped is None:
             if self._compile:
                 self.objective.compile(dynamic=False)
-            self._wrapped = self.group.wrap(self.objective, self.device)
+            # A sharded objective reduces its gradients itself, those of every micro-batch, to keep only its shard.
+            self._wrapped = self.objective if self.gathered else self.group.wrap(self.objective, self.device)
         if not self._pieces:
             self.statistics.keep()
         last = len(self._pieces) == self.accumulate - 1
         self._shares.append(piece.share)
         self._missing += piece.missing
         read = self.group.sum_of(sum(self._shares), self._missing) if last else None
-        waiting = nullcontext() if last or self.group.world == 1 else self._wrapped.no_sync()  # type: ignore[operator]
+        alone = last or self.group.world == 1 or self.gathered is not None
+        waiting = nullcontext() if alone else self._wrapped.no_sync()  # type: ignore[operator]
         with waiting:
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
                 losses: dict[str, Tensor] = self._wrapped(piece)

@@ -205,6 +205,7 @@ class Trainer:
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
+        compiles = compiles and config.engine.shard == "none"
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
         self.module.batches(0, 0).close()  # rejects batches that cannot be cut, before anything is written
