@@ -2,11 +2,11 @@
 
     python benchmarks/equality.py [--steps 8] [--quick] [--json FILE]
 
-Every row is a training of the same tiny ViT on the same images, with mixup, CutMix and a batch that the processes do not
-divide; it is compared with one process that is not interrupted. `processes` 4 -> 2 -> 3 -> 1 is a run that is stopped and
-resumed under another number of processes. `samples` compares hashes of (step, image, augmented and mixed pixels, target)
-of all steps; `weights` is the largest difference of any weight of the model, and of its moving average, after the last
-step. gloo, CPU, float32, no drop path and no batch norm, one thread per process.
+Every row is a training of the same tiny ViT on the same images, with mixup, CutMix and a batch that three or four
+processes do not divide; it is compared with one process that is not interrupted. `processes` 4 -> 2 -> 3 -> 1 is a run
+that is stopped and resumed under another number of processes. `samples` compares hashes of (step, image, augmented and
+mixed pixels, target) of all steps; `weights` is the largest difference of any weight of the model, and of its moving
+average, after the last step. gloo, CPU, float32, no drop path and no batch norm, one thread per process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Ranks = Callable[..., None]
 def one_rank(rank: int, world: int, folder: str, settings: dict[str, Any], stop: int | None) -> None:
     """One process of a run in `folder`, which begins or continues; it is asked to stop once `stop` steps are made.
 
-    Training images whose rows the setting `lost` names cannot be read.
+    Settings are those of a run, and: `recipe`; `lost`, rows of training images that cannot be read.
     """
     import vitrail
     from vitrail.data.dataset import BadImage, Split
@@ -66,7 +66,8 @@ def one_rank(rank: int, world: int, folder: str, settings: dict[str, Any], stop:
         torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
     feed, read, rows = TrainStep.feed, Split.read, []
     lost = settings.get("lost", ())
-    settings = {name: value for name, value in settings.items() if name != "lost"}
+    base = recipe(settings.get("recipe", "vit"))
+    settings = {name: value for name, value in settings.items() if name not in ("lost", "recipe")}
 
     def partly(self: Split, row: int) -> Any:
         if self.name == "train" and row in lost:
@@ -86,7 +87,7 @@ def one_rank(rank: int, world: int, folder: str, settings: dict[str, Any], stop:
 
     TrainStep.feed, Split.read = watched, partly  # type: ignore[method-assign]
     try:
-        vitrail.train(with_values(recipe("vit"), {**TINY, **settings, "out": f"{folder}/run"}), quiet=True, continued=True)
+        vitrail.train(with_values(base, {**TINY, **settings, "out": f"{folder}/run"}), quiet=True, continued=True)
     except Stopped:
         pass
     finally:
@@ -127,7 +128,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def difference(one: Path, other: Path) -> float:
     """The largest of any weight."""
     first, second = weights(one), weights(other)
-    assert first.keys() == second.keys() and first
+    assert first
+    assert first.keys() == second.keys()
     return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
 
 
@@ -140,9 +142,8 @@ def cells(steps: int, quick: bool) -> list[tuple[list[tuple[int, int | None]], d
     """Parts and settings of every row."""
     moved: list[tuple[int, int | None]] = [(4, 2), (2, 4), (3, 6), (1, None)]
     rows: list[tuple[list[tuple[int, int | None]], dict[str, Any]]] = []
-    for world in (2, 3) if quick else (1, 2, 3, 4):
-        for workers in (0,) if quick else (0, 1, 2):
-            rows.append(([(world, None)], {"data.workers": workers}))
+    worlds, counts = ((2, 3), (0,)) if quick else ((1, 2, 3, 4), (0, 1, 2))
+    rows += [([(world, None)], {"data.workers": workers}) for world in worlds for workers in counts]
     rows += [(moved, {"data.workers": 0})] if quick else [(moved, {"data.workers": w}) for w in (0, 2)]
     rows += [([(2, None)], {"data.workers": 0, "engine.accumulate": 2})]
     full: dict[str, Any] = {"data.workers": 0, "engine.shard": "full"}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_shares_cover_the_batch_in_order_and_differ_by_one_unit(pairs: bool) -> 
                 for piece in range(accumulate)
             ]
             places = [list(range(first, first + count)) for first, count in shares]
-            assert sum(places, []) == list(range(batch))
+            assert list(chain.from_iterable(places)) == list(range(batch))
             counts = [count - (batch % unit if i == pieces - 1 else 0) for i, (_, count) in enumerate(shares)]
             assert max(counts) - min(counts) in (0, unit)
             assert not pairs or all(first % 2 == 0 for first, _ in shares)
@@ -118,12 +119,10 @@ class Mean(Objective):
 
 
 def fed(pieces: Sequence[tuple[Sequence[float], float, int]]) -> tuple[float, float]:
-    """Gradient (by a step of SGD with learning rate 1) and logged loss after micro-batches of (values, share, missing)."""
+    """Gradient (a step of SGD with learning rate 1) and logged loss of micro-batches of (values, share, missing)."""
     optim = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0, steps=1)
     objective = Mean()
-    step = TrainStep(
-        objective, optim, make_schedule(optim, 1, 1), device=torch.device("cpu"), accumulate=len(pieces)
-    )
+    step = TrainStep(objective, optim, make_schedule(optim, 1, 1), device=torch.device("cpu"), accumulate=len(pieces))
     for values, share, missing in pieces:
         images, label = torch.tensor(values)[:, None, None, None], torch.zeros(len(values), dtype=torch.int64)
         step.feed(Batch((images,), label, label, label, share=share, missing=missing))
@@ -172,7 +171,8 @@ from vitrail.engine.step import TrainStep
 feed = TrainStep.feed
 def killed(self, piece):
     done = feed(self, piece)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == sys.argv[1] and self.step == int(sys.argv[2]):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == sys.argv[1] and self.step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     return done
 TrainStep.feed = killed
@@ -183,7 +183,9 @@ sys.exit(run(sys.argv[3:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_restarts_a_killed_run_and_it_ends_with_the_same_weights(rank: int, alone: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_run_and_it_ends_with_the_same_weights(
+    rank: int, alone: Path, tmp_path: Path
+) -> None:
     step = int(np.random.default_rng().integers(1, STEPS["optim.steps"]))
     config, script = tmp_path / "config.yaml", tmp_path / "killed.py"
     settings: dict[str, Any] = {**TINY, **STEPS, "engine.checkpoint_every": 0.2}
@@ -191,7 +193,7 @@ def test_torchrun_restarts_a_killed_run_and_it_ends_with_the_same_weights(rank: 
     script.write_text(KILLED)
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--max-restarts=1"]
     words += [str(script), str(rank), str(step), "train", "--config", str(config), "--out", str(tmp_path / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=180)

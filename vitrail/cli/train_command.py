@@ -70,7 +70,9 @@ class TrainCommand:
         else:
             config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
         # torchrun counts its restarts: with --max-restarts a run goes on from its last checkpoint.
-        restarts = {name: int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")}
+        restarts = {
+            name: int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        }
         if restarts["MAX_RESTARTS"] and config.out is None:
             return fail("torchrun --max-restarts continues the run of --out FOLDER after a failure; name one")
         continued = self.resume == "auto" or restarts["RESTART_COUNT"] > 0

@@ -137,8 +137,9 @@ def join() -> ProcessGroup:
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             # torchrun keeps its store over restarts, with addresses of the processes that are gone. (On several nodes
             # counts of restarts differ: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt its own store.)
-            store, rank, _ = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            store, rank, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            prefix = f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         else:
             dist.init_process_group(backend)

@@ -196,8 +196,7 @@ class Loop:
                     raise Stopped(self.step, self.folder.path)
                 if finished:
                     break
-            if self.work.gathered is not None:
-                self.work.agree()
+            self.work.gather()  # where nothing was left to train, too
             if self.best.weights:
                 self.kept.load_state_dict(self.best.weights, strict=False)  # without what is found again
             for text in self.outcome():
@@ -436,7 +435,6 @@ class Loop:
         self.best = Best(**state.facts.get("best", {}), weights=state.part("best"))  # earlier versions had none
         self.work.step = self.saved = state.step
 
-
     def _restore_ranks(self, state: checkpoint.State) -> None:
         """What every process has of its own: random numbers of drop path and dropout, and sums of the meter.
 
@@ -454,8 +452,8 @@ class Loop:
             every = [state.part(f"meter/{number}") for number in range(before)]
             sums = {name: torch.stack([one[name] for one in every]).sum(0) * (rank == 0) for name in every[0]}
             self.notes.append(
-                f"from step {state.step} on the run has {self.group.world} processes instead of {before}: images, order "
-                "and augmentation are the same, drop path and dropout draw other random numbers"
+                f"from step {state.step} on the run has {self.group.world} processes instead of {before}: images, "
+                "order and augmentation are the same, drop path and dropout draw other random numbers"
             )
         self.work.meter.restore(sums, self.device)
 

@@ -41,8 +41,8 @@ class Muon(torch.optim.AdamW):
 
     Every weight of such a group is flattened to [out, rest] and is a stack of as many matrices as its entry of the
     group's `parts` says (q, k and v of a fused layer, groups of a convolution; none: 1 each). Matrices of one shape are
-    orthogonalised together; sharded ones are gathered for that, one shape after the other. With `found_inf` set, a step with a non-finite gradient leaves weights and state as they
-    were.
+    orthogonalised together; sharded ones are gathered for that, one shape after the other. With `found_inf` set, a step
+    with a non-finite gradient leaves weights and state as they were.
     """
 
     def __init__(self, params: Any, *, momentum: float = 0.95, **adam: Any) -> None:
@@ -91,5 +91,7 @@ class Muon(torch.optim.AdamW):
             stacked = torch.cat([whole(ahead[i]).reshape(-1, rows, columns) for i in members])
             scale = ADAM_SIZE * max(rows, columns) ** 0.5 * group["lr"] * keep
             updates = (orthogonalised(stacked) * scale).split([trained[i][1] for i in members])
-            shaped = [like(update.reshape(params[i].shape), params[i]) for i, update in zip(members, updates, strict=True)]
+            shaped = [
+                like(update.reshape(params[i].shape), params[i]) for i, update in zip(members, updates, strict=True)
+            ]
             torch._foreach_sub_([params[i] for i in members], shaped)

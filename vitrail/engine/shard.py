@@ -89,6 +89,8 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    for parameter in objective.parameters():  # objectives may draw some of theirs differently on each process
+        dist.broadcast(parameter.data, 0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh}
     if autocast is not None:

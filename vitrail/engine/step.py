@@ -315,6 +315,10 @@ class TrainStep:
         self.statistics.agree(self.group)
         if self.ema is not None:
             Statistics(self.ema.model).agree(self.group)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gather the weights of a sharded model that are evaluated and kept (all processes must call it)."""
         if self.gathered is not None:
             gather_into(self.gathered, self._followed, self.device)
 

@@ -60,7 +60,9 @@ class TextTrainLoader(_Texts):
         length: int | None = None,
     ) -> None:
         super().__init__(texts, split, device, length)
-        self.shares = [share_of_batch(order.batch, world, accumulate, rank, a, things="texts") for a in range(accumulate)]
+        self.shares = [
+            share_of_batch(order.batch, world, accumulate, rank, a, things="texts") for a in range(accumulate)
+        ]
         self.order, self.start, self.stop, self.pieces = order, start, stop, world * accumulate
 
     def __len__(self) -> int:
