@@ -159,10 +159,11 @@ def validate(config: RunConfig) -> list[str]:
     if not re.fullmatch(r"full|head|norm|bias|attention|last:\d+", config.optim.tune):
         problems.append(f"optim.tune: {config.optim.tune!r} is not full, head, last:N, norm, bias or attention")
     pieces = config.engine.accumulate or 1
-    if pieces > config.data.batch or config.data.batch % pieces:
-        problems.append(f"engine.accumulate: a batch of {config.data.batch} cannot be cut into {pieces} equal pieces")
-    if (config.data.augment.mixup or config.data.augment.cutmix) and (config.data.batch // pieces) % 2:
-        problems.append("data.batch: mixup and CutMix mix pairs, so the batch (and each piece of it) must be even")
+    mixes = bool(config.data.augment.mixup or config.data.augment.cutmix)
+    if pieces > config.data.batch // (1 + mixes):
+        things = "pairs, which mixup and CutMix mix," if mixes else "images"
+        count = config.data.batch // (1 + mixes)
+        problems.append(f"data.batch: {count} {things} cannot be cut into {pieces} pieces (engine.accumulate)")
     problems += conflicts(config.data.augment) + conflicts(config.data.weak, "data.weak")
     if config.data.weak.mixup or config.data.weak.cutmix:
         problems.append("data.weak: all views are mixed alike; set mixup and cutmix of data.augment")
@@ -191,7 +192,8 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config) + _selection(config) + config.objective.problems(config)
+    problems += _adapter(config) + _writing(config) + _selection(config) + _sharding(config)
+    problems += config.objective.problems(config)
     problems += _sizes(config)
     return problems
 
@@ -245,6 +247,27 @@ def _writing(config: RunConfig) -> list[str]:
         does, better = ("writes", "perplexity or bleu") if writes else ("classifies", "classification")
         return [f"evaluators: {', '.join(sorted(odd))} does not evaluate a model that {does}; use {better}"]
     return []
+
+
+SHARDED_OBJECTIVES = ("supervised", "byol")  # whose forward calls every block, and whose teachers are part of it
+SHARDED_OPTIMIZERS = ("adamw", "adam", "lamb", "muon")  # torch shards no fused step of the others
+
+
+def _sharding(config: RunConfig) -> list[str]:
+    """A sentence for every setting that does not go with sharding."""
+    if config.engine.shard == "none":
+        return []
+    kind, name, objectives = config.objective.kind, config.optim.name, ", ".join(SHARDED_OBJECTIVES)
+    rules = [
+        (kind in SHARDED_OBJECTIVES, f"objective.kind {kind}", objectives),
+        (name in SHARDED_OPTIMIZERS, f"optim.name {name}", ", ".join(SHARDED_OPTIMIZERS)),
+        (config.model.adapter is None, "an adapter", "a model without one"),
+        (config.model.name.startswith("text:") is False, "a text model", "a model of images"),
+        (not config.model.trunk.get("adaptive"), "model.trunk.adaptive", "a model that keeps its tokens"),
+        (config.engine.precision != "fp8", "engine.precision fp8", "auto, bf16 or float32"),
+        (not config.engine.compile, "engine.compile true", "false"),
+    ]
+    return [f"engine.shard: full does not go with {what}; use {use}, or none" for fits, what, use in rules if not fits]
 
 
 def _selection(config: RunConfig) -> list[str]:

@@ -222,7 +222,7 @@ def test_a_batch_of_which_nothing_can_be_read_names_an_image():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch": 6, "accumulate": 4}, "use a multiple of 4"),
+        ({"batch": 3, "accumulate": 4}, "at least 4"),
         ({"classes": 2}, "from 0 to 2, the model has 2 classes"),
         ({"split": split_of(bad=tuple(range(100, 111)))}, "none of the first images of train"),
     ],

@@ -181,6 +181,17 @@ def test_ranks_and_pieces_partition_the_global_batch(augment):
         assert_same([joined(pieces)], [whole[step]])
 
 
+@pytest.mark.parametrize(("augment", "counts"), [(SHIFTED, [3, 3, 3, 2]), (MIXED, [4, 2, 2, 3])])
+def test_uneven_shares_partition_the_global_batch_and_split_no_pair(augment, counts):
+    whole = list(train(augment, batch=11, stop=3))
+    ranks = [list(train(augment, batch=11, stop=3, rank=rank, world=2, accumulate=2)) for rank in range(2)]
+    for step in range(3):
+        pieces = [batch for rank in ranks for batch in rank[2 * step : 2 * step + 2]]
+        assert [len(piece) for piece in pieces] == counts
+        assert [piece.share for piece in pieces] == [count * 4 / 11 for count in counts]
+        assert_same([joined(pieces)], [whole[step]])
+
+
 def test_lengths_are_those_of_the_passes():
     loader = train(batch=8, start=1, stop=4, accumulate=2)
     assert len(loader) == len(list(loader)) == 6
@@ -256,8 +267,9 @@ def test_several_labels_come_as_floats():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch": 6, "accumulate": 4}, "use a multiple of 4"),
-        ({"batch": 6, "world": 3, "accumulate": 2, "augment": MIXED}, "use a multiple of 12"),
+        ({"batch": 3, "accumulate": 4}, "3 images cannot be cut into 1 processes x 4 .* at least 4"),
+        ({"batch": 11, "world": 3, "accumulate": 2, "augment": MIXED}, "5 pairs of images .* at least 12"),
+        ({"batch": 7, "world": 2, "complete": True}, "7 are not a multiple of 2"),
         ({"rank": 2, "world": 2}, "rank 2"),
         ({"classes": 2}, "from 0 to 2, the model has 2 classes"),
         ({"multilabel": True}, "several labels"),

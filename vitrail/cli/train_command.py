@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,14 @@ class TrainCommand:
             config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
         if self.launch is not None:
             return self._submit(config)
-        return self._run(lambda api: api.train(config, continued=self.resume == "auto", estimate=not self.json))
+        # torchrun counts its restarts: with --max-restarts a run goes on from its last checkpoint.
+        restarts = {
+            name: int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+        }
+        if restarts["MAX_RESTARTS"] and config.out is None:
+            return fail("torchrun --max-restarts continues the run of --out FOLDER after a failure; name one")
+        continued = self.resume == "auto" or restarts["RESTART_COUNT"] > 0
+        return self._run(lambda api: api.train(config, continued=continued, estimate=not self.json))
 
     def _submit(self, config: RunConfig) -> int:
         """Check the settings here, write them down, and submit a job that begins or continues the run."""

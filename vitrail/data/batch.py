@@ -59,6 +59,8 @@ class Batch:
     index: Tensor  # [batch] stable index of each image in its source
     levels: Tensor | None = None  # [batch, levels] class at each level of the taxonomy, finest first
     step: int = 0  # optimiser step the batch belongs to
+    share: float = 1.0  # of the global batch, in units of an equal share: its weight in the mean of the step
+    missing: int = 0  # images that could not be read; always 0 where the batch is the global one
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with every tensor changed."""

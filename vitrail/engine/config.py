@@ -68,6 +68,9 @@ class EngineConfig:
     """Launch whole training steps as a CUDA graph (none: on CUDA, where nothing must be decided on the host)."""
     accumulate: Count | None = 1
     """Pieces in which a batch is computed (auto: the fewest that fit into memory)."""
+    shard: Literal["none", "full"] = "none"
+    """full: parameters, gradients, optimiser state and moving averages are divided among processes (FSDP2), and
+    gathered block by block to compute; for models that do not fit one accelerator. Steps are not compiled."""
     ema: Fraction = 0.0
     """Decay of the moving average of the weights (0: off)."""
     deterministic: bool = False

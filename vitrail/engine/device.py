@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -75,6 +76,18 @@ class ProcessGroup:
         dist.all_gather_object(values, value)
         return values
 
+    def sum_of(self, *numbers: float) -> Callable[[], list[float]]:
+        """Begin to sum numbers of the host over processes; the result waits until all have given theirs."""
+        values = torch.tensor(numbers, dtype=torch.float64)  # on the host, whatever the device
+        work = dist.all_reduce(values, async_op=True) if self.world > 1 else None
+
+        def summed() -> list[float]:
+            if work is not None:
+                work.wait()
+            return [float(value) for value in values.tolist()]
+
+        return summed
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
@@ -120,7 +133,16 @@ def join() -> ProcessGroup:
         if cuda:
             torch.cuda.set_device(local)
         # Hosts also exchange numbers (`Vote`), without waiting for their devices.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            # torchrun keeps its store over restarts, with addresses of the processes that are gone. (On several nodes
+            # counts of restarts differ: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt its own store.)
+            store, rank, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            prefix = f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        else:
+            dist.init_process_group(backend)
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), local)
 
 

@@ -16,17 +16,21 @@ from torch import Tensor
 
 from vitrail.console import out_of_memory
 from vitrail.data.batch import Batch
+from vitrail.data.counter import seed_of
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
+from vitrail.engine.shard import laid_out, save_shards
+from vitrail.engine.shard import like as sharded_like
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
 from vitrail.model.classifier import Classifier
 from vitrail.quantities import duration
 
+MAY_DIFFER = ("config", "contents", "world")  # facts: the first two are compared before
 SETTLED_STEPS = 10  # after which a step allocates nothing new
 LESS_IS_BETTER = ("loss", "perplexity")  # how names of such metrics end
 WORTH_SAYING = 120.0  # seconds of training from which the expected time is printed
@@ -126,6 +130,7 @@ class Loop:
             ema=self.engine.ema,
             accumulate=self.engine.accumulate or 1,
             group=self.group,
+            shard=self.engine.shard == "full" and self.group.world > 1,
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped
@@ -194,6 +199,7 @@ class Loop:
                     raise Stopped(self.step, self.folder.path)
                 if finished:
                     break
+            self.work.gather()  # where nothing was left to train, too
             if self.best.weights:
                 self.kept.load_state_dict(self.best.weights, strict=False)  # without what is found again
             for text in self.outcome():
@@ -387,9 +393,15 @@ class Loop:
         """Write a checkpoint. A full disk ends the run with the last good one intact."""
         self.work.agree()
         state = self.state()
-        if self.group.main:
+        sharded = self.work.gathered is not None
+        if self.group.main or sharded:
             try:
-                checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
+                if sharded:
+                    save_shards(self.folder.checkpoints, state)
+                    if self.group.main:
+                        checkpoint.prune(self.folder.checkpoints, state.step, self.engine.keep)
+                else:
+                    checkpoint.save(self.folder.checkpoints, state, self.engine.keep)
             except OSError as error:
                 safe = "there is none yet" if self.saved is None else f"step {self.saved} is intact"
                 raise OSError(
@@ -402,20 +414,17 @@ class Loop:
     def restore(self, state: checkpoint.State) -> None:
         """Continue from a checkpoint. Raises `ValueError` where it belongs to another run."""
         for key, value in self._kept_facts().items():
-            if key not in ("config", "contents") and state.facts.get(key) != value:  # these are compared before
-                if key == "world":
-                    raise ValueError(
-                        f"the run was begun by {state.facts.get(key)} processes and now there are {value}, which would "
-                        f"draw other random numbers; start as many: torchrun --nproc_per_node {state.facts.get(key)}"
-                    )
+            if key not in MAY_DIFFER and state.facts.get(key) != value:
                 same = f"with the {key}" if key in (*self.objective.frozen, "base") else "on the data"
                 raise ValueError(
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
                     f"a run can only be resumed {same} it began with"
                 )
-        missing = self.objective.load_state_dict(state.part("objective"), strict=False).missing_keys
+        stored = laid_out(state.part("objective"), self.objective)
+        missing = self.objective.load_state_dict(stored, strict=False).missing_keys
         if self.work.ema is not None:
-            lacking = self.work.ema.model.load_state_dict(state.part("ema"), strict=False).missing_keys
+            stored = laid_out(state.part("ema"), self.work.ema.model)
+            lacking = self.work.ema.model.load_state_dict(stored, strict=False).missing_keys
             missing = [*missing, *(f"model.{name}" for name in lacking)]
         base = self._base()
         missing = [name for name in missing if not self._found_again(name, base)]
@@ -427,20 +436,37 @@ class Loop:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 values = {k.rpartition("/")[2]: v for k, v in saved.items() if k.rpartition("/")[0] == name}
                 self.work.optimizer.state[parameter] = {k: _laid_out(v, parameter) for k, v in values.items()}
-        random = state.part(f"rng/{self.group.rank}")
-        if "cpu" in random:
-            torch.set_rng_state(random["cpu"])
-        if "cuda" in random and self.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"], self.device)
-        self.work.meter.restore(state.part(f"meter/{self.group.rank}"), self.device)
+        self._restore_ranks(state)
         self.work.updater.skipped.copy_(state.tensors["skipped"])
         self.work.updater.last_skipped.copy_(state.tensors["last_skipped"])
         self.best = Best(**state.facts.get("best", {}), weights=state.part("best"))  # earlier versions had none
         self.work.step = self.saved = state.step
+
+    def _restore_ranks(self, state: checkpoint.State) -> None:
+        """What every process has of its own: random numbers of drop path and dropout, and sums of the meter.
+
+        Among another number of processes each draws from a new seed, and the first takes the sums of all.
+        """
+        rank, before = self.group.rank, state.facts.get("world", self.group.world)
+        if before == self.group.world:
+            random, sums = state.part(f"rng/{rank}"), state.part(f"meter/{rank}")
+            if "cpu" in random:
+                torch.set_rng_state(random["cpu"])
+            if "cuda" in random and self.device.type == "cuda":
+                torch.cuda.set_rng_state(random["cuda"], self.device)
+        else:
+            torch.manual_seed(seed_of("resumed", self.facts.get("config", {}).get("seed", 0), state.step, rank))
+            every = [state.part(f"meter/{number}") for number in range(before)]
+            sums = {name: torch.stack([one[name] for one in every]).sum(0) * (rank == 0) for name in every[0]}
+            self.notes.append(
+                f"from step {state.step} on the run has {self.group.world} processes instead of {before}: images, "
+                "order and augmentation are the same, drop path and dropout draw other random numbers"
+            )
+        self.work.meter.restore(sums, self.device)
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     """Optimiser state on its parameter's device and, of the same shape, with its strides, as fused steps need it."""
     if value.shape != like.shape:
         return value.to(like.device)
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
+    return torch.empty_like(like, dtype=value.dtype).copy_(sharded_like(value, like))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.engine.shard import like, whole
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that lifts singular values of (0, 1] quickly to about 1
 STEPS = 5
 ADAM_SIZE = 0.2  # root mean square of a usual AdamW update
@@ -39,8 +41,8 @@ class Muon(torch.optim.AdamW):
 
     Every weight of such a group is flattened to [out, rest] and is a stack of as many matrices as its entry of the
     group's `parts` says (q, k and v of a fused layer, groups of a convolution; none: 1 each). Matrices of one shape are
-    orthogonalised together. With `found_inf` set, a step with a non-finite gradient leaves weights and state as they
-    were.
+    orthogonalised together; sharded ones are gathered for that, one shape after the other. With `found_inf` set, a step
+    with a non-finite gradient leaves weights and state as they were.
     """
 
     def __init__(self, params: Any, *, momentum: float = 0.95, **adam: Any) -> None:
@@ -84,10 +86,12 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * keep)
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, (p, parts) in enumerate(trained):
-            by_shape[p.shape[0] // parts, p[0].numel()].append(i)
+            by_shape[p.shape[0] // parts, p.shape[1:].numel()].append(i)
         for (rows, columns), members in by_shape.items():
-            stacked = torch.cat([ahead[i].reshape(-1, rows, columns) for i in members])
+            stacked = torch.cat([whole(ahead[i]).reshape(-1, rows, columns) for i in members])
             scale = ADAM_SIZE * max(rows, columns) ** 0.5 * group["lr"] * keep
             updates = (orthogonalised(stacked) * scale).split([trained[i][1] for i in members])
-            shaped = [update.reshape(params[i].shape) for i, update in zip(members, updates, strict=True)]
+            shaped = [
+                like(update.reshape(params[i].shape), params[i]) for i, update in zip(members, updates, strict=True)
+            ]
             torch._foreach_sub_([params[i] for i in members], shaped)

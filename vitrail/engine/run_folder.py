@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 import zlib
@@ -273,7 +274,8 @@ class State:
         return {name[cut:]: t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """Of names and values."""
     total = 0
     for name in sorted(tensors):
         data = tensors[name].detach().cpu().contiguous()
@@ -283,19 +285,20 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _file(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:09d}.safetensors"
+    path = folder / f"step-{step:09d}"
+    return path if path.is_dir() else path.with_suffix(".safetensors")
 
 
 def steps_saved(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first."""
-    matches = (re.fullmatch(r"step-(\d+)\.safetensors", p.name) for p in folder.glob("step-*.safetensors"))
-    return sorted(int(m[1]) for m in matches if m)
+    """Steps of the checkpoints in a folder, oldest first: files, or folders where the model is sharded."""
+    matches = (re.fullmatch(r"step-(\d+)(\.safetensors)?", p.name) for p in folder.glob("step-*"))
+    return sorted({int(m[1]) for m in matches if m})
 
 
 def save(folder: Path, state: State, keep: int) -> Path:
     """Write a checkpoint, then remove all but the newest `keep`; no older one is removed before the new one is safe."""
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": state.step, "facts": state.facts}
-    header["checksum"] = _checksum(state.tensors)
+    header["checksum"] = checksum(state.tensors)
     path = _file(folder, state.step)
     write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
     prune(folder, state.step, keep)
@@ -305,13 +308,21 @@ def save(folder: Path, state: State, keep: int) -> Path:
 def prune(folder: Path, step: int, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints up to that of `step`, which is whole."""
     for older in [s for s in steps_saved(folder) if s <= step][: -max(1, keep)]:
-        _file(folder, older).unlink(missing_ok=True)
+        path = _file(folder, older)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> State:
     """Read one checkpoint. Raises `ValueError` with one sentence if it is damaged or foreign."""
     from safetensors import safe_open
 
+    if path.is_dir():
+        from vitrail.engine.shard import read_shards
+
+        return read_shards(path)
     try:
         with safe_open(path, framework="pt") as file:
             header = parse_json((file.metadata() or {})["vitrail"])
@@ -322,7 +333,7 @@ def read(path: Path) -> State:
     reject_later(f"checkpoint {path}", header, FORMAT)
     if header.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}")
-    if header["checksum"] != _checksum(tensors):
+    if header["checksum"] != checksum(tensors):
         raise ValueError(f"checkpoint {path} is damaged (its checksum does not match)")
     return State(header["step"], current_names(tensors), header["facts"])
 

@@ -17,6 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.optimizer import DECOUPLED, Schedule, build_optimizer, set_step
+from vitrail.engine.shard import gather_into, shard_objective, whole, with_copied_weights, without_weights
 from vitrail.kernels.cuda_graph import captured, on
 from vitrail.learn.objective import Objective
 
@@ -29,9 +30,11 @@ class Ema:
     on the device, so that `follow` can be replayed by a CUDA graph.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, empty: nn.Module | None = None) -> None:
+        """`empty`: of a sharded model, a copy without weights to hold the average."""
         self.decay = decay
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        average = copy.deepcopy(model) if empty is None else with_copied_weights(empty, model)
+        self.model = average.eval().requires_grad_(False)
         self.share = torch.zeros((), device=next(self.model.parameters()).device)  # 1 - decay of this step
 
     def set_step(self, step: int) -> None:
@@ -63,6 +66,7 @@ class Updater:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = [p for p in parameters if id(p) not in probed]
         self.probe = [p for p in parameters if id(p) in probed]
+        self.all_parameters = parameters
         device = parameters[0].device
         self.clock = torch.zeros((), device=device)  # the current step
         self.skipped = torch.zeros((), device=device)  # updates since the last report
@@ -71,7 +75,7 @@ class Updater:
     def apply(self) -> tuple[Tensor, Tensor]:
         """Apply the gradients and drop them; returns their norm, and 1 (0 where the update was skipped)."""
         groups = [part for part in (self.parameters, self.probe) if part]
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in groups]
+        norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in groups]
         norm, bad = norms[0], (~torch.isfinite(torch.stack(norms)).all()).float()
         if self.clip:
             for part, total in zip(groups, norms, strict=True):
@@ -147,7 +151,7 @@ class Meter:
         self.names: tuple[str, ...] = ()
         self.totals: Tensor | None = None  # [names + 1], the count last; always the same memory
 
-    def add(self, values: Mapping[str, Tensor], good: Tensor) -> None:
+    def add(self, values: Mapping[str, Tensor], good: Tensor, weight: float = 1.0) -> None:
         names = tuple(sorted(values))
         if self.totals is None:
             self.names = names
@@ -155,6 +159,7 @@ class Meter:
         if names != self.names:
             raise ValueError(f"an objective gave {', '.join(self.names)} first and then {', '.join(names)}")
         now = torch.stack([*(values[name].detach().float() for name in names), torch.ones_like(good)])
+        now = now if weight == 1 else now * weight
         self.totals += torch.where(good.bool(), now, 0.0)
 
     def read(self, group: ProcessGroup) -> dict[str, float]:
@@ -185,6 +190,10 @@ WARM_UP_STEPS = 3  # before a graph is captured: compilation, library handles, o
 class TrainStep:
     """`feed` takes the micro-batches of a step one after the other; after `accumulate` of them the step is complete.
 
+    The gradient, and what is logged, is that of the mean over all images of the step that could be read, on whichever
+    process: micro-batches weigh as much as they have images. (What an objective does not average over images, such as a
+    loss per token, is averaged over micro-batches by the same weights.)
+
     `graph` captures steps as a CUDA graph after a warm-up; micro-batches of another shape run without it. Where
     something must be decided on the host there is none, and `why_no_graph` says why. `fp8`: see `train_in_fp8`.
     """
@@ -203,9 +212,17 @@ class TrainStep:
         ema: float = 0.0,
         accumulate: int = 1,
         group: ProcessGroup | None = None,
+        shard: bool = False,
     ) -> None:
-        self.objective = objective.to(device)
-        if device.type == "cuda" and is_convolutional(objective.model):
+        self.objective = objective
+        self.gathered: nn.Module | None = None  # of a sharded model: the weights that are kept, as `agree` found them
+        empty: nn.Module | None = None
+        if shard:
+            self.gathered = without_weights(objective.model)
+            empty = without_weights(objective.model) if ema else None
+            shard_objective(objective, device, autocast)
+        self.objective.to(device)
+        if not shard and device.type == "cuda" and is_convolutional(objective.model):
             self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
         if fp8:
             from vitrail.kernels.fp8_training import train_in_fp8
@@ -218,7 +235,7 @@ class TrainStep:
         self.optimizer = build_optimizer(objective, optim)
         self.updater = Updater(self.optimizer, optim.clip, objective.probe_parameters)
         self.statistics = Statistics(self.objective)
-        self.ema = Ema(objective.model, ema) if ema else None
+        self.ema = Ema(objective.model, ema, empty) if ema else None
         self.meter = Meter()
         self.step = 0  # the next one
         self.lr = 0.0  # of the last one
@@ -229,6 +246,8 @@ class TrainStep:
         self._compile = compile
         self._wrapped: nn.Module | None = None
         self._pieces: list[Mapping[str, Tensor]] = []
+        self._shares: list[float] = []  # of the pieces
+        self._missing = 0  # images of theirs that could not be read
 
     @property
     def captured(self) -> bool:
@@ -238,6 +257,10 @@ class TrainStep:
     @property
     def model(self) -> nn.Module:
         """The weights that are evaluated and kept: the moving average where there is one."""
+        return self.gathered or self._followed
+
+    @property
+    def _followed(self) -> nn.Module:
         return self.objective.model if self.ema is None else self.ema.model
 
     def train(self) -> None:
@@ -285,33 +308,57 @@ class TrainStep:
             self.updater.optimizer = self.optimizer
 
     def agree(self) -> None:
-        """Make running statistics equal on all processes, as weights are, before the model is evaluated or saved."""
+        """Make running statistics equal on all processes, as weights are, before the model is evaluated or saved.
+
+        Weights of a sharded model are gathered.
+        """
         self.statistics.agree(self.group)
         if self.ema is not None:
             Statistics(self.ema.model).agree(self.group)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gather the weights of a sharded model that are evaluated and kept (all processes must call it)."""
+        if self.gathered is not None:
+            gather_into(self.gathered, self._followed, self.device)
 
     def _compute(self, piece: Batch) -> bool:
         if self._wrapped is None:
             if self._compile:
                 self.objective.compile(dynamic=False)
-            self._wrapped = self.group.wrap(self.objective, self.device)
+            # A sharded objective reduces its gradients itself, those of every micro-batch, to keep only its shard.
+            self._wrapped = self.objective if self.gathered else self.group.wrap(self.objective, self.device)
         if not self._pieces:
             self.statistics.keep()
         last = len(self._pieces) == self.accumulate - 1
-        waiting = nullcontext() if last or self.group.world == 1 else self._wrapped.no_sync()  # type: ignore[operator]
+        self._shares.append(piece.share)
+        self._missing += piece.missing
+        read = self.group.sum_of(sum(self._shares), self._missing) if last else None
+        alone = last or self.group.world == 1 or self.gathered is not None
+        waiting = nullcontext() if alone else self._wrapped.no_sync()  # type: ignore[operator]
         with waiting:
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
                 losses: dict[str, Tensor] = self._wrapped(piece)
-            (losses["loss"] / self.accumulate).backward()
+            loss = losses["loss"] / self.accumulate
+            (loss if piece.share == 1 else loss * piece.share).backward()
         self._pieces.append({name: value.detach() for name, value in losses.items()})
-        if last:
+        if read is not None:
+            shares, missing = read()
+            if missing:  # somewhere: weights were those of a complete batch
+                grads = [p.grad for p in self.updater.all_parameters if p.grad is not None]
+                torch._foreach_mul_(grads, self.accumulate * self.group.world / shares)
             norm, good = self.updater.apply()
             self.statistics.settle(good)
             if self.ema is not None:
                 self.ema.follow(self.objective.model)
             pieces, self._pieces = self._pieces, []
-            means = {name: torch.stack([p[name] for p in pieces]).float().mean(0) for name in pieces[0]}
-            self.meter.add({**means, "gradient_norm": norm}, good)
+            means = {name: torch.stack([p[name] for p in pieces]).float() for name in pieces[0]}
+            if any(share != 1 for share in self._shares):
+                weights = torch.tensor(self._shares, device=self.device) * (len(pieces) / sum(self._shares))
+                means = {name: values * weights for name, values in means.items()}
+            means = {name: values.mean(0) for name, values in means.items()}
+            self.meter.add({**means, "gradient_norm": norm}, good, sum(self._shares) / len(pieces))
+            self._shares, self._missing = [], 0
         return last
 
 

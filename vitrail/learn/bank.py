@@ -265,6 +265,7 @@ class ImageMemory(nn.Module):
         empty: bool = False,
     ) -> None:
         super().__init__()
+        self.complete_batches = processes() > 1  # as of `ShardedBank`
         labels = np.full(len(index), UNKNOWN) if labels is None else labels
         if len(index) != len(labels) or len(np.unique(index)) != len(index):
             raise ValueError("a memory of images takes one label and one index for every image")

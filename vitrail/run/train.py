@@ -54,6 +54,7 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
     group = join()
+    continued = any(group.gather(continued))  # restarts of torchrun are counted by node
     if continued and config.out is None:
         raise ConfigError(["--resume auto continues the run of --out FOLDER; name one"])
     if continued and group.gather((Path(config.out or "") / "config.yaml").is_file())[0]:
@@ -209,6 +210,7 @@ class Trainer:
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
+        compiles = compiles and config.engine.shard == "none"
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
         self.module.batches(0, 0).close()  # rejects batches that cannot be cut, before anything is written

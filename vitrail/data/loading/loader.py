@@ -220,10 +220,10 @@ class LoaderSpec:
 class TrainLoader(BatchLoader):
     """Batches of optimiser steps `start` to `stop`: for each step `accumulate` of them, one after the other.
 
-    The global batch of a step is cut into world * accumulate equal runs of places; batch a of rank r is run
-    r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when mixing,
-    the others keep their places and partners, and the one whose partner is missing stays unmixed. Raises `ValueError`
-    where the batch cannot be cut, labels do not fit `classes`, or too little of a batch can be read.
+    The global batch of a step is cut into world * accumulate runs of places (`share_of_batch`); batch a of rank r is
+    run r * accumulate + a. An image that cannot be read is left out and listed in `skipped`, never replaced; when
+    mixing, the others keep their places and partners, and the one whose partner is missing stays unmixed. Raises
+    `ValueError` where the batch cannot be cut, labels do not fit `classes`, or too little of a batch can be read.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -240,12 +240,15 @@ class TrainLoader(BatchLoader):
         _check_labels(split, spec.classes, spec.multilabel)
         if len(split) != sampler.rows:
             raise ValueError(f"the order is over {sampler.rows} rows, but {split.name} has {len(split)}")
-        self.size = share_of_batch(sampler.batch, world, accumulate, "images")
         self.mixes = bool(spec.augment.config.mixup or spec.augment.config.cutmix)
-        if self.mixes and self.size % 2:
+        share = partial(share_of_batch, sampler.batch, world, accumulate, pairs=self.mixes)
+        self.shares = [share(spec.rank, piece) for piece in range(accumulate)]
+        self.size = share(0, 0)[1]  # no share is larger, but for the last place of an odd batch
+        if spec.complete and any(share(r, a)[1] != self.size for r in range(world) for a in range(accumulate)):
+            unit = (1 + self.mixes) * world * accumulate
             raise ValueError(
-                f"data.batch: mixup and CutMix mix pairs, but {sampler.batch} images over {world} processes x "
-                f"{accumulate} accumulation pieces are {self.size} each; use a multiple of {2 * world * accumulate}"
+                f"data.batch: processes that share a memory bank or running means need equally many images each, and "
+                f"{sampler.batch} are not a multiple of {unit}; use one"
             )
 
     def __len__(self) -> int:
@@ -257,8 +260,8 @@ class TrainLoader(BatchLoader):
             key, reason = batch.skipped[0] if batch.skipped else ("", "")
             if key and self.spec.complete:
                 raise ValueError(
-                    f"{key} cannot be read any more ({reason}), and processes that share a memory bank need equally "
-                    "many images each; put it back, then resume the run"
+                    f"{key} cannot be read any more ({reason}), and processes that share a memory bank or running "
+                    "means need equally many images each; put it back, then resume the run"
                 )
             if not batch.views:
                 raise ValueError(
@@ -273,9 +276,8 @@ class TrainLoader(BatchLoader):
 
     def indices_of(self, step: int) -> Iterator[BatchIndices]:
         """Those of one step."""
-        for part in range(self.spec.accumulate):
-            first = (self.spec.rank * self.spec.accumulate + part) * self.size
-            yield BatchIndices(step, first, self.spec.sampler.table(step, first, self.size))
+        for first, count in self.shares:
+            yield BatchIndices(step, first, self.spec.sampler.table(step, first, count))
 
     def _mixed(self, batch: CollatedBatch) -> Batch:
         spec, indices = self.spec, batch.indices
@@ -296,7 +298,11 @@ class TrainLoader(BatchLoader):
                 for view in views
             ]
             views, target = tuple(images for images, _ in mixed), mixed[0][1]
-        return Batch(views, batch.label, target, batch.index, batch.levels, indices.step)
+        pieces, whole = spec.world * spec.accumulate, spec.sampler.batch
+        share, missing = len(batch.places) * pieces / whole, len(indices.draws) - len(batch.places)
+        if pieces == 1:  # the mean is over the images that are there
+            share, missing = 1.0, 0
+        return Batch(views, batch.label, target, batch.index, batch.levels, indices.step, share, missing)
 
 
 class EvalLoader(BatchLoader):

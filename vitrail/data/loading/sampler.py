@@ -137,15 +137,27 @@ class BatchSampler:
         return self._epochs[epoch]
 
 
-def share_of_batch(batch: int, world: int, accumulate: int, things: str) -> int:
-    """Examples of a global batch in each of a process's batches. Raises `ValueError` where it cannot be cut."""
-    size, left_over = divmod(batch, world * accumulate)
-    if left_over:
+def share_of_batch(
+    batch: int, world: int, accumulate: int, rank: int, piece: int, *, pairs: bool = False, things: str = "images"
+) -> tuple[int, int]:
+    """First place and number of places of a piece of a process in the global batch, which all pieces cover in order.
+
+    Shares differ by at most one example, or with `pairs` by at most one pair: places i and i ^ 1 are then in one piece,
+    and the last place of an odd batch goes to the last piece. Raises `ValueError` where a piece would be empty.
+
+    >>> [share_of_batch(11, 2, 2, rank, piece, pairs=True) for rank in range(2) for piece in range(2)]
+    [(0, 4), (4, 2), (6, 2), (8, 3)]
+    """
+    unit, pieces, number = 1 + pairs, world * accumulate, rank * accumulate + piece
+    each, extra = divmod(batch // unit, pieces)
+    if not each:
+        kind = f"{batch // 2} pairs of {things} to mix" if pairs else f"{batch} {things}"
         raise ValueError(
-            f"data.batch: {batch} {things} cannot be cut into {world} processes x {accumulate} accumulation "
-            f"pieces; use a multiple of {world * accumulate}"
+            f"data.batch: {kind} cannot be cut into {world} processes x {accumulate} accumulation pieces; use a batch "
+            f"of at least {unit * pieces}"
         )
-    return size
+    first = unit * (number * each + min(number, extra))
+    return first, batch - first if number == pieces - 1 else unit * (each + (number < extra))
 
 
 def _balanced(

@@ -31,11 +31,12 @@ class _Texts(AbstractContextManager["_Texts"]):
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def _batch(self, rows: Sequence[int] | NDArray[np.int64], step: int = 0) -> Batch:
+    def _batch(self, rows: Sequence[int] | NDArray[np.int64], step: int = 0, share: float = 1.0) -> Batch:
         rows = np.asarray(rows, np.int64)
         label = torch.from_numpy(self.split.labels[rows]).to(self.device)
         index = torch.from_numpy(self.split.index[rows]).to(self.device)
-        return Batch((self.texts.batch(rows, self.length).to(self.device),), label, label, index, step=step)
+        texts = self.texts.batch(rows, self.length).to(self.device)
+        return Batch((texts,), label, label, index, step=step, share=share)
 
 
 class TextTrainLoader(_Texts):
@@ -59,17 +60,19 @@ class TextTrainLoader(_Texts):
         length: int | None = None,
     ) -> None:
         super().__init__(texts, split, device, length)
-        self.size = share_of_batch(order.batch, world, accumulate, "texts")
-        self.order, self.start, self.stop, self.accumulate, self.rank = order, start, stop, accumulate, rank
+        self.shares = [
+            share_of_batch(order.batch, world, accumulate, rank, a, things="texts") for a in range(accumulate)
+        ]
+        self.order, self.start, self.stop, self.pieces = order, start, stop, world * accumulate
 
     def __len__(self) -> int:
-        return max(0, self.stop - self.start) * self.accumulate
+        return max(0, self.stop - self.start) * len(self.shares)
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.stop):
-            for part in range(self.accumulate):
-                first = (self.rank * self.accumulate + part) * self.size
-                yield self._batch(self.order.table(step, first, self.size)[:, 0], step)
+            for first, count in self.shares:
+                share = count * self.pieces / self.order.batch
+                yield self._batch(self.order.table(step, first, count)[:, 0], step, share)
 
 
 class TextEvalLoader(_Texts):

@@ -80,6 +80,8 @@ class Guide(nn.Module):
             shape = (len(config.layers), len(config.heads), config.tokens, config.tokens)
             self.register_buffer("mean", torch.zeros(shape))
             self.register_buffer("seen", torch.zeros(()))
+            # Means over examples of all processes count equally many of each.
+            self.complete_batches = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.train(False)
 
     @property
