@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from safetensors import safe_open
 
 from benchmarks.equality import TINY, difference, samples, train_cell
 from vitrail.config import dump
@@ -82,6 +83,23 @@ def test_loaders_of_the_device_give_the_same_samples_under_any_number_of_process
 @pytest.mark.slow
 def test_accumulation_into_uneven_pieces_changes_nothing(alone: Path, tmp_path: Path) -> None:
     same(train_cell(run_ranks, tmp_path / "cell", [(2, None)], **STEPS, **{"engine.accumulate": 2}), alone)
+
+
+@pytest.mark.slow
+def test_a_memory_bank_goes_on_under_another_number_of_processes(tmp_path: Path) -> None:
+    """Batch normalisation of the projector is by process, so weights differ: rows of earlier steps must not."""
+    settings = {"data.batch": 12, "data.augment.mixup": 0.0, "data.augment.cutmix": 0.0, "engine.keep": 9}
+    settings |= {**STEPS, "recipe": "small-moco", "objective.bank": 48, "evaluators": ()}
+    one = train_cell(run_ranks, tmp_path / "one", [(1, None)], **settings)
+    several = train_cell(run_ranks, tmp_path / "several", [(2, 2), (3, 4), (1, None)], **settings)
+    assert samples(several) == samples(one)
+    banks = []
+    for file in sorted((several / "run" / "checkpoint").glob("step-*"))[:2]:
+        with safe_open(file, framework="pt") as opened:
+            (name,) = (key for key in opened.keys() if key.endswith("bank.rows"))  # noqa: SIM118 (not a mapping)
+            banks.append(opened.get_tensor(name))
+    assert torch.equal(banks[1][:24], banks[0][:24])  # pushed by two processes, then kept by three
+    assert not torch.equal(banks[1][24:], banks[0][24:])
 
 
 @pytest.mark.parametrize("pairs", [False, True])

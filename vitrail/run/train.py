@@ -210,12 +210,17 @@ class Trainer:
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
-        compiles = compiles and config.engine.shard == "none"
+        sharded = config.engine.shard == "full"
+        shard_notes = ["warning: engine.shard full divides a model among processes, and this is one; use torchrun"]
+        if group.world > 1:
+            shard_notes = ["engine.shard full: steps are not compiled"] if compiles else []
+        compiles = compiles and not sharded
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
         self.module.batches(0, 0).close()  # rejects batches that cannot be cut, before anything is written
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
+        notes += shard_notes if sharded else []
         group.say(quiet, *notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
 
     def print_estimate(self) -> None:
