@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,11 +19,13 @@ import pytest
 import torch
 from processes import run_ranks
 from safetensors import safe_open
+from static_server import serving
 
 from benchmarks.equality import TINY, difference, samples, train_cell
 from vitrail.config import dump
 from vitrail.data.batch import Batch
 from vitrail.data.loading.sampler import share_of_batch
+from vitrail.data.open import open_data
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.optimizer import make_schedule
@@ -104,6 +108,37 @@ def test_a_memory_bank_goes_on_under_another_number_of_processes(tmp_path: Path)
     assert kept.start < kept.stop
     assert torch.equal(banks[1][kept], banks[0][kept])
     assert not torch.equal(banks[1], banks[0])
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tar files of synthetic images."""
+    folder, train = tmp_path_factory.mktemp("shards"), open_data("synthetic:shapes?n=60&size=32")["train"]
+    for shard in range(3):
+        with tarfile.open(folder / f"train-{shard:03d}.tar", "w") as tar:
+            for row in range(shard, 45, 3):
+                stream = io.BytesIO()
+                train.read(row).save(stream, "PNG")
+                for suffix, content in (("png", stream.getvalue()), ("cls", b"%d" % train.labels[row])):
+                    member = tarfile.TarInfo(f"{row:03d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read", ["whole", "ranged"])
+@pytest.mark.parametrize("parts", [[(1, None)], [(2, 2), (3, None)]], ids=str)
+def test_a_streamed_run_is_that_of_local_tars(
+    parts: Sequence[tuple[int, int | None]], read: str, shards: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("aiohttp", reason="streams need the extra cloud")
+    local = train_cell(run_ranks, tmp_path / "local", [(1, None)], **STEPS, **{"data.uri": str(shards)})
+    with serving({f"/{file.name}": file.read_bytes() for file in shards.iterdir()}) as server:
+        uri = f"{server.url}/train-{{000..002}}.tar?read={read}"
+        streamed = train_cell(run_ranks, tmp_path / "streamed", parts, **STEPS, **{"data.uri": uri})
+    same(streamed, local)
+    assert len(parts) > 1 or difference(streamed, local) == 0
 
 
 @pytest.mark.parametrize("pairs", [False, True])
