@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dis
 # Compiled test files and modules are kept: compiling them again costs every test process ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow checks lint types imports unit stats docs format clean
+.PHONY: demo test test-slow checks lint types imports unit stats docs release-check format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitrail train demo
@@ -42,6 +42,11 @@ stats: $(VENV)/.installed-dev
 # The documentation as a site, below build/site; every link must lead somewhere.
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+
+# Before a release: everything, from a fresh clone with an environment of its own; README's two commands and the site.
+release-check:
+	rm -rf build/release && git clone --quiet . build/release
+	$(MAKE) -C build/release test test-slow docs demo
 
 format: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format .
