@@ -84,3 +84,12 @@ def test_a_head_stands_on_a_timm_model_without_the_trainer() -> None:
     words = [sys.executable, "-c", (EXAMPLES / "head_on_timm.py").read_text() + "\n" + check]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert not [n for n in done.stdout.split() if n.split(".")[1:2] in (["engine"], ["learn"], ["run"], ["data"])]
+
+
+def test_dense_features_train_under_mask_rcnn() -> None:
+    """Forward and backward; every block of the trunk has a gradient."""
+    check = "assert all(p.grad is not None and p.grad.any() for p in trunk.trunk.blocks.parameters())"
+    words = [sys.executable, "-c", (EXAMPLES / "mask_rcnn.py").read_text() + "\n" + check]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loss_mask" in done.stdout

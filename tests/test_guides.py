@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -49,6 +50,20 @@ def test_the_pages_make_a_site_without_broken_links(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     text = (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
     assert "vitrail fit" in text
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    cells = json.loads((DOCS / "examples" / "first_model.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(f"{text}\nprint(folder)\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "notebook.py"]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split()[0] for line in done.stdout.splitlines() if "[" in line]
+    assert rows == ["class_token", "mean", "attention_pool"]
+    assert (tmp_path / done.stdout.splitlines()[-1] / "report.html").is_file()
 
 
 @pytest.mark.slow
