@@ -133,6 +133,62 @@ def test_a_link_that_leads_back_up_ends(tmp_path):
     assert sum(map(len, open_data(tmp_path).splits.values())) == 20
 
 
+def keys_of(data: DataSet) -> list[str]:
+    return sorted(key for split in data.splits.values() for key in split.keys)
+
+
+def test_a_link_to_a_folder_above_it_brings_no_images_of_other_classes(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs": 10})
+    before = keys_of(open_data(tmp_path))
+    (tmp_path / "dogs/loop").symlink_to("..", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert keys_of(data) == before
+    assert "dogs/loop is a link to a folder above it and was not followed" in data.notes
+
+
+def test_a_class_folder_that_is_a_link_to_its_own_root_is_no_class(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs": 10})
+    (tmp_path / "all").symlink_to(".", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert data.classes == ("cats", "dogs")
+    assert "all is a link to a folder above it and was not followed" in data.notes
+
+
+def test_a_link_that_leads_back_by_way_of_another_folder_is_not_followed(tmp_path):
+    tree(tmp_path / "data", {"cats": 10, "dogs": 10})
+    write(tmp_path / "elsewhere/1.png")
+    (tmp_path / "data/dogs/more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data", target_is_directory=True)
+    keys = keys_of(open_data(tmp_path / "data"))
+    assert [key for key in keys if "back" in key or "more" in key] == ["dogs/more/1.png"]
+
+
+def test_a_folder_that_is_linked_beside_itself_is_read_once_by_its_own_name(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs/young": 10})
+    (tmp_path / "dogs/a_link").symlink_to("young", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert len([key for key in keys_of(data) if key.startswith("dogs/young/")]) == 10
+    assert not [key for key in keys_of(data) if "a_link" in key]
+    assert "dogs/a_link is a link to a folder that is read already and was not followed" in data.notes
+
+
+def test_links_to_folders_elsewhere_are_followed(tmp_path):
+    tree(tmp_path / "data", {"cats": 10})
+    tree(tmp_path / "pool", {"dogs": 10, "more": 3})
+    (tmp_path / "data/dogs").symlink_to(tmp_path / "pool/dogs", target_is_directory=True)
+    (tmp_path / "data/cats/more").symlink_to(tmp_path / "pool/more", target_is_directory=True)
+    data = open_data(tmp_path / "data")
+    assert len([key for key in keys_of(data) if key.startswith("dogs/")]) == 10
+    assert len([key for key in keys_of(data) if key.startswith("cats/")]) == 13
+    assert not [note for note in data.notes if "link" in note]
+
+
+def test_a_folder_of_images_may_itself_be_a_link(tmp_path):
+    write(tmp_path / "photos/1.png")
+    (tmp_path / "photos/up").symlink_to(tmp_path, target_is_directory=True)
+    assert image_files(tmp_path / "photos/up") == [tmp_path / "photos/up/photos/1.png"]
+
+
 def test_unusable_folders_say_what_to_do(tmp_path):
     cases = {
         "empty": lambda p: p.mkdir(),

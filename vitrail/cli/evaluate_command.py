@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,14 +283,19 @@ class PredictCommand:
     """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
 
     def __call__(self) -> int:
-        from vitrail.data.sources.folder import image_files
+        from vitrail.data.sources.folder import list_images
         from vitrail.engine.device import choose_device
 
         if not self.images:
             return fail("name at least one image or folder")
         if not any(path.exists() for path in self.images) and _reads_texts(self.run):
             return self._texts([str(path) for path in self.images])
-        paths = [file for path in self.images for file in (image_files(path) if path.is_dir() else [path])]
+        paths: list[Path] = []
+        for path in self.images:
+            files, notes = list_images(path) if path.is_dir() else ([path], [])
+            paths += files
+            for note in notes:
+                print(f"{path}: {note}", file=sys.stderr)
         if not paths:
             return fail(f"no images in {', '.join(map(str, self.images))}")
         if self.top < 1 or self.neighbours < 0:
