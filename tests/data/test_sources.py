@@ -397,9 +397,111 @@ def test_wrong_tables_say_so(tmp_path):
     ]:
         with pytest.raises(ValueError, match=words):
             open_data(table(tmp_path / "t.csv", rows))
-    (tmp_path / "latin.csv").write_bytes("path,label\n0.png,caf\xe9\n".encode("latin-1"))
+
+
+def files_and_rows(folder: Path, count: int = 20, label=lambda i: "ab"[i % 2]) -> list[list[str]]:
+    for i in range(count):
+        write(folder / f"{i}.png", i)
+    return [["path", "label"], *([f"{i}.png", label(i)] for i in range(count))]
+
+
+def test_a_table_with_semicolons_is_read_and_said(tmp_path):
+    data = open_data(table(tmp_path / "t.csv", files_and_rows(tmp_path), ";"))
+    assert data.classes == ("a", "b")
+    assert "t.csv is read with semicolons between its columns" in data.notes
+
+
+@pytest.mark.parametrize(("suffix", "separator", "said"), [(".csv", ",", 0), (".tsv", "\t", 0), (".csv", "\t", 1)])
+def test_the_usual_separator_of_a_suffix_needs_no_note(tmp_path, suffix, separator, said):
+    data = open_data(table(tmp_path / f"t{suffix}", files_and_rows(tmp_path), separator))
+    assert sum("between its columns" in note for note in data.notes) == said
+
+
+def test_separators_inside_quotes_do_not_count(tmp_path):
+    header, *rows = files_and_rows(tmp_path)
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(['path;label;"x, y, z, with ""quotes"", and more"', *(";".join([*r, "1,5"]) for r in rows)]))
+    assert open_data(path).classes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "note"),
+    [("utf-8", ""), ("utf-8-sig", ""), ("utf-16", "read as UTF-16"), ("cp1252", "read as Windows-1252")],
+)
+def test_the_encoding_of_a_table_is_recognised_and_said_where_it_is_not_utf_8(tmp_path, encoding, note):
+    rows = files_and_rows(tmp_path, label=lambda i: ["café", "“Käse”"][i % 2])
+    path = tmp_path / "t.csv"
+    path.write_bytes("\r\n".join(map(",".join, rows)).encode(encoding))
+    data = open_data(path)
+    assert set(data.classes) == {"café", "“Käse”"}
+    assert [note in said for said in data.notes if "read as" in said] == [True] * bool(note)
+
+
+def test_bytes_that_windows_1252_lacks_are_read_as_latin_1(tmp_path):
+    rows = files_and_rows(tmp_path, label=lambda i: ["caf\xe9", "x\x81"][i % 2])
+    (tmp_path / "t.csv").write_bytes("\n".join(map(",".join, rows)).encode("latin-1"))
+    assert any("read as Latin-1" in note for note in open_data(tmp_path / "t.csv").notes)
+
+
+def test_damaged_utf_8_is_not_taken_for_another_encoding(tmp_path):
+    rows = files_and_rows(tmp_path, label=lambda i: ["café", "Käse"][i % 2])
+    (tmp_path / "t.csv").write_bytes("\n".join(map(",".join, rows)).encode()[:-3])
     with pytest.raises(ValueError, match="UTF-8"):
-        open_data(tmp_path / "latin.csv")
+        open_data(tmp_path / "t.csv")
+
+
+def test_a_picture_that_is_called_csv_is_no_table(tmp_path):
+    write(tmp_path / "0.png").rename(tmp_path / "t.csv")
+    with pytest.raises(ValueError, match="cannot be read as UTF-8 text"):
+        open_data(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("ext", [".png", "png"])
+def test_ids_become_paths_by_folder_and_extension(tmp_path, ext):
+    _, *rows = files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["image_id", "breed"], *([name[:-4], label] for name, label in rows)])
+    data = open_data(f"{path}?path=image_id&label=breed&folder=images&ext={ext}")
+    assert keys_of(data) == sorted(f"images/{i}.png" for i in range(20))
+    assert all(s.read(0).getpixel((0, 0))[0] == int(Path(s.keys[0]).stem) for s in data.splits.values())
+
+
+def proposed(uri: str | Path) -> str:
+    """The URI that the message about a table ends with."""
+    with pytest.raises(ValueError) as error:
+        open_data(uri)
+    return str(error.value).partition('--data "')[2].partition('"')[0]
+
+
+@pytest.mark.parametrize(("folder", "strip"), [("train/images", 4), ("train images", 0), (".", 4)])
+def test_the_message_about_missing_files_names_settings_that_work(tmp_path, folder, strip):
+    _, *rows = files_and_rows(tmp_path / folder)
+    write(tmp_path / "other/x.png")
+    path = table(tmp_path / "t.csv", [["id", "breed"], *([n[: len(n) - strip], label] for n, label in rows)])
+    assert len(keys_of(open_data(proposed(f"{path}?path=id&label=breed")))) == 20
+
+
+def test_the_message_about_a_missing_column_names_settings_that_work(tmp_path):
+    _, *rows = files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["Filename", "Class"], *([name[:-4], label] for name, label in rows)], ";")
+    assert len(keys_of(open_data(proposed(path)))) == 20
+
+
+def test_nothing_is_proposed_where_no_setting_finds_a_file(tmp_path):
+    files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["path", "label"], *([f"gone{i}", "a"] for i in range(20))])
+    assert proposed(path) == ""
+
+
+def test_the_message_counts_the_files_that_the_settings_find(tmp_path):
+    rows = files_and_rows(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"\n20 of 21 files are found with: --data"):
+        open_data(table(tmp_path / "t.csv", [*rows, ["gone.png", "a"]]))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    path = table(tmp_path / "t.csv", files_and_rows(tmp_path))
+    with pytest.raises(ValueError, match="there is no folder 'imgs'"):
+        open_data(f"{path}?folder=imgs")
 
 
 def test_parquet_reads_as_csv_does(tmp_path):
