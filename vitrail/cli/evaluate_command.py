@@ -187,9 +187,12 @@ class EvaluateCommand:
         chosen = {"run": str(self.runs[0]), "head": self.head, "bits": self.bits}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         if len(rows) != 1:
-            return output(self.json, [{**chosen, **row.to_json()} for row in rows], sweep_table(rows))
+            absent = dict.fromkeys(f"{row.data}: {note}" for row in rows if (note := row.figures.absent_note()))
+            return output(self.json, [{**chosen, **row.to_json()} for row in rows], sweep_table(rows), *absent)
         metrics, split = rows[0].figures, rows[0].split
-        values, parts = {}, [tables.headline(metrics, f"{split} of {rows[0].data}")]
+        values: dict[str, Any] = {}
+        parts: list[Any] = [tables.headline(metrics, f"{split} of {rows[0].data}")]
+        parts += [note] if (note := metrics.absent_note()) else []
         counts = training_counts(model)
         if counts is not None and isinstance(metrics, SingleLabelFigures):
             groups = long_tail(metrics, counts, self.tail)
@@ -245,7 +248,8 @@ class EvaluateCommand:
         metrics, total = metrics_of(kept, self.classes), len(predictions)
         conditions = {"run": str(self.runs[0]), "data": data, "split": split, "left_out": total - len(kept)}
         images = f"{len(kept):,} of {total:,} images, {len(self.classes)} classes"
-        parts = [tables.headline(metrics, f"{split} of {data}: {images}")]
+        parts: list[Any] = [tables.headline(metrics, f"{split} of {data}: {images}")]
+        parts += [note] if (note := metrics.absent_note()) else []
         if self.per_class or len(self.classes) <= 20:
             parts.append(tables.per_class(metrics))
         return output(self.json, {**conditions, **metrics.to_json()}, *parts)
