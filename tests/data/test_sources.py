@@ -418,9 +418,11 @@ def test_the_usual_separator_of_a_suffix_needs_no_note(tmp_path, suffix, separat
 
 
 def test_separators_inside_quotes_do_not_count(tmp_path):
-    header, *rows = files_and_rows(tmp_path)
+    _, *rows = files_and_rows(tmp_path)
     path = tmp_path / "t.csv"
-    path.write_text("\n".join(['path;label;"x, y, z, with ""quotes"", and more"', *(";".join([*r, "1,5"]) for r in rows)]))
+    path.write_text(
+        "\n".join(['path;label;"x, y, z, with ""quotes"", and more"', *(";".join([*r, "1,5"]) for r in rows)])
+    )
     assert open_data(path).classes == ("a", "b")
 
 

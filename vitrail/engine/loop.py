@@ -316,7 +316,7 @@ class Loop:
         self._say(bar, text)
         self.notes.append(text)
         if self._lost >= MOST_LOST:
-            raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
+            raise Diverged(f"training has diverged: {text}; lower --optim.lr, clip gradients or use precision float32")
 
     def _evaluate(self, bar: Progress) -> None:
         if self.evaluate is None:

@@ -61,7 +61,9 @@ class AugmentCommand:
         results: dict[str, str] = {}
         if self.loop:
             if self.only or not self.real:
-                return fail("--loop chooses classes itself and trains on real images, too; leave out --only and --no_real")
+                return fail(
+                    "--loop chooses classes itself and trains on real images, too; leave out --only and --no_real"
+                )
             try:
                 augmented, run, comparison = augmenting.failure_loop(
                     self.data, self.out, worst=self.worst, quiet=self.json, **options

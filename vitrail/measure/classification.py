@@ -48,10 +48,11 @@ class Figures(ABC):
 
     def absent_note(self, things: str = "images") -> str:
         """A sentence where some classes have no images (or positive labels), so that macro averages leave them out."""
-        absent, classes = int((self.support == 0).sum()), len(self.classes)
-        if not absent or not classes:
+        present, classes = int((self.support > 0).sum()), len(self.classes)
+        if present == classes:
             return ""
-        return f"{absent} of {classes} classes have no {things} here; macro averages are over the {classes - absent} present"
+        absent = f"{classes - present} of {classes} classes have no {things} here"
+        return f"{absent}; macro averages are over the {present} present"
 
     @abstractmethod
     def scalars(self) -> dict[str, float]:

@@ -68,7 +68,8 @@ class Table:
 def open_table(location: Location) -> DataSet:
     """The labelled images of a table; an option gives the name of a column that is not called by its own.
 
-    `folder` is put before, and `ext` behind, every path that does not end so. Raises `ValueError` that counts all faulty rows and lists the first ten.
+    `folder` is put before, and `ext` behind, every path that does not end so. Raises `ValueError` that counts all faulty
+    rows and lists the first ten, with the settings by which files would be found.
     """
     path, uri, names = location.path, location.uri, location.options
     table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else read_text_table(path, uri)
@@ -95,7 +96,10 @@ def open_table(location: Location) -> DataSet:
 
 
 SOURCE = Source(
-    {"TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too"},
+    {
+        "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too; "
+        "?path=COLUMN&label=COLUMN&folder=images&ext=.jpg for other columns, and ids that are no paths"
+    },
     open_table,
     lambda location: location.suffix in (".csv", ".tsv", ".parquet"),
     (*COLUMNS, *SETTINGS),
