@@ -68,7 +68,7 @@ class Table:
 def open_table(location: Location) -> DataSet:
     """The labelled images of a table; an option gives the name of a column that is not called by its own.
 
-    `folder` is put before, and `ext` behind, every path that does not end so. Raises `ValueError` that counts all faulty
+    `folder` is put before, and `ext` behind, a path that does not end so. Raises `ValueError` that counts all faulty
     rows and lists the first ten, with the settings by which files would be found.
     """
     path, uri, names = location.path, location.uri, location.options
