@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dis
 # Compiled test files and modules are kept: compiling them again costs every test process ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow checks lint types imports unit stats format clean
+.PHONY: demo test test-slow checks lint types imports unit stats docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitrail train demo
@@ -38,6 +38,10 @@ test-slow: $(VENV)/.installed-dev
 
 stats: $(VENV)/.installed-dev
 	$(BIN)/python tools/stats.py
+
+# The documentation as a site, below build/site; every link must lead somewhere.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 format: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format .

@@ -1,12 +1,11 @@
-"""Training in 8-bit floats compared with bf16: single products and casts, whole steps, and loss curves.
+"""Training in 8-bit floats compared with bf16: a layer's gradients, whole steps, and loss curves.
 
-    python benchmarks/fp8_training.py --json FILE [--part check products speed curves] [--data cifar10.npz]
+    python benchmarks/fp8_training.py --json FILE [--part check speed curves] [--data cifar10.npz]
 
-`check` compares the kernels with their plain twins. `diagnose`, on request only, says where a wrong number comes from.
-`products` times the three products of every linear layer of ViT-B
-and ViT-L, and the casts apart. `speed` times training steps (compiled, one CUDA graph) of both models, in turns; all
-models get ready at once, each in a process of its own. `curves` trains a ViT of width 768 on 32-pixel images, all
-precisions and seeds at once. Every row is written as it comes; a part that fails is a row with its error.
+`check` compares a layer with its plain twin, by compiler. `speed` times training steps (compiled, one CUDA graph) of
+ViT-B and ViT-L, in turns; all get ready at once, each in a process of its own. `curves` trains a ViT of width 768 on
+32-pixel images, both precisions and all seeds at once. Every row is written as it comes; a part that fails is a row
+with its error.
 """
 
 from __future__ import annotations
@@ -25,87 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu import Row, ceilings, serve, timed, vit
+from gpu import Row, ceilings, serve, vit
 from torch import Tensor
 
 from vitrail.kernels import fp8_training as fp8
-from vitrail.kernels.fp8 import quantise
 
-PARTS = ("check", "products", "speed", "curves")
+PARTS = ("check", "speed", "curves")
 BACKENDS = ("eager", "aot_eager", "inductor")  # eager: not compiled
 MODELS = {
     "ViT-B": Row("ViT-B training", "vit_base", vit(768, 12, 16, 224, 1000), True, 224, 256, 1000, 4_500),
     "ViT-L": Row("ViT-L training", "vit_large", {}, True, 224, 64, 1000, 0),
 }
-RECIPES = {  # name -> models whose steps are timed
-    "bf16": ("ViT-B", "ViT-L"),
-    "tensorwise": ("ViT-B", "ViT-L"),
-    "rowwise": ("ViT-B", "ViT-L"),
-    "tensorwise, weight gradient in bf16": ("ViT-B",),
-}
-TOKENS = {"ViT-B": (197 * 256, 768), "ViT-L": (197 * 128, 1024)}  # rows and width of the products
-E4M3, E5M2 = fp8.FORWARD, fp8.BACKWARD
-
-
-class WeightInBf16(torch.autograd.Function):
-    """One scale per tensor, without transposed copies of activations: the gradient of the weight stays in bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        small, scale = cast(x, E4M3)
-        w_small, w_transposed, w_scale, _ = fp8.tensorwise(weight)
-        ctx.save_for_backward(x, w_transposed, w_scale)
-        ctx.weight_dtype = weight.dtype
-        return in_type_of(x, fp8.product(small, w_small, scale, w_scale, bias))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, w_scale = ctx.saved_tensors
-        small, scale = cast(grad, E5M2)
-        to_input = fp8.product(small, weight, scale, w_scale).to(grad.dtype)
-        return to_input, (grad.T @ x).to(ctx.weight_dtype), added_up(grad)
-
-
-class RowwiseProduct(torch.autograd.Function):
-    """One scale per token and per channel; the gradient of the weight, a sum over tokens, stays in bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *quantise(weight.T.contiguous()))
-        ctx.weight_dtype = weight.dtype
-        (small, scale), (w_small, w_scale) = quantise(x), quantise(weight)
-        return in_type_of(x, fp8.product(small, w_small, scale, w_scale, bias))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, w_scale = ctx.saved_tensors
-        small, scale = quantise(grad, fp8.LEAST)
-        to_input = fp8.product(small, weight, scale, w_scale).to(grad.dtype)
-        return to_input, (grad.T @ x).to(ctx.weight_dtype), added_up(grad)
-
-
-def in_type_of(x: Tensor, out: Tensor) -> Tensor:
-    """As `fp8.TensorwiseProduct` does it: without a cast where there is nothing to cast."""
-    return out if out.dtype == x.dtype else out.to(x.dtype)
-
-
-def added_up(grad: Tensor) -> Tensor:
-    """The sum of rows as a product: as a sum, torch.compile would keep all of `grad` in float32 for it."""
-    return (grad.new_ones(1, len(grad)) @ grad)[0].float()
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in 8 bits with one scale, as it lies."""
-    largest = torch.finfo(dtype).max
-    peak = x.abs().amax(-1).amax().float().clamp(min=fp8.LEAST)
-    return (x.float() * (largest / peak)).clamp(-largest, largest).to(dtype), peak / largest
-
-
-PRODUCTS = {
-    "tensorwise": fp8.TensorwiseProduct,
-    "rowwise": RowwiseProduct,
-    "tensorwise, weight gradient in bf16": WeightInBf16,
-}
+RECIPES = ("bf16", "fp8")
 
 
 class Rows:
@@ -113,7 +43,7 @@ class Rows:
 
     def __init__(self, file: Path | None, seconds: float) -> None:
         self.file, self.end = file, time.monotonic() + seconds
-        self.began, self.fastest = time.monotonic(), "tensorwise"
+        self.began = time.monotonic()
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("")
@@ -138,7 +68,7 @@ class Rows:
         return self.end - time.monotonic()
 
 
-# Kernels and their twins
+# A layer and its twin
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -151,43 +81,14 @@ def bad(tensor: Tensor) -> int:
     return int((~tensor.detach().float().isfinite()).sum())
 
 
-def same_bytes(found: Tensor, expected: Tensor) -> float:
-    """The share of equal bytes."""
-    equal = found.contiguous().view(torch.uint8) == expected.contiguous().view(torch.uint8)
-    return float(equal.float().mean())
-
-
-def check_layouts(rows: Rows, part: str, kind: torch.dtype, dtype: torch.dtype, count: int, **how: Any) -> None:
-    """The kernel of both layouts and PyTorch on the same device, bit by bit; `how`: tile and warps."""
-    from vitrail.kernels import fp8_triton
-
-    x = torch.randn(count, 768, device="cuda").to(kind)
-    for largest in (False, True):  # up to the largest number of the format, too
-        factor = torch.finfo(dtype).max / x.abs().amax().float() if largest else torch.full((), 112.0, device="cuda")
-        for add in (False, True):
-            small, transposed, total = fp8_triton.layouts(x, factor, dtype, add, **how)
-            plain, plain_transposed, expected = fp8.plain_layouts(x, factor, dtype, add)
-            rows.add(
-                part,
-                what=f"both layouts of {kind}, {dtype}, {count} rows",
-                **how,
-                add=add,
-                largest=largest,
-                equal=[same_bytes(small, plain), same_bytes(transposed, plain_transposed)],
-                transpose_of_the_other=same_bytes(transposed[:, :count], small.T),
-                not_finite=[bad(small), bad(transposed)],
-                error_of_sum=relative(total, expected) if add else None,
-            )
-
-
-def check_layer(rows: Rows, part: str, name: str, backend: str, device: str) -> None:
+def check_layer(rows: Rows, backend: str, device: str) -> None:
     """A layer's output and gradients (input, weight, bias) on the device and of the plain twin on the CPU."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(197 * 3, 768, generator=generator).to(torch.bfloat16)
     weight = (torch.randn(1024, 768, generator=generator) / 28).to(torch.bfloat16).float()  # numbers of bf16
     bias = torch.randn(1024, generator=generator)
     grad = torch.randn(197 * 3, 1024, generator=generator).to(torch.bfloat16) * 1e-5
-    kind: Any = PRODUCTS[name]
+    kind: Any = fp8.RowwiseProduct
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
         return kind.apply(x, weight.to(x.dtype), bias)
@@ -203,139 +104,18 @@ def check_layer(rows: Rows, part: str, name: str, backend: str, device: str) -> 
     found = results(plain if backend == "eager" else torch.compile(plain, dynamic=False, backend=backend), device)
     twin = results(plain, "cpu")
     rows.add(
-        part,
-        what=f"{name}, {backend}",
+        "check",
+        what=backend,
         to_twin=[relative(a, b) for a, b in zip(found, twin, strict=True)],
         to_float32=[relative(a, b) for a, b in zip(found, [exact, *exact_gradients], strict=True)],
         not_finite={"device": [bad(t) for t in found], "twin": [bad(t) for t in twin]},
     )
 
 
-def check_product(rows: Rows, fast: bool) -> None:
-    """The product of the gradient of the input: e5m2 x e4m3, with numbers up to the largest of both formats."""
-    a = torch.randn(197 * 3, 1024, device="cuda").mul(2e4).clamp(-57344, 57344).to(E5M2)
-    b = torch.randn(768, 1024, device="cuda").mul(100).clamp(-448, 448).to(E4M3)
-    scale = torch.full((), 1e-4, device="cuda")
-    exact = (a.double() * 1e-4) @ (b.double() * 1e-4).T
-    for what, operand, expected in (("normal", a, exact), ("zeros", torch.zeros_like(a), exact * 0)):
-        found = fp8.product(operand, b, scale, scale, fast=fast)
-        error = float((found.double() - expected).norm() / exact.norm())
-        rows.add("diagnose", what=f"e5m2 x e4m3, {what}", fast=fast, error=error, not_finite=bad(found))
-
-
-def check(rows: Rows) -> None:
-    for dtype in (E4M3, E5M2):
-        for count in (256, 197 * 3):
-            about = {"what": f"both layouts, {dtype}"}
-            rows.attempt("check", lambda d=dtype, c=count: check_layouts(rows, "check", torch.bfloat16, d, c), **about)
-    for name in PRODUCTS:
-        for backend in ("eager", "inductor"):
-            work = lambda n=name, b=backend: check_layer(rows, "check", n, b, "cuda")  # noqa: E731
-            rows.attempt("check", work, what=f"{name}, {backend}")
-
-
-def diagnose(rows: Rows, device: str) -> None:
-    """Which tensor is wrong, where: kernels by type and tile, the product, and gradients by compiler."""
-    if device == "cuda":
-        for kind in (torch.bfloat16, torch.float32):  # of float32 the transpose is known to be wrong
-            for tile, warps in ((64, 8), (128, 8)):
-                how = {"tile": tile, "warps": warps}
-                for dtype, count in ((E4M3, 1024), (E5M2, 197 * 3)):
-                    work = lambda k=kind, d=dtype, c=count, h=how: check_layouts(rows, "diagnose", k, d, c, **h)  # noqa: E731
-                    rows.attempt("diagnose", work, what=f"both layouts of {kind}, {dtype}", **how)
-        for fast in (True, False):
-            rows.attempt("diagnose", lambda f=fast: check_product(rows, f), what="e5m2 x e4m3", fast=fast)
+def check(rows: Rows, device: str) -> None:
     for backend in BACKENDS:
-        for name in PRODUCTS:
-            work = lambda n=name, b=backend: check_layer(rows, "diagnose", n, b, device)  # noqa: E731
-            rows.attempt("diagnose", work, what=f"{name}, {backend}")
-
-
-# Products and casts
-
-
-def milliseconds(run: Callable[[], Any], rounds: int = 5) -> float:
-    run()
-    calls = max(3, min(50, round(15 / max(timed(lambda _: run(), 2), 1e-3))))
-    return statistics.median(timed(lambda _: run(), calls) for _ in range(rounds))
-
-
-def operands(m: int, n: int, k: int, gradient: bool) -> dict[str, Callable[[], Any]]:
-    """The ways of one product [m, k] x [n, k]."""
-    a, b = (torch.randn(size, k, device="cuda").to(torch.bfloat16) for size in (m, n))
-    one = torch.ones((), device="cuda")
-    small_a, small_b = a.to(E5M2 if gradient else E4M3), b.to(E4M3)
-    row_a, row_b = a.to(E4M3), (torch.ones(m, 1, device="cuda"), torch.ones(n, 1, device="cuda"))
-    return {
-        "bf16": lambda: a @ b.T,
-        "tensorwise fast": lambda: fp8.product(small_a, small_b, one, one),
-        "tensorwise": lambda: fp8.product(small_a, small_b, one, one, fast=False),
-        "rowwise fast": lambda: fp8.product(row_a, small_b, *row_b),
-    }
-
-
-def products(rows: Rows) -> None:
-    for way, run in (rows.attempt("products", lambda: operands(8192, 8192, 8192, False)) or {}).items():
-        ms = rows.attempt("products", lambda r=run: milliseconds(r), way=way)
-        if ms is not None:
-            rows.add("products", layer="8192 x 8192 x 8192", way=way, tflops=round(2e-9 * 8192**3 / ms))
-    for model, (tokens, width) in TOKENS.items():
-        layers = {
-            "qkv": (width, 3 * width),
-            "proj": (width, width),
-            "fc1": (width, 4 * width),
-            "fc2": (4 * width, width),
-        }
-        totals: dict[str, float] = {}
-        for layer, (inputs, outputs) in layers.items():
-            shapes = {
-                "forward": (tokens, outputs, inputs),
-                "grad input": (tokens, inputs, outputs),
-                "grad weight": (outputs, inputs, tokens),
-            }
-            for name, (m, n, k) in shapes.items():
-                found: dict[str, float] = {}
-                ways = rows.attempt("products", lambda s=(m, n, k), g=name != "forward": operands(*s, g)) or {}
-                for way, run in ways.items():
-                    taken = rows.attempt("products", lambda r=run: milliseconds(r), model=model, layer=layer, way=way)
-                    if taken is not None:
-                        found[way] = taken
-                        totals[f"{name}, {way}"] = totals.get(f"{name}, {way}", 0.0) + taken
-                rates = {way: round(2e-9 * m * n * k / ms) for way, ms in found.items()}
-                rows.add("products", model=model, layer=layer, product=name, shape=[m, n, k], ms=found, tflops=rates)
-        rows.add("products", model=model, layer="one block", ms=totals)
-        casts(rows, model, tokens, width)
-
-
-def casts(rows: Rows, model: str, tokens: int, width: int) -> None:
-    """Passes over activations, bytes read and written once: the ways to make the operands."""
-    from vitrail.kernels import fp8_triton
-
-    plain = torch.compile(lambda x, f: fp8.plain_layouts(x, f, E4M3, False), dynamic=False)
-    whole = torch.compile(lambda x: x.abs().amax(-1).amax(), dynamic=False)
-    by_row = torch.compile(quantise, dynamic=False)
-    factor = torch.ones((), device="cuda")
-    for channels in (width, 4 * width):
-        x = torch.randn(tokens, channels, device="cuda").to(torch.bfloat16)
-        ways: dict[str, tuple[int, Callable[[], Any]]] = {
-            f"both layouts, tile {tile}, {warps} warps": (
-                4,
-                lambda x=x, t=tile, w=warps: fp8_triton.layouts(x, factor, E4M3, False, t, w),
-            )
-            for tile, warps in ((128, 8), (128, 4), (64, 4), (64, 8), (128, 16))
-        }
-        for tile, warps in ((128, 8), (64, 8), (64, 4), (32, 4)):
-            with_sum = lambda x=x, t=tile, w=warps: fp8_triton.layouts(x, factor, E5M2, True, t, w)  # noqa: E731
-            ways[f"both layouts and sum, tile {tile}, {warps} warps"] = 4, with_sum
-        ways["sum, as a product"] = 2, lambda x=x: added_up(x)
-        ways["both layouts, torch.compile"] = 4, lambda x=x: plain(x, factor)
-        ways["largest magnitude"] = 2, lambda x=x: whole(x)
-        ways["by row"] = 3, lambda x=x: by_row(x)
-        for name, (count, run) in ways.items():
-            ms = rows.attempt("casts", lambda r=run: milliseconds(r), model=model, way=name)
-            if ms is not None:
-                rate = round(count * x.numel() / ms / 1e9, 2)
-                rows.add("casts", model=model, channels=channels, way=name, ms=ms, terabytes_per_s=rate)
+        work = lambda b=backend: check_layer(rows, b, device)  # noqa: E731
+        rows.attempt("check", work, what=backend)
 
 
 # Training steps
@@ -343,8 +123,6 @@ def casts(rows: Rows, model: str, tokens: int, width: int) -> None:
 
 def ready(row: Row, recipe: str, orders: Connection) -> None:
     """A process: the training step of one recipe, made ready and timed as `gpu.py` does."""
-    if recipe != "bf16":
-        fp8.Fp8TrainingLinear.product = PRODUCTS[recipe]
     serve(row, "ours" if recipe == "bf16" else "ours+fp8", orders)
 
 
@@ -362,10 +140,10 @@ def speed(rows: Rows, seconds: float) -> None:
     end = time.monotonic() + min(seconds, rows.left)
     context = mp.get_context("spawn")
     servers: dict[tuple[str, str], tuple[Any, Connection]] = {}
-    for recipe, models in RECIPES.items():
-        for model in models:
+    for recipe in RECIPES:
+        for model, row in MODELS.items():
             here, there = context.Pipe()
-            process = context.Process(target=ready, args=(MODELS[model], recipe, there), daemon=True)
+            process = context.Process(target=ready, args=(row, recipe, there), daemon=True)
             process.start()
             there.close()
             servers[model, recipe] = process, here
@@ -417,9 +195,6 @@ def time_in_turns(
         values |= {"quartiles": [round(q) for q in statistics.quantiles(rates, n=4)], **facts[model, recipe]}
         middle[recipe] = values["ms"]
         rows.add("speed", model=model, recipe=recipe, batch=batch, **values)
-    candidates = [recipe for recipe in middle if recipe in ("tensorwise", "rowwise")]
-    if model == "ViT-B" and candidates:
-        rows.fastest = min(candidates, key=middle.__getitem__)
 
 
 # Loss curves
@@ -459,8 +234,6 @@ def trained(recipe: str, seed: int, options: argparse.Namespace) -> Iterator[Any
 
     torch.set_float32_matmul_precision("high")
     device = torch.device(options.device)
-    if recipe != "bf16":
-        fp8.Fp8TrainingLinear.product = PRODUCTS[recipe]
     x, y, x_test, y_test = (tensor.to(device) for tensor in images_of(options.data))
     torch.manual_seed(seed)
     model = create_model("vit_small_32", classes=10, width=options.width, heads=options.width // 64, depth=4)
@@ -560,16 +333,15 @@ def summary(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--part", nargs="*", default=PARTS, choices=("diagnose", *PARTS))
+    parser.add_argument("--part", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--data", help="an .npz with x_train, y_train, x_test, y_test (none: patterns with noise)")
-    parser.add_argument("--recipes", nargs="*", help="of the curves (none: bf16 and the faster one of the others)")
     parser.add_argument("--seconds", type=float, default=300.0, help="end after so long, with what there is")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--device", default="cuda", help="of curves and diagnose; the other parts need CUDA")
+    parser.add_argument("--device", default="cuda", help="of check and curves; speed needs CUDA")
     options = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     rows = Rows(options.json, options.seconds)
@@ -580,16 +352,14 @@ def main() -> None:
     except Exception as error:
         rows.add("torchao", note=f"not compared: {error!r}")
     if options.device == "cuda":
-        machine = {} if options.part == ["diagnose"] else rows.attempt("machine", ceilings) or {}
+        machine = rows.attempt("machine", ceilings) or {}
         name = rows.attempt("machine", torch.cuda.get_device_name)
         rows.attempt("machine", torch.cuda.empty_cache)
         rows.add("machine", device=name, torch=torch.__version__, cuda=torch.version.cuda, **machine)
     works: dict[str, Callable[[], None]] = {
-        "diagnose": lambda: diagnose(rows, options.device),
-        "check": lambda: check(rows),
-        "products": lambda: products(rows),
+        "check": lambda: check(rows, options.device),
         "speed": lambda: speed(rows, 200.0),
-        "curves": lambda: curves(rows, options, options.recipes or ["bf16", rows.fastest]),
+        "curves": lambda: curves(rows, options, list(RECIPES)),
     }
     for part, work in works.items():
         if part in options.part:

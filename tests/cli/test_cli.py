@@ -116,7 +116,7 @@ def test_help_of_all_settings_spells_flags_with_underscores(name: str, capsys: p
 
 
 def test_documents_spell_flags_with_underscores() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     lines = [line for path in documents for line in path.read_text().splitlines() if "vitrail" in line]
     assert len(lines) > 100
     assert [line for line in lines if HYPHENATED.search(line)] == []

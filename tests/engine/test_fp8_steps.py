@@ -151,8 +151,8 @@ def test_the_benchmark_compares_loss_curves_with_those_of_bf16(tmp_path: Path) -
     runs = {row["recipe"]: row["losses"] for row in rows if "losses" in row}
     assert {recipe: [step for step, _ in losses] for recipe, losses in runs.items()} == {
         "bf16": [2, 4],
-        "tensorwise": [2, 4],
+        "fp8": [2, 4],
     }
-    (ours,) = (row for row in rows if row.get("recipe") == "tensorwise" and "final_loss" in row)
-    assert ours["final_loss"] == runs["tensorwise"][-1][1]
-    assert ours["final_minus_bf16"] == [runs["tensorwise"][-1][1] - runs["bf16"][-1][1]]
+    (ours,) = (row for row in rows if row.get("recipe") == "fp8" and "final_loss" in row)
+    assert ours["final_loss"] == runs["fp8"][-1][1]
+    assert ours["final_minus_bf16"] == [runs["fp8"][-1][1] - runs["bf16"][-1][1]]

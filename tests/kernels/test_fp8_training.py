@@ -1,28 +1,20 @@
-"""Linear layers trained in 8-bit floats: products, gradients, layouts, and which layers take part."""
+"""Linear layers trained in 8-bit floats: products, gradients, and which layers take part."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vitrail.kernels.fp8_training import (
-    BACKWARD,
-    FORWARD,
-    Fp8TrainingLinear,
-    plain_layouts,
-    tensorwise,
-    train_in_fp8,
-)
+from vitrail.kernels.fp8_training import Fp8TrainingLinear, train_in_fp8
 from vitrail.model.adapters.apply import apply
 from vitrail.model.adapters.config import Lora
 from vitrail.model.build import create_model
+
+FORWARD = torch.float8_e4m3fn
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
@@ -31,11 +23,10 @@ def rounded(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
     return (x.detach().double() / scale).float().to(dtype).double() * scale
 
 
-def half_steps(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest error of rounding each number of x, with one scale for all."""
-    bits, least = (3, 2.0**-9) if dtype == FORWARD else (2, 2.0**-16)
-    scale = x.abs().max() / torch.finfo(dtype).max
-    return torch.maximum(x.abs() * 2.0 ** -(bits + 1), scale * least / 2) * 1.0001
+def half_steps(x: Tensor) -> Tensor:
+    """The largest error of rounding each number of x, with one scale for each row."""
+    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(FORWARD).max
+    return torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * 1.0001
 
 
 def trained_layer(inputs: int, outputs: int) -> tuple[nn.Linear, Fp8TrainingLinear]:
@@ -56,23 +47,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.detach() - expected.detach()).norm() / expected.detach().norm())
 
 
-def test_products_with_a_scale_per_tensor_are_those_of_the_rounded_tensors() -> None:
-    _, ours = trained_layer(32, 48)
-    x, grad = torch.randn(2, 5, 32), torch.randn(2, 5, 48)
-    out, to_x, to_weight, to_bias = gradients(ours, x, grad)
-    whole = (0, 1)
-    a, w = rounded(x.flatten(0, 1), FORWARD, whole), rounded(ours.weight, FORWARD, whole)
-    g = rounded(grad.flatten(0, 1), BACKWARD, whole)
-    torch.testing.assert_close(out.flatten(0, 1), (a @ w.T).float() + ours.bias)
-    torch.testing.assert_close(to_x.flatten(0, 1), (g @ w).float())
-    torch.testing.assert_close(to_weight, (g.T @ a).float())
-    torch.testing.assert_close(to_bias, grad.sum((0, 1)))
-
-
-def test_products_with_a_scale_per_token_are_those_of_the_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe that benchmarks/fp8_training.py compares ours with."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    monkeypatch.setattr(Fp8TrainingLinear, "product", import_module("fp8_training").RowwiseProduct)
+def test_products_with_a_scale_per_token_are_those_of_the_rounded_rows() -> None:
     _, ours = trained_layer(32, 48)
     x, grad = torch.randn(7, 32) * torch.logspace(-6, 0, 7)[:, None], torch.randn(7, 48)
     out, to_x, to_weight, to_bias = gradients(ours, x, grad)
@@ -83,34 +58,17 @@ def test_products_with_a_scale_per_token_are_those_of_the_rounded_rows(monkeypat
     torch.testing.assert_close(to_bias, grad.sum(0))
 
 
-def test_errors_stay_within_the_rounding_of_the_formats() -> None:
+def test_errors_stay_within_the_rounding_of_the_format() -> None:
     plain, ours = trained_layer(64, 32)
     x, grad = torch.randn(40, 64), torch.randn(40, 32) * 1e-6
     weight = plain.weight.detach()
-    dx, dw, dg = half_steps(x, FORWARD), half_steps(weight, FORWARD), half_steps(grad, BACKWARD)
-    bounds = (
-        dx @ weight.abs().T + (x.abs() + dx) @ dw.T,
-        dg @ weight.abs() + (grad.abs() + dg) @ dw,
-        dg.T @ x.abs() + (grad.abs() + dg).T @ dx,
-    )
+    dx, dw, dg = half_steps(x), half_steps(weight), half_steps(grad)
+    across = half_steps(weight.T).T  # the weight of the input's gradient has a scale for each input
+    bounds = (dx @ weight.abs().T + (x.abs() + dx) @ dw.T, dg @ weight.abs() + (grad.abs() + dg) @ across)
     found, expected = gradients(ours, x, grad), gradients(plain, x, grad)
-    for ours_of, theirs, bound, typical in zip(found, expected, bounds, (0.05, 0.1, 0.1), strict=False):
+    for ours_of, theirs, bound in zip(found, expected, bounds, strict=False):
         assert ((ours_of - theirs).abs() <= bound * 1.001 + 1e-12).all()
-        assert 0.005 < relative(ours_of, theirs) < typical
-
-
-def test_the_transpose_is_padded_with_zeros_to_sixteen() -> None:
-    x = torch.randn(21, 48)
-    small, transposed, scale, total = tensorwise(x, add=True)
-    assert small.shape == (21, 48)
-    assert transposed.shape == (48, 32)
-    assert transposed.is_contiguous()
-    assert torch.equal(transposed.float()[:, :21], small.float().T)
-    assert (transposed.float()[:, 21:] == 0).all()
-    assert small.float().abs().max() == 448
-    assert scale.shape == ()
-    torch.testing.assert_close(total, x.sum(0))
-    assert tensorwise(x)[3].shape == (0,)
+        assert 0.005 < relative(ours_of, theirs) < 0.05
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-9, 1e6])
@@ -130,7 +88,7 @@ def test_zeros_give_zeros_and_nan_gives_nan() -> None:
     assert not to_weight.any()
     x = torch.zeros(3, 32)
     x[1, 2] = float("nan")
-    assert gradients(ours, x, torch.ones(3, 16))[0].isnan().all()  # a step that the guard skips
+    assert gradients(ours, x, torch.ones(3, 16))[0][1].isnan().all()  # a step that the guard skips
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -197,43 +155,3 @@ def test_layers_that_do_not_qualify_are_left_alone() -> None:
     kinds = {name: type(m) for name, m in adapted.named_modules() if type(m) is not nn.Linear}
     train_in_fp8(adapted)
     assert all(type(adapted.get_submodule(name)) is kind for name, kind in kinds.items())
-
-
-INTERPRETED = """
-import torch
-from vitrail.kernels.fp8_training import plain_layouts
-from vitrail.kernels.fp8_triton import layouts
-
-torch.manual_seed(0)
-for rows, width, kind in ((40, 48, torch.float32), (197, 144, torch.bfloat16), (16, 16, torch.float32)):
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        x = torch.randn(rows, width, dtype=kind)
-        x[0, 0] = 100.0  # beyond the format, where it is cut off
-        factor = torch.tensor(torch.finfo(dtype).max / 3.94)
-        small, transposed, total = layouts(x, factor, dtype, True, tile=32, warps=1)
-        wide, wide_transposed, expected = plain_layouts(x, factor, dtype, True)
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
-        assert layouts(x, factor, dtype, False, tile=32, warps=1)[2].shape == (0,)
-        assert transposed.shape == wide_transposed.shape
-        assert torch.equal(transposed.float()[:, :rows], small.float().T)
-        assert not transposed.float()[:, rows:].any()
-        # The interpreter rounds up to a power of two without the carry, rounds ties up, and loses small numbers:
-        # an accelerator shows all of them (test_gpu.py).
-        magnitude = wide.float().abs()
-        sound = (torch.frexp(magnitude)[0] != 0.5) & (magnitude > 2**-6)
-        assert sound.float().mean() > 0.5
-        assert torch.equal(small.float()[sound], wide.float()[sound]), (rows, dtype)
-print("layouts are right")
-"""
-
-
-def test_the_kernel_writes_both_layouts(interpreted: Callable[[str], str]) -> None:
-    assert "layouts are right" in interpreted(INTERPRETED)
-
-
-def test_the_plain_twin_rounds_to_the_nearest_and_cuts_off() -> None:
-    x = torch.tensor([[1.0, 1.0624, 1.0626, -1000.0]])
-    small, transposed, total = plain_layouts(x, torch.tensor(1.0), FORWARD, True)
-    assert small.tolist() == [[1.0, 1.0, 1.125, -448.0]]
-    assert transposed.float()[:, 0].tolist() == small.float()[0].tolist()
-    assert torch.equal(total, x[0])  # not rounded

@@ -66,7 +66,9 @@ class ProcessGroup:
         if self.world == 1:
             return objective
         devices = [device] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(objective, device_ids=devices, broadcast_buffers=False)
+        with warnings.catch_warnings():  # torch 2.15 deprecates the name, and advises to keep it for buffers like ours
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            return nn.parallel.DistributedDataParallel(objective, device_ids=devices, broadcast_buffers=False)
 
     def gather(self, value: Any) -> list[Any]:
         """Small host objects of every process, in rank order."""
