@@ -228,7 +228,7 @@ def _proposed_settings(location: Location, cells: Sequence[str]) -> str:
     given = {name: value for name, value in location.options.items() if name not in SETTINGS}
     given |= {name: value for name, value in zip(SETTINGS, (folder, ext), strict=True) if value}
     count = "all" if hits == len(cells) else f"{hits:,} of"
-    return f"\n{count} {len(cells):,} files are found with: --data {_quoted(location, given)}"
+    return f"\n{count} {len(cells):,} files are found with: {_quoted(location, given)}"
 
 
 def _proposed_columns(location: Location, table: Table) -> str:
@@ -243,7 +243,7 @@ def _proposed_columns(location: Location, table: Table) -> str:
     others = [name for name in hits if name != names]
     label = others[0] if len(others) == 1 else "label" if "label" in others else "NAME"
     given = {"path": names, "label": label, "folder": folder, "ext": ext}
-    return f"; try --data {_quoted(location, {name: value for name, value in given.items() if value})}"
+    return f"; try {_quoted(location, {name: value for name, value in given.items() if value})}"
 
 
 def _quoted(location: Location, options: Mapping[str, str]) -> str:
