@@ -170,7 +170,7 @@ def validate(config: RunConfig) -> list[str]:
     if config.data.repeats > config.data.batch:
         problems.append(
             f"data.repeats: {config.data.repeats} copies of an image do not fit a batch of {config.data.batch}; "
-            "use fewer, or a larger data.batch"
+            "use fewer, or a larger --data.batch"
         )
     if sum((config.data.shots is not None, config.data.fraction < 1, config.data.long_tail is not None)) > 1:
         problems.append(
@@ -189,7 +189,7 @@ def validate(config: RunConfig) -> list[str]:
         problems.append(f"model.weights: {weights!r} is neither none, timm nor an existing run folder or file")
     if config.optim.tune != "full" and weights == "none":
         problems.append(
-            f"optim.tune: {config.optim.tune} freezes random weights; give model.weights (timm, a run, a file) "
+            f"optim.tune: {config.optim.tune} freezes random weights; give --model.weights (timm, a run, a file) "
             "or tune full"
         )
     problems += _adapter(config) + _writing(config) + _selection(config) + _sharding(config)
@@ -277,7 +277,7 @@ def _selection(config: RunConfig) -> list[str]:
         return [f"{setting}, but an attack trains a patch and no weights that val could tell apart; leave it out"]
     if setting and not (config.engine.evaluate_every and config.evaluators):
         return [
-            f"{setting}, which needs evaluations on val during training; set engine.evaluate_every above 0 and name "
+            f"{setting}, which needs evaluations on val during training; set --engine.evaluate_every above 0 and name "
             "evaluators, or leave it out"
         ]
     return []

@@ -100,7 +100,7 @@ def _row(setting: Setting, switch: bool) -> tuple[str, str]:
         text = f"{text.rstrip('.')} (default: {shown})".strip()
     if isinstance(setting.metavar, Positional) or setting.metavar.startswith("--"):
         return setting.metavar, text
-    negation = "no-" if switch and value else ""
+    negation = "no_" if switch and value else ""
     return f"--{negation}{setting.name} {'' if switch else metavar}".rstrip(), text
 
 

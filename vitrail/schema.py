@@ -282,7 +282,7 @@ def _filled(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 def parse_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split `["vit", "--optim.lr", "0.1"]` into positional words and a nested mapping of flag values.
 
-    `--flag` alone means true, `--no-flag` false; several words after a flag make a list; `--a-b` is `--a_b`.
+    `--flag` alone means true, `--no_flag` false; several words after a flag make a list; `--a-b` is `--a_b`.
     """
     positional, flags = _split(words)
     return positional, _nest(flags)

@@ -19,6 +19,8 @@ from vitrail.config import RunConfig
 from vitrail.recipes import RECIPES, recipe
 from vitrail.schema import hints, settings
 
+ROOT = Path(__file__).parents[2]
+
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = run(words)
@@ -94,6 +96,35 @@ def test_help_has_a_text_for_every_argument_and_flag(command: str) -> None:
     module, _, name = COMMANDS[command][0].partition(":")
     cls = getattr(import_module(f"vitrail.{module}"), name)
     assert [setting.name for setting in settings(cls) if not setting.text] == []
+
+
+HYPHENATED = re.compile(r"--[a-z][\w.]*-\w+")
+
+
+@pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)], ids=" ".join)
+def test_help_spells_flags_with_underscores(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ask(capsys, *words, "--help")
+    assert HYPHENATED.findall(out) == []
+
+
+@pytest.mark.parametrize("name", ["vit", "small-moco", "attack", "finetune"])
+def test_help_of_all_settings_spells_flags_with_underscores(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "train", name, "--help", "all")
+    assert code == 0
+    assert "--data.val_fraction" in out
+    assert HYPHENATED.findall(out) == []
+
+
+def test_documents_spell_flags_with_underscores() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line for path in documents for line in path.read_text().splitlines() if "vitrail" in line]
+    assert len(lines) > 100
+    assert [line for line in lines if HYPHENATED.search(line)] == []
+
+
+def test_no_message_names_a_setting_by_an_equals_sign() -> None:
+    assigned = re.compile(r"\b(data|model|optim|engine|objective)(\.[a-z_]+)+=[A-Za-z0-9]")
+    assert [path.name for path in (ROOT / "vitrail").rglob("*.py") if assigned.search(path.read_text())] == []
 
 
 def test_train_help_is_a_page_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,6 +294,31 @@ def test_predict_files_and_folders(
     assert code == 1
     assert "bad.jpg  cannot be read: not an image" in out
     assert "red " in out
+
+
+def test_predict_names_the_files_of_a_folder_that_it_skips(
+    trained: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0.jpg").write_bytes((photos / "red" / "00.jpg").read_bytes())
+    (tmp_path / "notes.txt").write_text("x")
+    code, out, err = ask(capsys, "predict", str(trained), str(tmp_path), "--json")
+    assert code == 0
+    assert len(out.splitlines()) == 1
+    assert err == f"{tmp_path}: ignored 1 files that are not images (.txt)\n"
+
+
+def test_evaluate_names_recall_without_images_and_what_averages_are_over(
+    trained: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = sorted(path.name for path in photos.iterdir())
+    for name in classes[1:]:
+        (tmp_path / name).symlink_to(photos / name, target_is_directory=True)
+    code, out, _ = ask(capsys, "evaluate", str(trained), "--data", str(tmp_path))
+    assert code == 0
+    present = len(classes) - 1
+    assert f"1 of {len(classes)} classes have no images here; macro averages are over the {present} present" in out
+    row = next(line for line in out.splitlines() if line.startswith(f"{classes[0]} "))
+    assert "no images" in row
 
 
 def test_check_finds_trouble_and_says_so_by_its_exit_code(photos: Path, tmp_path: Path, capsys) -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -131,6 +132,62 @@ def test_a_link_that_leads_back_up_ends(tmp_path):
     tree(tmp_path, {"a": 10, "b": 10})
     (tmp_path / "a/loop").symlink_to(tmp_path / "a", target_is_directory=True)
     assert sum(map(len, open_data(tmp_path).splits.values())) == 20
+
+
+def keys_of(data: DataSet) -> list[str]:
+    return sorted(key for split in data.splits.values() for key in split.keys)
+
+
+def test_a_link_to_a_folder_above_it_brings_no_images_of_other_classes(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs": 10})
+    before = keys_of(open_data(tmp_path))
+    (tmp_path / "dogs/loop").symlink_to("..", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert keys_of(data) == before
+    assert "dogs/loop is a link to a folder above it and was not followed" in data.notes
+
+
+def test_a_class_folder_that_is_a_link_to_its_own_root_is_no_class(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs": 10})
+    (tmp_path / "all").symlink_to(".", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert data.classes == ("cats", "dogs")
+    assert "all is a link to a folder above it and was not followed" in data.notes
+
+
+def test_a_link_that_leads_back_by_way_of_another_folder_is_not_followed(tmp_path):
+    tree(tmp_path / "data", {"cats": 10, "dogs": 10})
+    write(tmp_path / "elsewhere/1.png")
+    (tmp_path / "data/dogs/more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data", target_is_directory=True)
+    keys = keys_of(open_data(tmp_path / "data"))
+    assert [key for key in keys if "back" in key or "more" in key] == ["dogs/more/1.png"]
+
+
+def test_a_folder_that_is_linked_beside_itself_is_read_once_by_its_own_name(tmp_path):
+    tree(tmp_path, {"cats": 10, "dogs/young": 10})
+    (tmp_path / "dogs/a_link").symlink_to("young", target_is_directory=True)
+    data = open_data(tmp_path)
+    assert len([key for key in keys_of(data) if key.startswith("dogs/young/")]) == 10
+    assert not [key for key in keys_of(data) if "a_link" in key]
+    assert "dogs/a_link is a link to a folder that is read already and was not followed" in data.notes
+
+
+def test_links_to_folders_elsewhere_are_followed(tmp_path):
+    tree(tmp_path / "data", {"cats": 10})
+    tree(tmp_path / "pool", {"dogs": 10, "more": 3})
+    (tmp_path / "data/dogs").symlink_to(tmp_path / "pool/dogs", target_is_directory=True)
+    (tmp_path / "data/cats/more").symlink_to(tmp_path / "pool/more", target_is_directory=True)
+    data = open_data(tmp_path / "data")
+    assert len([key for key in keys_of(data) if key.startswith("dogs/")]) == 10
+    assert len([key for key in keys_of(data) if key.startswith("cats/")]) == 13
+    assert not [note for note in data.notes if "link" in note]
+
+
+def test_a_folder_of_images_may_itself_be_a_link(tmp_path):
+    write(tmp_path / "photos/1.png")
+    (tmp_path / "photos/up").symlink_to(tmp_path, target_is_directory=True)
+    assert image_files(tmp_path / "photos/up") == [tmp_path / "photos/up/photos/1.png"]
 
 
 def test_unusable_folders_say_what_to_do(tmp_path):
@@ -341,9 +398,114 @@ def test_wrong_tables_say_so(tmp_path):
     ]:
         with pytest.raises(ValueError, match=words):
             open_data(table(tmp_path / "t.csv", rows))
-    (tmp_path / "latin.csv").write_bytes("path,label\n0.png,caf\xe9\n".encode("latin-1"))
+
+
+def files_and_rows(folder: Path, count: int = 20, label=lambda i: "ab"[i % 2]) -> list[list[str]]:
+    for i in range(count):
+        write(folder / f"{i}.png", i)
+    return [["path", "label"], *([f"{i}.png", label(i)] for i in range(count))]
+
+
+def test_a_table_with_semicolons_is_read_and_said(tmp_path):
+    data = open_data(table(tmp_path / "t.csv", files_and_rows(tmp_path), ";"))
+    assert data.classes == ("a", "b")
+    assert "t.csv is read with semicolons between its columns" in data.notes
+
+
+@pytest.mark.parametrize(("suffix", "separator", "said"), [(".csv", ",", 0), (".tsv", "\t", 0), (".csv", "\t", 1)])
+def test_the_usual_separator_of_a_suffix_needs_no_note(tmp_path, suffix, separator, said):
+    data = open_data(table(tmp_path / f"t{suffix}", files_and_rows(tmp_path), separator))
+    assert sum("between its columns" in note for note in data.notes) == said
+
+
+def test_separators_inside_quotes_do_not_count(tmp_path):
+    _, *rows = files_and_rows(tmp_path)
+    path = tmp_path / "t.csv"
+    path.write_text(
+        "\n".join(['path;label;"x, y, z, with ""quotes"", and more"', *(";".join([*r, "1,5"]) for r in rows)])
+    )
+    assert open_data(path).classes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "note"),
+    [("utf-8", ""), ("utf-8-sig", ""), ("utf-16", "read as UTF-16"), ("cp1252", "read as Windows-1252")],
+)
+def test_the_encoding_of_a_table_is_recognised_and_said_where_it_is_not_utf_8(tmp_path, encoding, note):
+    rows = files_and_rows(tmp_path, label=lambda i: ["café", "“Käse”"][i % 2])
+    path = tmp_path / "t.csv"
+    path.write_bytes("\r\n".join(map(",".join, rows)).encode(encoding))
+    data = open_data(path)
+    assert set(data.classes) == {"café", "“Käse”"}
+    assert [note in said for said in data.notes if "read as" in said] == [True] * bool(note)
+
+
+def test_bytes_that_windows_1252_lacks_are_read_as_latin_1(tmp_path):
+    rows = files_and_rows(tmp_path, label=lambda i: ["caf\xe9", "x\x81"][i % 2])
+    (tmp_path / "t.csv").write_bytes("\n".join(map(",".join, rows)).encode("latin-1"))
+    assert any("read as Latin-1" in note for note in open_data(tmp_path / "t.csv").notes)
+
+
+def test_damaged_utf_8_is_not_taken_for_another_encoding(tmp_path):
+    rows = files_and_rows(tmp_path, label=lambda i: ["café", "Käse"][i % 2])
+    (tmp_path / "t.csv").write_bytes("\n".join(map(",".join, rows)).encode()[:-3])
     with pytest.raises(ValueError, match="UTF-8"):
-        open_data(tmp_path / "latin.csv")
+        open_data(tmp_path / "t.csv")
+
+
+def test_a_picture_that_is_called_csv_is_no_table(tmp_path):
+    write(tmp_path / "0.png").rename(tmp_path / "t.csv")
+    with pytest.raises(ValueError, match="cannot be read as UTF-8 text"):
+        open_data(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("ext", [".png", "png"])
+def test_ids_become_paths_by_folder_and_extension(tmp_path, ext):
+    _, *rows = files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["image_id", "breed"], *([name[:-4], label] for name, label in rows)])
+    data = open_data(f"{path}?path=image_id&label=breed&folder=images&ext={ext}")
+    assert keys_of(data) == sorted(f"images/{i}.png" for i in range(20))
+    assert all(s.read(0).getpixel((0, 0))[0] == int(Path(s.keys[0]).stem) for s in data.splits.values())
+
+
+def proposed(uri: str | Path) -> str:
+    """The URI that the message about a table ends with."""
+    with pytest.raises(ValueError) as error:
+        open_data(uri)
+    found = re.search(r'(?:; try|files are found with:) "(.*)"$', str(error.value))
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize(("folder", "strip"), [("train/images", 4), ("train images", 0), (".", 4)])
+def test_the_message_about_missing_files_names_settings_that_work(tmp_path, folder, strip):
+    _, *rows = files_and_rows(tmp_path / folder)
+    write(tmp_path / "other/x.png")
+    path = table(tmp_path / "t.csv", [["id", "breed"], *([n[: len(n) - strip], label] for n, label in rows)])
+    assert len(keys_of(open_data(proposed(f"{path}?path=id&label=breed")))) == 20
+
+
+def test_the_message_about_a_missing_column_names_settings_that_work(tmp_path):
+    _, *rows = files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["Filename", "Class"], *([name[:-4], label] for name, label in rows)], ";")
+    assert len(keys_of(open_data(proposed(path)))) == 20
+
+
+def test_nothing_is_proposed_where_no_setting_finds_a_file(tmp_path):
+    files_and_rows(tmp_path / "images")
+    path = table(tmp_path / "t.csv", [["path", "label"], *([f"gone{i}", "a"] for i in range(20))])
+    assert proposed(path) == ""
+
+
+def test_the_message_counts_the_files_that_the_settings_find(tmp_path):
+    rows = files_and_rows(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"\n20 of 21 files are found with: "):
+        open_data(table(tmp_path / "t.csv", [*rows, ["gone.png", "a"]]))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    path = table(tmp_path / "t.csv", files_and_rows(tmp_path))
+    with pytest.raises(ValueError, match="there is no folder 'imgs'"):
+        open_data(f"{path}?folder=imgs")
 
 
 def test_parquet_reads_as_csv_does(tmp_path):

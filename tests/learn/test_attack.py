@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -479,6 +481,18 @@ def test_an_interrupted_attack_goes_on_as_if_it_had_not_been(saved: Path, tmp_pa
     assert not any("model" in name for name in states[0].tensors)  # the victim is known by its hash
     paths = [tmp_path / name / "patch.safetensors" for name in ("whole", "stopped")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_evaluation_of_a_patch_says_how_to_go_on(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attacking.attack(saved, SETTINGS, out=tmp_path / "run", quiet=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attacking, "_judged", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        assert cli(["attack", "--resume", str(tmp_path / "run"), "--json"]) == 130
+    hint = f"stopped after step 6; continue with: vitrail attack --resume {tmp_path / 'run'}\n"
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_the_shared_trunk_survives_a_change_of_head() -> None:
 def test_what_cannot_branch_says_why() -> None:
     with pytest.raises(ValueError, match="branches of 3 blocks leave nothing to share of a trunk of 3"):
         vit(blocks=3)
-    with pytest.raises(ValueError, match=r"last stage; leave model.head.blocks out"):
+    with pytest.raises(ValueError, match=r"last stage; leave --model.head.blocks out"):
         resnet(blocks=1)
     with pytest.raises(ValueError, match="cannot be cut into branches"):
         create_model("timm:resnet10t", classes=4, head="branches")

@@ -264,7 +264,7 @@ def test_a_queue_is_a_deque_and_its_slots_stay_aligned() -> None:
         assert bank.labels[order].tolist() == [label for _, label, _ in oracle]
         assert torch.equal(bank.beside[order], torch.stack([row for _, _, row in oracle]))
     assert bank.rows.data_ptr() == place, "the bank was copied"
-    with pytest.raises(ValueError, match=r"cannot take a batch of 8; raise objective\.bank"):
+    with pytest.raises(ValueError, match=r"cannot take a batch of 8; raise --objective\.bank"):
         bank.push(torch.randn(8, 3))
 
 
@@ -875,9 +875,9 @@ def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
     plain = create_model("vit_micro_28", classes=3, depth=1)
     with pytest.raises(ValueError, match=r"--model\.head\.kind projected"):
         build_objective(ByolConfig(), plain, FACTS)
-    with pytest.raises(ValueError, match=r"raise objective\.bank"):
+    with pytest.raises(ValueError, match=r"raise --objective\.bank"):
         Msf(small(), MsfConfig(k=9, bank=4), 1)
-    with pytest.raises(ValueError, match=r"raise objective\.pool"):
+    with pytest.raises(ValueError, match=r"raise --objective\.pool"):
         build_objective(CmsfConfig(k=9, pool=4), small(), FACTS)
     with pytest.raises(ValueError, match=r"objective\.teacher: name one"):
         build_objective(CompresConfig(), small(), FACTS)

@@ -53,7 +53,7 @@ def test_per_class_figures_equal_scikit_learn(case: str) -> None:
     p, r, f, support = sk.precision_recall_fscore_support(target, guess, labels=range(classes), zero_division=0)
     occurs = np.isin(np.arange(classes), torch.cat([target, guess]))
     np.testing.assert_allclose(figures.precision[occurs], p[occurs])
-    np.testing.assert_allclose(figures.recall[occurs], r[occurs])
+    np.testing.assert_allclose(figures.recall, np.where(support > 0, r, np.nan))
     np.testing.assert_allclose(figures.f1[occurs], f[occurs])
     assert np.isnan(figures.f1[~occurs]).all()
     np.testing.assert_array_equal(figures.support, support)
@@ -68,7 +68,9 @@ def test_summary_figures_equal_scikit_learn_and_torch(case: str) -> None:
     assert scalars.keys() == STANDARD["top1"]
     assert scalars["top1"] == pytest.approx(sk.accuracy_score(target, guess))
     assert scalars["loss"] == pytest.approx(F.cross_entropy(logits.double(), target).item())
-    assert scalars["macro_f1"] == pytest.approx(sk.f1_score(target, guess, average="macro", zero_division=0))
+    averaged = {"labels": target.unique().tolist(), "average": "macro", "zero_division": 0}
+    expected = sk.precision_recall_fscore_support(target, guess, **averaged)[:3]
+    assert [scalars[f"macro_{name}"] for name in ("precision", "recall", "f1")] == pytest.approx(expected)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "y_pred contains classes not in y_true"
         assert scalars["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(target, guess))
@@ -172,6 +174,36 @@ def test_classes_without_positives_are_listed_and_left_out_of_map() -> None:
     others = [c for c in range(6) if c != 2]
     expected = np.mean([sk.average_precision_score(target[:, c], logits[:, c]) for c in others])
     assert figures.scalars()["map"] == pytest.approx(expected)
+
+
+def test_macro_f1_of_several_labels_is_over_the_classes_that_have_positives() -> None:
+    logits, target, _ = labelled()
+    target[:, 2] = 0
+    guess, present = (logits.sigmoid() > 0.5).long(), [0, 1, 3, 4, 5]
+    assert guess[:, 2].any()  # predicted, yet absent
+    figures = classification(logits, target)
+    expected = sk.f1_score(target, guess, labels=present, average="macro", zero_division=0)
+    assert figures.scalars()["macro_f1"] == pytest.approx(expected)
+    assert np.isnan(figures.recall[2])
+
+
+def test_absent_classes_are_counted_in_a_sentence() -> None:
+    note = "8 of 12 classes have no images here; macro averages are over the 4 present"
+    assert drawn("missing classes")[2].absent_note() == note
+    assert drawn("plain")[2].absent_note() == ""
+
+
+def test_recall_without_images_is_null_in_json() -> None:
+    _, target, figures = drawn("missing classes")
+    stored = json.loads(json.dumps(figures.to_json(), allow_nan=False))
+    assert [value is None for value in stored["recall"]] == [c not in target.tolist() for c in range(12)]
+
+
+def test_macro_averages_of_metrics_that_were_stored_with_zeros_leave_absent_classes_out() -> None:
+    figures = drawn("missing classes")[2]
+    stored = figures.to_json()
+    stored["recall"] = [value or 0.0 for value in stored["recall"]]
+    assert read_figures(stored).scalars() == pytest.approx(figures.scalars())
 
 
 def test_average_precision_of_constant_scores_is_the_share_of_positives() -> None:

@@ -445,5 +445,5 @@ def test_unisiam_is_twice_its_published_loss_and_two() -> None:
 
 
 def test_uniformity_of_one_view_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"set objective\.symmetric"):
+    with pytest.raises(ValueError, match=r"set --objective\.symmetric"):
         Byol(siamese().model, ByolConfig(uniformity=0.1), steps=1)

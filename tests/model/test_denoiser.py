@@ -138,7 +138,7 @@ def test_images_of_a_wrong_size_are_refused() -> None:
 
 
 def test_other_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"leave model\.head out"):
+    with pytest.raises(ValueError, match=r"leave --model\.head out"):
         create_model("denoiser_32", classes=3, head="mean", **SMALL)
 
 

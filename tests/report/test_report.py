@@ -72,6 +72,14 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+def test_a_class_without_images_has_no_recall_on_the_page_and_is_left_out_of_averages() -> None:
+    scores, target = torch.eye(3), torch.tensor([0, 0, 1])
+    figures = classification(scores, target, ["cat", "dog", "boxer"])  # boxer is predicted once
+    text = Page(render(Report("t", figures=figures))).text
+    assert "1 of 3 classes have no images here; macro averages are over the 2 present" in text
+    assert "boxer 0 0.0 % no images" in text
+
+
 def picture(side: int = 28) -> np.ndarray:
     return np.random.default_rng(side).integers(0, 255, (side, side, 3), dtype=np.uint8)
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from stopping import stop_after
 
 import vitrail
+from vitrail.cli import run as cli
 from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
@@ -147,6 +148,42 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(photos: Path, tmp_path: 
         with pytest.raises(Stopped, match=f"stopped after step 5; continue with: vitrail train --resume {tmp_path}"):
             vitrail.train(config, quiet=True)
     assert_same_run(whole.path, vitrail.resume(tmp_path / "stopped", quiet=True).path)
+
+
+def interrupt_the_final_evaluation(patch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    patch.setattr("vitrail.run.finish.figures_of", interrupted)
+
+
+def test_ctrl_c_in_the_final_evaluation_says_how_to_go_on(photos: Path, finished: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_the_final_evaluation(patch)
+        with pytest.raises(Stopped, match=f"continue with: vitrail train --resume {tmp_path / 'run'}"):
+            vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'}"), quiet=True)
+    assert_same_run(finished, vitrail.resume(tmp_path / "run", quiet=True).path)
+
+
+def test_ctrl_c_in_the_final_evaluation_of_a_resumed_run_says_how_to_go_on(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(finished, tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_the_final_evaluation(patch)
+        assert cli(["train", "--resume", str(copy), "--json"]) == 130
+    step = checkpoint.newest(finished / "checkpoint")[0].step
+    errors = capsys.readouterr().err
+    assert f"stopped after step {step}; continue with: vitrail train --resume {copy}\n" in errors
+
+
+def test_ctrl_c_before_a_run_is_begun_names_no_run(photos: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrail.run.train.create_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            vitrail.train(configure(f"--data {photos} --out {tmp_path / 'run'}"), quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_torn_checkpoint_is_passed_over_on_resume(finished: Path, tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def run(words: Sequence[str]) -> int:
         if not out_of_memory(error):
             raise
         return fail("memory was out; end other programs, or take smaller batches, smaller images or a smaller model")
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        return fail(str(interrupt) or "interrupted", 130)
 
 
 def _call(name: str = "--help", *words: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,9 +187,12 @@ class EvaluateCommand:
         chosen = {"run": str(self.runs[0]), "head": self.head, "bits": self.bits}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         if len(rows) != 1:
-            return output(self.json, [{**chosen, **row.to_json()} for row in rows], sweep_table(rows))
+            absent = dict.fromkeys(f"{row.data}: {note}" for row in rows if (note := row.figures.absent_note()))
+            return output(self.json, [{**chosen, **row.to_json()} for row in rows], sweep_table(rows), *absent)
         metrics, split = rows[0].figures, rows[0].split
-        values, parts = {}, [tables.headline(metrics, f"{split} of {rows[0].data}")]
+        values: dict[str, Any] = {}
+        parts: list[Any] = [tables.headline(metrics, f"{split} of {rows[0].data}")]
+        parts += [note] if (note := metrics.absent_note()) else []
         counts = training_counts(model)
         if counts is not None and isinstance(metrics, SingleLabelFigures):
             groups = long_tail(metrics, counts, self.tail)
@@ -244,7 +248,8 @@ class EvaluateCommand:
         metrics, total = metrics_of(kept, self.classes), len(predictions)
         conditions = {"run": str(self.runs[0]), "data": data, "split": split, "left_out": total - len(kept)}
         images = f"{len(kept):,} of {total:,} images, {len(self.classes)} classes"
-        parts = [tables.headline(metrics, f"{split} of {data}: {images}")]
+        parts: list[Any] = [tables.headline(metrics, f"{split} of {data}: {images}")]
+        parts += [note] if (note := metrics.absent_note()) else []
         if self.per_class or len(self.classes) <= 20:
             parts.append(tables.per_class(metrics))
         return output(self.json, {**conditions, **metrics.to_json()}, *parts)
@@ -282,14 +287,19 @@ class PredictCommand:
     """of an adapter's run: where the weights are that it was trained on (default: where they were)"""
 
     def __call__(self) -> int:
-        from vitrail.data.sources.folder import image_files
+        from vitrail.data.sources.folder import list_images
         from vitrail.engine.device import choose_device
 
         if not self.images:
             return fail("name at least one image or folder")
         if not any(path.exists() for path in self.images) and _reads_texts(self.run):
             return self._texts([str(path) for path in self.images])
-        paths = [file for path in self.images for file in (image_files(path) if path.is_dir() else [path])]
+        paths: list[Path] = []
+        for path in self.images:
+            files, notes = list_images(path) if path.is_dir() else ([path], [])
+            paths += files
+            for note in notes:
+                print(f"{path}: {note}", file=sys.stderr)
         if not paths:
             return fail(f"no images in {', '.join(map(str, self.images))}")
         if self.top < 1 or self.neighbours < 0:

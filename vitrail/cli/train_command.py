@@ -154,6 +154,8 @@ class TrainCommand:
             print(json.dumps({"run": str(finished.path), "split": finished.split, **metrics, **more}))
             return
         show(headline(finished.figures, f"{finished.split}, {finished.path}"))
+        if note := finished.figures.absent_note():
+            print(note)
         if finished.reading:  # again, next to the metrics
             print(finished.reading)
         if finished.others:

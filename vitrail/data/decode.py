@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,9 @@ from vitrail.files import odd_kind
 
 MAX_PIXELS = 100_000_000
 NO_MEMORY = "needs more memory than there is"  # true of this process, perhaps not of the next
+INSTALL_HEIF = "pip install 'vitrail[heif]'"
+NO_HEIF = f"HEIC, which needs pillow-heif: {INSTALL_HEIF}"  # as above, true of this environment
+HEIF_SUFFIXES = frozenset((".heic", ".heif", ".hif"))
 _LARGE = 2**26  # bytes
 _OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -39,6 +43,18 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
+
+
+@cache
+def reads_heif() -> bool:
+    """Whether HEIC and HEIF files can be decoded; the first call imports pillow-heif where it is installed."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
 
 
 def decode(
@@ -98,7 +114,7 @@ def stored_mode(path: Path) -> str:
     try:
         if odd_kind(path):
             return ""
-        with QUIET, Image.open(path) as image:
+        with QUIET, path.open("rb") as stream, _open(stream) as image:
             return image.mode
     except Exception:  # as in `decode`
         return ""
@@ -106,7 +122,7 @@ def stored_mode(path: Path) -> str:
 
 def stored_orientation(data: bytes) -> int:
     """The EXIF orientation of an encoded image, 1 to 8, from its header alone; 1 where there is none."""
-    with QUIET, Image.open(io.BytesIO(data)) as image:
+    with QUIET, _open(io.BytesIO(data)) as image:
         orientation = _orientation(image)
     return orientation if orientation in _UPRIGHT else 1
 
@@ -138,20 +154,39 @@ def _decode(
     if not head:
         raise BadImage(key, "empty file")
     try:
-        image = Image.open(stream)
+        image = _open(stream)
     except UnidentifiedImageError:
-        raise BadImage(key, "damaged header" if head.startswith(_MAGIC) else "not an image") from None
+        if _is_heif(head) and not reads_heif():
+            raise BadImage(key, NO_HEIF) from None
+        known = head.startswith(_MAGIC) or _is_heif(head)
+        raise BadImage(key, "damaged header" if known else "not an image") from None
     with image:
         width, height = image.size
         if width * height > max_pixels:
             raise BadImage(key, f"{width}x{height} pixels, more than the limit of {max_pixels}")
-        if at_least is not None:
+        if at_least is not None and image.format != "HEIF":  # of these it would decode the thumbnail alone
             image.draft(None, (at_least, at_least))  # no mode: size only
         image.load()
         upright = _UPRIGHT.get(_orientation(image))
         rgb = to_rgb(image if upright is None else image.transpose(upright))
     rgb.info = {}  # profiles and thumbnails of the file would only travel along to worker processes
     return rgb
+
+
+def _open(stream: BinaryIO) -> Image.Image:
+    start = stream.tell()
+    try:
+        return Image.open(stream)
+    except UnidentifiedImageError:
+        stream.seek(start)
+        if not (_is_heif(stream.read(16)) and reads_heif()):
+            raise
+        stream.seek(start)
+        return Image.open(stream)
+
+
+def _is_heif(head: bytes) -> bool:
+    return head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
 
 
 def _orientation(image: Image.Image) -> int:

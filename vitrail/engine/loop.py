@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,17 @@ class Stopped(Exception):
     def __init__(self, step: int, run: Path) -> None:
         super().__init__(f"stopped after step {step}; continue with: vitrail train --resume {run}")
         self.step, self.run = step, run
+
+
+@contextmanager
+def resumable(run: Path) -> Iterator[None]:
+    """Ctrl-C inside raises `Stopped` with the step of the newest checkpoint, where the run in this folder has begun."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not RunFolder(run).config.is_file():
+            raise
+        raise Stopped(max(checkpoint.steps_saved(RunFolder(run).checkpoints), default=0), run) from None
 
 
 @dataclass
@@ -305,7 +316,7 @@ class Loop:
         self._say(bar, text)
         self.notes.append(text)
         if self._lost >= MOST_LOST:
-            raise Diverged(f"training has diverged: {text}; lower optim.lr, clip gradients or use precision float32")
+            raise Diverged(f"training has diverged: {text}; lower --optim.lr, clip gradients or use precision float32")
 
     def _evaluate(self, bar: Progress) -> None:
         if self.evaluate is None:

@@ -57,7 +57,7 @@ class TensorBoard:
         self.writer.close()
 
 
-NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave engine.track out"
+NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave --engine.track out"
 
 
 def reject_untracked(track: str) -> None:

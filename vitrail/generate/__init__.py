@@ -53,6 +53,7 @@ class AugmentCommand:
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
+        from vitrail.engine.loop import Stopped
         from vitrail.generate import run as augmenting
 
         others = ("data", "out", "only", "loop", "worst", "real", "json")
@@ -60,10 +61,15 @@ class AugmentCommand:
         results: dict[str, str] = {}
         if self.loop:
             if self.only or not self.real:
-                return fail("--loop chooses classes itself and trains on real images, too; leave --only and --no-real")
-            augmented, run, comparison = augmenting.failure_loop(
-                self.data, self.out, worst=self.worst, quiet=self.json, **options
-            )
+                return fail(
+                    "--loop chooses classes itself and trains on real images, too; leave out --only and --no_real"
+                )
+            try:
+                augmented, run, comparison = augmenting.failure_loop(
+                    self.data, self.out, worst=self.worst, quiet=self.json, **options
+                )
+            except Stopped:
+                return fail("stopped; the same command goes on where it was", 130)
             results = {"run": str(run), "comparison": str(comparison / "report.html")}
         else:
             augmented = augmenting.augment(

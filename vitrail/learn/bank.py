@@ -90,7 +90,7 @@ class Bank(nn.Module):
         Raises `ValueError` where the batch is larger than the bank.
         """
         if len(values) > self.size:
-            raise ValueError(f"a bank of {self.size} rows cannot take a batch of {len(values)}; raise objective.bank")
+            raise ValueError(f"a bank of {self.size} rows cannot take a batch of {len(values)}; raise --objective.bank")
         slots = (self.oldest + torch.arange(len(values), device=self.rows.device)) % self.size
         finite = values.isfinite().all(1)
         if second is not None:
@@ -151,7 +151,7 @@ class ShardedBank(Bank):
         super().__init__(size, width, second, dtype)
         if size < processes():
             raise ValueError(
-                f"objective.bank: {size} rows cannot be shared by {processes()} processes; raise objective.bank"
+                f"objective.bank: {size} rows cannot be shared by {processes()} processes; raise --objective.bank"
             )
         self.first, self.count = _share(size, rank())
         self.parts = ["rows", "beside"] if second else ["rows"]

@@ -38,7 +38,7 @@ class Byol(MomentumPair):
         self.itself = config.momentum == 0 and config.momentum_end is None
         self.uniformity, self.temperature = config.uniformity, config.uniformity_temperature
         if self.uniformity and not self.symmetric:
-            raise ValueError("objective.uniformity compares both views; set objective.symmetric, too")
+            raise ValueError("objective.uniformity compares both views; set --objective.symmetric, too")
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if not self.symmetric:

@@ -168,10 +168,10 @@ class Cmsf(MomentumPair):
         if config.constraint != "self" and labels.ndim == 2:
             raise ValueError(f"objective.constraint: {config.constraint} needs one label per image, these have several")
         if config.constraint == "self" and (config.k is None or config.pool < config.k):
-            raise ValueError(f"objective.k: {config.k} neighbours of {config.pool} allowed; raise objective.pool")
+            raise ValueError(f"objective.k: {config.k} neighbours of {config.pool} allowed; raise --objective.pool")
         if max(config.k or 1, config.pool) > config.bank:
             raise ValueError(
-                f"objective.k: the bank has {config.bank} rows, fewer than k or pool; raise objective.bank"
+                f"objective.k: the bank has {config.bank} rows, fewer than k or pool; raise --objective.bank"
             )
         if guide is not None and not guide_width:
             raise ValueError("a guide of another modality wants guide_width, the width of its embeddings")

@@ -481,7 +481,7 @@ class AttentionTransferConfig(ObjectiveOptions):
         problems = super().problems(run)
         if run.model.adapter is not None and self.mode == "copy":
             problems.append(
-                "model.adapter: copied attention takes the place of adapted layers; use objective.mode distill"
+                "model.adapter: copied attention takes the place of adapted layers; use --objective.mode distill"
             )
         if run.model.adapter is not None and run.model.adapter.kind == "vpt":
             problems.append("model.adapter: with vpt, attention has places for prompts, which no teacher has; use lora")

@@ -139,7 +139,7 @@ def _try_size(model: Classifier, size: int) -> None:
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"objective.local_size: the model cannot see images of {size} pixels ({error}); use another size, none for "
-            "the model's own, or objective.local_views 0"
+            "the model's own, or --objective.local_views 0"
         ) from None
     finally:
         model.train(trains)

@@ -30,7 +30,7 @@ class Msf(MomentumPair):
     def __init__(self, model: Classifier, config: MsfConfig, steps: int) -> None:
         super().__init__(model, config, steps, config.predictor_hidden)
         if config.k > config.bank:
-            raise ValueError(f"objective.k: {config.k} neighbours in a bank of {config.bank}; raise objective.bank")
+            raise ValueError(f"objective.k: {config.k} neighbours in a bank of {config.bank}; raise --objective.bank")
         self.k = config.k
         self.bank = make_bank(config.bank, self.head.features, dtype=PRECISIONS[config.bank_precision])
 

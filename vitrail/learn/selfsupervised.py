@@ -55,12 +55,12 @@ def collapse_note(means: Mapping[str, float], done: float, classes: int) -> str:
     if means["spread"] < SPREAD_LIMIT:
         return (
             f"embeddings have collapsed: their spread is {means['spread']:.3f}, below {SPREAD_LIMIT} (0: one embedding "
-            "for all images); lower optim.lr, use stronger views, or raise objective.momentum where there is one"
+            "for all images); lower --optim.lr, use stronger views, or raise --objective.momentum where there is one"
         )
     if means["rank"] < RANK_LIMIT and classes != 2:
         return (
             f"embeddings have collapsed to a line: their effective rank is {means['rank']:.2f}, below {RANK_LIMIT}; "
-            "lower optim.lr, use stronger views, or raise objective.momentum where there is one"
+            "lower --optim.lr, use stronger views, or raise --objective.momentum where there is one"
         )
     return ""
 

@@ -3,9 +3,9 @@
 Conventions, so that a figure means one thing only:
 
 - Ties: of equal scores the lower class number comes first, in top-1, top-k and the confusion matrix alike.
-- Precision, recall and F1 that would be 0/0 count as 0 where the class occurs among labels or predictions; a class that
-  occurs in neither is NaN and left out of macro averages (as scikit-learn and torchmetrics do by default).
-- Balanced accuracy is the mean recall of the classes that have images.
+- Recall of a class without images is NaN. Precision and F1 that would be 0/0 count as 0 where the class occurs among
+  labels or predictions; one that occurs in neither is NaN.
+- Macro averages and balanced accuracy are over the classes that have images (scikit-learn: `labels=present`).
 - Calibration bins are (low, high]; zero belongs to the first.
 - A label of a multi-label image is predicted where its probability is above one half.
 """
@@ -46,6 +46,14 @@ class Figures(ABC):
     f1: Floats  # [classes]
     support: Counts  # [classes] images (or positive labels) of each class
 
+    def absent_note(self, things: str = "images") -> str:
+        """A sentence where some classes have no images (or positive labels), so that macro averages leave them out."""
+        present, classes = int((self.support > 0).sum()), len(self.classes)
+        if present == classes:
+            return ""
+        absent = f"{classes - present} of {classes} classes have no {things} here"
+        return f"{absent}; macro averages are over the {present} present"
+
     @abstractmethod
     def scalars(self) -> dict[str, float]:
         """The metrics that are one number each."""
@@ -81,7 +89,7 @@ class SingleLabelFigures(Figures):
     bin_accuracy: Floats  # [bins] their accuracy, NaN where empty
 
     def scalars(self) -> dict[str, float]:
-        means = [float(np.nanmean(each)) for each in (self.precision, self.recall, self.f1)]
+        means = [float(each[self.support > 0].mean()) for each in (self.precision, self.recall, self.f1)]
         predicted = np.bincount(self.cells[:, 1], self.cells[:, 2], len(self.classes))
         correlation = _matthews(self.support, predicted, float(self.right.sum()))
         macro = (*means, float(self.recall[self.support > 0].mean()), correlation)
@@ -144,7 +152,7 @@ class MultiLabelFigures(Figures):
         return {
             "map": _mean_of_defined(self.average_precision),
             "micro_f1": self.micro_f1,
-            "macro_f1": _mean_of_defined(self.f1),
+            "macro_f1": _mean_of_defined(self.f1[self.support > 0]),
             "subset_accuracy": self.subset_accuracy,
             "loss": self.loss,
         }
@@ -399,7 +407,7 @@ def _per_class(hits: Counts, support: Counts, guessed: Counts) -> dict[str, Any]
     both = support + guessed
     fractions = {"precision": (hits, guessed), "recall": (hits, support), "f1": (2 * hits, both)}
     shares = {n: np.where(both > 0, part / np.maximum(whole, 1), np.nan) for n, (part, whole) in fractions.items()}
-    return {**shares, "support": support}
+    return {**shares, "recall": np.where(support > 0, shares["recall"], np.nan), "support": support}
 
 
 def _calibration(confidence: Floats, right: NDArray[np.bool_]) -> tuple[Counts, Floats, Floats]:

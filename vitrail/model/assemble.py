@@ -130,7 +130,7 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
         from vitrail.model.trunks.denoiser import Denoiser, DenoisingHead
 
         if not isinstance(chosen, Own):
-            raise ValueError(f"a denoiser classifies by itself, without a head {chosen.kind}; leave model.head out")
+            raise ValueError(f"a denoiser classifies by itself, without a head {chosen.kind}; leave --model.head out")
         return Denoiser(config, classes), DenoisingHead(classes)
     if isinstance(config, TextBackbone):
         from vitrail.model.trunks.text_trunk import TextTrunk

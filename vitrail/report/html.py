@@ -336,7 +336,10 @@ def _class_rows(figures: Figures | None) -> list[dict[str, Any]]:
         {
             "name": name,
             "support": int(figures.support[i]),
-            "shares": {k: float(v[i]) if np.isfinite(v[i]) else None for k, v in columns.items()},
+            "shares": {
+                k: float(v[i]) if np.isfinite(v[i]) and (figures.support[i] or k != "recall") else None
+                for k, v in columns.items()
+            },
         }
         for i, name in shown
     ]

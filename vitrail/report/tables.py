@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vitrail.measure.language import LanguageFigures
 
 LONGEST_NAME = 28
+NO_IMAGES = "no images"  # in place of a recall
 
 
 def headline(figures: Figures, title: str = "") -> Table:
@@ -90,7 +91,8 @@ def per_class(figures: Figures, most: int | None = None) -> Table:
     columns = ["class", "images", "precision", "recall", "F1"] + (["AP"] if multilabel else [])
     table = _table(title, *columns)
     for i in rows:
-        cells = [percent(v[i]) for v in (figures.precision, figures.recall, figures.f1)]
+        recall = percent(figures.recall[i]) if figures.support[i] else NO_IMAGES
+        cells = [percent(figures.precision[i]), recall, percent(figures.f1[i])]
         cells += [percent(score[i])] if multilabel else []
         table.add_row(_name(figures.classes[i]), f"{figures.support[i]:,}", *cells)
     return table

@@ -18,6 +18,7 @@ from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import choose_device, choose_precision, join
+from vitrail.engine.loop import resumable
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
 from vitrail.learn.attack import Universal, load_patch, make_change, reject_unfit, save_patch
@@ -133,7 +134,15 @@ def fitting_patch(model: Classifier, folder: str | Path) -> tuple[Universal, dic
 
 
 def _judged_run(folder: Path, quiet: bool) -> Judgement:
-    """Judge the patch in the newest checkpoint of an attack, and store it with what was found."""
+    """Judge the patch in the newest checkpoint of an attack, and store it with what was found.
+
+    Raises `Stopped` when interrupted.
+    """
+    with resumable(folder):
+        return _evaluated_run(folder, quiet)
+
+
+def _evaluated_run(folder: Path, quiet: bool) -> Judgement:
     config, group = _config(folder), join()
     assert isinstance(config.objective, AttackConfig)
     victim = load(folder)

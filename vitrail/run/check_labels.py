@@ -162,7 +162,7 @@ def _trained(data: DataSet, config: RunConfig, name: str, title: str, device: st
         changes = {"data.uri": data.uri, "evaluators": (), "out": str(out), "engine.device": device, "calibrate": False}
         try:
             train(with_values(config, {**changes, "data.check": "off"}), quiet=quiet, continued=True)
-        except Stopped:  # the same command resumes it
-            raise KeyboardInterrupt from None
+        except Stopped:
+            raise KeyboardInterrupt("stopped; the same command goes on where it was") from None
         say(quiet, f"trained in {duration(time.monotonic() - began)}")
     return out

@@ -228,5 +228,5 @@ def worse_than_prior(metrics: Figures, data: DataSet) -> list[str]:
         return []
     return [
         f"warning: the loss, {number(metrics.loss)}, is worse than that of predicting class frequencies alone, "
-        f"{number(prior)}; training diverged (lower optim.lr) or the model is far too confident"
+        f"{number(prior)}; training diverged (lower --optim.lr) or the model is far too confident"
     ]

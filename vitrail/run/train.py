@@ -19,7 +19,7 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
-from vitrail.engine.loop import Loop, TooLarge
+from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name
 from vitrail.files import reject_unwritable, write_text
@@ -68,6 +68,7 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     group.say(quiet, *data.notes)
     path = Path(group.gather(str(free_run(config)))[0])
     with ExitStack() as stack:  # the folder is locked until the run ends, however it ends: this process may outlive it
+        stack.enter_context(resumable(path))
         folder: RunFolder | None = None
         for pieces in _pieces(config, group):
             chosen = replace(config, engine=replace(config.engine, accumulate=pieces))
@@ -111,7 +112,8 @@ def resume(
     group = join()
     if group.main and Path(path).is_dir():
         reject_unwritable(path, "a resumed run is written to where it is")
-    with RunFolder.open(Path(path)) if group.main else RunFolder(Path(path)) as folder:
+    opened = RunFolder.open(Path(path)) if group.main else RunFolder(Path(path))
+    with resumable(Path(path)), opened as folder:
         config = from_mapping(load_yaml(folder.config))
         allowed = {"engine": {"device"}, "data": {"workers"}}
         for section, values in (changes or {}).items():

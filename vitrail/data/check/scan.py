@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
-from vitrail.data.decode import MAX_PIXELS, NO_MEMORY, decode
+from vitrail.data.decode import MAX_PIXELS, NO_HEIF, NO_MEMORY, decode
 from vitrail.data.sources.folder import FileReader
 from vitrail.files import cache_folder, parse_json
 
@@ -155,7 +155,7 @@ def _facts(
             facts[str(path)] = (size, changed, *result)
     finally:
         if len(facts) > known:
-            _remember(cache, {p: fact for p, fact in (seen | facts).items() if fact[2] != NO_MEMORY})
+            _remember(cache, {p: fact for p, fact in (seen | facts).items() if fact[2] not in (NO_MEMORY, NO_HEIF)})
     return facts
 
 

@@ -208,7 +208,7 @@ class DeviceLoader(TrainLoader):
         super().__init__(spec)
         if not stored_alike([spec.augment, *self.augments]):
             raise ValueError(
-                "data.loader: device keeps images in one form, and these views want several; give data.weak the crop "
+                "data.loader: device keeps images in one form, and these views want several; give --data.weak the crop "
                 "of data.augment (resized, where sizes differ), or use --data.loader host"
             )
         self._changes = [DeviceAugment(a.config, a.preprocess) for a in self.augments]

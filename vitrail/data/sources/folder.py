@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.dataset import SPLIT_NAMES, UNDIVIDED, UNLABELLED, DataSet, Location, Source, Split, split_called
-from vitrail.data.decode import decode
+from vitrail.data.decode import HEIF_SUFFIXES, INSTALL_HEIF, decode, reads_heif
 from vitrail.files import file_size
 
 SUFFIXES = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .ppm .pgm .pbm .pnm .jp2 .tga".split()  # noqa: SIM905
 )
+_LINKS = 5  # that are named
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,14 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 def image_files(folder: str | Path) -> list[Path]:
     """Every image file below a folder, hidden ones left out, in natural order."""
-    names = _Walk(Path(folder)).images(".")
-    return [Path(folder) / name for name in sorted(names, key=natural)]
+    return list_images(folder)[0]
+
+
+def list_images(folder: str | Path) -> tuple[list[Path], list[str]]:
+    """What `image_files` gives, and notes on the files that were left out."""
+    walk = _Walk(Path(folder))
+    names = sorted(walk.images("."), key=natural)
+    return [Path(folder) / name for name in names], walk.notes()
 
 
 def open_folder(location: Location) -> DataSet:
@@ -66,22 +73,26 @@ def open_folder(location: Location) -> DataSet:
     notes: list[str] = []
     if _is_divided(root, named):
         listed = _divided(root, named, uri, walk, notes)
-        others = [name for name in top if name not in named]
-        if others:
+        if others := [name for name in top if name not in named]:
             notes.append(f"ignored beside the splits: {some(others)}")
     else:
         listed = {UNDIVIDED: {name: list(walk.images(name)) for name in top}}
     loose = [f for f in _files(root) if _is_image(f)]
+    if unread := sum(_is_heif(f) and not _is_image(f) for f in _files(root)):
+        walk.heif["."] = unread
     populated = {split: {c: files for c, files in classes.items() if files} for split, classes in listed.items()}
     if loose and not any(populated.values()):
         notes.append("the images have no labels (no class folders): only objectives without labels learn from them")
         return _assemble(root, uri, {UNDIVIDED: {UNLABELLED: loose}}, [*notes, *walk.notes()])
-    _reject_unusable(root, populated)
+    _reject_unusable(root, populated, walk)
     if loose:
         notes.append(f"ignored {len(loose)} images outside class folders, e.g. {loose[0]}")
     empty = sorted({c for split in listed.values() for c, files in split.items() if not files})
-    if empty:
-        notes.append(f"ignored folders without images: {some(empty)}")
+    heic = [name for name in empty if name in {PurePath(folder).name for folder in walk.heif}]
+    if heic:
+        notes.append(f"left out {some(heic)}, where all images are HEIC")
+    if others := [name for name in empty if name not in heic]:
+        notes.append(f"ignored folders without images: {some(others)}")
     return _assemble(root, uri, populated, [*notes, *walk.notes()])
 
 
@@ -122,13 +133,16 @@ def _divided(
             notes.append(f"ignored {folders[0]}/, which has no class folders with images")
     if "train" not in listed:
         raise ValueError(
-            f"{uri} has {' and '.join(listed) or 'splits'} but no train folder of class folders; add train/CLASS/"
+            f"{uri} has {' and '.join(listed) or 'splits'} but no train folder of class folders; "
+            + (walk.heif_note() if walk.heif else "add train/CLASS/")
         )
     return listed
 
 
-def _reject_unusable(root: Path, listed: dict[str, dict[str, list[str]]]) -> None:
+def _reject_unusable(root: Path, listed: dict[str, dict[str, list[str]]], walk: _Walk) -> None:
     train = listed.get("train", listed.get(UNDIVIDED, {}))
+    if not train and walk.heif:
+        raise ValueError(f"{root} holds no other images in class folders: {walk.heif_note()}")
     if not train:
         raise ValueError(f"{root} holds no images in class folders; expected {root}/CLASS/*.jpg (or .png, ...)")
     for split in ("val", "test"):
@@ -170,40 +184,86 @@ class _Walk:
         self.root = root
         self.hidden = 0
         self.others: Counter[str] = Counter()
+        self.heif: Counter[str] = Counter()  # by listed folder, HEIC files that cannot be decoded here
+        self.skipped_links: dict[str, str] = {}  # path -> why
 
     def images(self, folder: str) -> Iterator[str]:
-        seen = set()
-        for here, folders, files in os.walk(self.root / folder, followlinks=True):
-            real = os.path.realpath(here)  # a link may lead back up
-            if real in seen:
-                folders.clear()
+        top = self.root / folder
+        seen: set[str] = set()
+        waiting = [top]
+        for start in waiting:  # it grows by links, which are read after all that is no link
+            if start.is_symlink() and (start, folder) != (top, ".") and self._skips(start, top, seen):
                 continue
-            seen.add(real)
-            folders[:] = [f for f in folders if not _is_hidden(f)]
-            for name in files:
-                if _is_hidden(name):
-                    self.hidden += 1
-                elif _is_image(name):
-                    yield (Path(here) / name).relative_to(self.root).as_posix()
-                else:
-                    self.others[Path(name).suffix.lower() or name] += 1
+            for here, folders, files in os.walk(start):
+                real = os.path.realpath(here)
+                if real in seen:
+                    folders.clear()
+                    continue
+                seen.add(real)
+                folders[:] = sorted(f for f in folders if not _is_hidden(f))
+                waiting += [path for f in folders if (path := Path(here, f)).is_symlink()]
+                yield from self._listed(Path(here), files, folder)
+
+    def _listed(self, here: Path, files: Sequence[str], folder: str) -> Iterator[str]:
+        for name in files:
+            if _is_hidden(name):
+                self.hidden += 1
+            elif _is_image(name):
+                yield (here / name).relative_to(self.root).as_posix()
+            elif _is_heif(name):
+                self.heif[folder] += 1
+            else:
+                self.others[Path(name).suffix.lower() or name] += 1
+
+    def _skips(self, link: Path, top: Path, seen: Collection[str]) -> bool:
+        """Whether a link leads back to folders that it is in, or to one that was read."""
+        target = Path(os.path.realpath(link))
+        inside = [os.path.realpath(link.parent), *([] if link == top else [os.path.realpath(top)])]
+        if any(target in (Path(real), *Path(real).parents) for real in inside):
+            reason = "a folder above it"
+        elif str(target) in seen:
+            reason = "a folder that is read already"
+        else:
+            return False
+        self.skipped_links[link.relative_to(self.root).as_posix()] = reason
+        return True
 
     def notes(self) -> list[str]:
+        """One sentence on each kind of files that were left out; links are named one by one."""
         notes = []
         if self.hidden:
             notes.append(f"ignored {self.hidden} hidden files")
         if self.others:
             kinds = some([kind for kind, _ in self.others.most_common()])
             notes.append(f"ignored {self.others.total()} files that are not images ({kinds})")
+        if self.heif:
+            notes.append(self.heif_note())
+        links = list(self.skipped_links.items())
+        notes += [f"{name} is a link to {reason} and was not followed" for name, reason in links[:_LINKS]]
+        if len(links) > _LINKS:
+            notes.append(f"and {len(links) - _LINKS} more links were not followed")
         return notes
+
+    def heif_note(self) -> str:
+        """How many HEIC files there are, and what reads them."""
+        return f"{self.heif.total()} files are HEIC; {INSTALL_HEIF} to read them"
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
+def has_image_suffix(name: str | PurePath) -> bool:
+    """Whether a file of this name is taken for an image: HEIC where it can be decoded."""
+    return PurePath(name).suffix.lower() in SUFFIXES or (_is_heif(name) and reads_heif())
+
+
+def _is_heif(name: str | PurePath) -> bool:
+    return PurePath(name).suffix.lower() in HEIF_SUFFIXES
+
+
 def _is_image(name: str) -> bool:
-    return not _is_hidden(name) and Path(name).suffix.lower() in SUFFIXES
+    return not _is_hidden(name) and has_image_suffix(name)
 
 
 def _folders(folder: Path) -> list[str]:

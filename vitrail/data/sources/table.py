@@ -4,19 +4,23 @@ Paths are relative to the table. `a|b` in any label makes the whole set multi-la
 all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
 column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them. A column
 `generated` of 0 and 1 tells images that a model made from real ones. `?group=COLUMN` names the group of each image.
+Cells that are no whole paths become some by `?folder=images&ext=.jpg`. Separator and encoding of text are recognised.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +38,19 @@ from vitrail.data.dataset import (
     with_finest,
 )
 from vitrail.data.decode import raise_if_of_the_machine
-from vitrail.data.sources.folder import FileReader, natural, some
+from vitrail.data.sources.folder import FileReader, has_image_suffix, natural, some
 from vitrail.files import file_size, replacing
 from vitrail.quantities import shorten
 from vitrail.schema import ConfigError, near
 
 COLUMNS = ("path", "label", "split", "coarse", "generated", "group")
+SETTINGS = ("folder", "ext")  # what comes before and behind the cells of `path`
 LEVEL = "level:"  # begins the name of a column that holds one more level
 
 _BETWEEN = "|"  # labels of one image
+_SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons"}
+_EXTENSIONS = ("", *(e for s in (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff") for e in (s, s.upper())))
+_MOST_FOLDERS, _TRIED = 200, 20  # folders, and rows in each, where missing files are looked for
 _SHOWN = 10
 _REMOVE = "remove"  # in place of a label, unless a class has this name
 _OF_FIXES = ("path", "index", "split", "fix")
@@ -54,12 +62,14 @@ class Table:
 
     columns: dict[str, list[str]]
     places: list[str]
+    notes: tuple[str, ...] = ()
 
 
 def open_table(location: Location) -> DataSet:
     """The labelled images of a table; an option gives the name of a column that is not called by its own.
 
-    Raises `ValueError` that counts all faulty rows and lists the first ten.
+    `folder` is put before, and `ext` behind, a path that does not end so. Raises `ValueError` that counts all faulty
+    rows and lists the first ten, with the settings by which files would be found.
     """
     path, uri, names = location.path, location.uri, location.options
     table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else read_text_table(path, uri)
@@ -71,34 +81,51 @@ def open_table(location: Location) -> DataSet:
         elif column in ("path", "label") or column in names:
             raise ValueError(
                 f"{uri} has no column {name!r} (it has {', '.join(table.columns) or 'none'}); "
-                f"choose it with ?{column}=NAME{near(name, table.columns)}"
+                f"choose it with ?{column}=NAME{near(name, table.columns)}{_proposed_columns(location, table)}"
             )
     levels = _levels(uri, table.columns, names.get("coarse", "coarse"))
     if not table.places:
         raise ValueError(f"{uri} has a header but no rows; add one row per image")
     cells = columns | {name if name == "coarse" else LEVEL + name: texts for name, texts in levels.items()}
-    _reject_faulty(path.parent, uri, cells, table.places)
-    return _assemble(path.parent, uri, columns, levels)
+    listed, folder, ext = columns["path"], names.get("folder", ""), names.get("ext", "")
+    if not (path.parent / folder).is_dir():
+        raise ValueError(f"{uri}: there is no folder {folder!r} in {path.parent}; name one from there with ?folder=")
+    columns["path"] = cells["path"] = [_whole(cell, folder, ext) for cell in listed]
+    _reject_faulty(location, cells, table.places, listed)
+    return _assemble(path.parent, uri, columns, levels, table.notes)
 
 
 SOURCE = Source(
-    {"TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too"},
+    {
+        "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too; "
+        "?path=COLUMN&label=COLUMN&folder=images&ext=.jpg for other columns, and ids that are no paths"
+    },
     open_table,
     lambda location: location.suffix in (".csv", ".tsv", ".parquet"),
-    COLUMNS,
+    (*COLUMNS, *SETTINGS),
 )
 
 
+def _whole(cell: str, folder: str, ext: str) -> str:
+    """The path that a cell stands for; an empty one stays empty."""
+    ext = ext if not ext or ext.startswith(".") else f".{ext}"
+    missing = "" if cell.lower().endswith(ext.lower()) else ext
+    return f"{folder.rstrip('/')}/{cell}{missing}" if cell and folder else f"{cell}{missing}" if cell else ""
+
+
 def read_text_table(path: Path, uri: str) -> Table:
+    """Columns of text whose separator and encoding are recognised; a note says where they are not the usual ones."""
+    text, note = _text_of(path.read_bytes(), path.name, uri)
+    notes = [note] if note else []
+    separator = _separator(text)
+    if separator != ("\t" if path.suffix.lower() == ".tsv" else ","):
+        notes.append(f"{path.name} is read with {_SEPARATORS[separator]} between its columns")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            first = stream.readline()
-            stream.seek(0)
-            lines = csv.reader(stream, delimiter="\t" if "\t" in first else ",")
-            header = [name.strip() for name in next(lines, [])]
-            rows = [(lines.line_num, row) for row in lines if any(cell.strip() for cell in row)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{uri} cannot be read as UTF-8 text in columns: {error}") from None
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        header = [name.strip() for name in next(lines, [])]
+        rows = [(lines.line_num, row) for row in lines if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise ValueError(f"{uri} cannot be read as text in columns: {error}") from None
     if len(set(header)) < len(header):
         raise ValueError(f"{uri} has two columns of the same name: {', '.join(header)}")
     uneven = [f"line {number}" for number, row in rows if len(row) != len(header)]
@@ -108,7 +135,32 @@ def read_text_table(path: Path, uri: str) -> Table:
             "put quotes around text that holds a separator"
         )
     columns = {name: [row[i].strip() for _, row in rows] for i, name in enumerate(header)}
-    return Table(columns, [f"line {number}" for number, _ in rows])
+    return Table(columns, [f"line {number}" for number, _ in rows], tuple(notes))
+
+
+def _text_of(data: bytes, name: str, uri: str) -> tuple[str, str]:
+    """The text of a table, and a note where it is not UTF-8."""
+    try:
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            return data.decode("utf-16"), f"{name} is read as UTF-16"
+        return data.decode("utf-8-sig"), ""
+    except UnicodeDecodeError as error:
+        replaced = data.decode("utf-8", "replace")
+        letters = len(re.findall("[^\0-\x7f\ufffd]", replaced))
+        if re.search(rb"[\0-\x08\x0e-\x1f]", data) or letters > replaced.count("\ufffd"):  # no text, or damaged UTF-8
+            raise ValueError(f"{uri} cannot be read as UTF-8 text in columns: {error}") from None
+    try:
+        text, encoding = data.decode("cp1252"), "Windows-1252"
+    except UnicodeDecodeError:
+        text, encoding = data.decode("latin-1"), "Latin-1"
+    return text, f"{name} is not UTF-8 and is read as {encoding}; where names look wrong, save it as UTF-8"
+
+
+def _separator(text: str) -> str:
+    """The one that is most frequent in the header, outside quotes; a comma where there is none."""
+    header = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    best = max(_SEPARATORS, key=header.count)
+    return best if best in header else ","
 
 
 def _read_parquet(path: Path, uri: str) -> Table:
@@ -143,25 +195,90 @@ def _text(value: Any) -> str:
     return str(value).strip()
 
 
-def _reject_faulty(root: Path, uri: str, columns: Mapping[str, list[str]], places: Sequence[str]) -> None:
-    faults = []
+def _reject_faulty(
+    location: Location, columns: Mapping[str, list[str]], places: Sequence[str], listed: Sequence[str]
+) -> None:
+    """Raise where rows are faulty; `listed` are the paths as the table has them."""
+    root, uri, faults, missing = location.path.parent, location.uri, [], 0
     for row, place in enumerate(places):
         cells = {column: values[row] for column, values in columns.items()}
         faults += [f"{place}: empty {column}" for column, text in cells.items() if not text]
         file = root / cells["path"]
         if cells["path"] and (file_size(file) < 0 or not file.is_file()):
             faults.append(f"{place}: no file {shorten(cells['path'], 200)}")
+            missing += 1
         if cells.get("split") and split_called(cells["split"]) is None:
             faults.append(f"{place}: split {shorten(cells['split'], 60)!r} is not train, val or test")
         if cells.get("generated", "0") not in ("", "0", "1"):
             faults.append(f"{place}: generated {shorten(cells['generated'], 60)!r} is not 0 or 1")
     if faults:
-        listed = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
+        lines = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
         more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise ValueError(f"{uri} has {len(faults)} faults; fix or remove those rows:{listed}{more}")
+        hint = _proposed_settings(location, listed) if missing else ""
+        raise ValueError(f"{uri} has {len(faults)} faults; fix or remove those rows:{lines}{more}{hint}")
 
 
-def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Mapping[str, list[str]]) -> DataSet:
+def _proposed_settings(location: Location, cells: Sequence[str]) -> str:
+    """The URI that finds most files of a table, where a folder below it or an extension is all that is missing."""
+    root = location.path.parent
+    folder, ext, hits = _search(root, cells)
+    before = _existing(root, cells, location.options.get("folder", ""), location.options.get("ext", ""))
+    if hits <= before:
+        return ""
+    given = {name: value for name, value in location.options.items() if name not in SETTINGS}
+    given |= {name: value for name, value in zip(SETTINGS, (folder, ext), strict=True) if value}
+    count = "all" if hits == len(cells) else f"{hits:,} of"
+    return f"\n{count} {len(cells):,} files are found with: {_quoted(location, given)}"
+
+
+def _proposed_columns(location: Location, table: Table) -> str:
+    """The URI that opens a table one of whose columns holds the names of files."""
+    if not table.columns or location.options:
+        return ""
+    hits = {name: _search(location.path.parent, cells) for name, cells in table.columns.items()}
+    names = max(hits, key=lambda name: hits[name][2])
+    folder, ext, count = hits[names]
+    if not count:
+        return ""
+    others = [name for name in hits if name != names]
+    label = others[0] if len(others) == 1 else "label" if "label" in others else "NAME"
+    given = {"path": names, "label": label, "folder": folder, "ext": ext}
+    return f"; try {_quoted(location, {name: value for name, value in given.items() if value})}"
+
+
+def _quoted(location: Location, options: Mapping[str, str]) -> str:
+    """A URI with these options, as it is typed."""
+    base = location.uri.rpartition("?")[0] if location.options else location.uri
+    return f'"{base}?{urlencode(options, safe="/")}"' if options else f'"{base}"'
+
+
+def _search(root: Path, cells: Sequence[str]) -> tuple[str, str, int]:
+    """Folder below `root` and extension with which most files exist, and how many; nearer and shorter ones first."""
+    folders = [""]
+    for here, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        if len(folders) > _MOST_FOLDERS:
+            break
+        if here != str(root) and any(map(has_image_suffix, files)):
+            folders.append(Path(here).relative_to(root).as_posix())
+    some_cells = [cell for cell in cells if cell][:: max(1, len(cells) // _TRIED)]
+    pairs = [(folder, ext) for folder in folders for ext in _EXTENSIONS]
+    folder, ext = max(pairs, key=lambda pair: _existing(root, some_cells, *pair))
+    return folder, ext, _existing(root, cells, folder, ext)
+
+
+def _existing(root: Path, cells: Sequence[str], folder: str, ext: str) -> int:
+    paths = (root / _whole(cell, folder, ext) for cell in cells if cell)
+    return sum(file_size(path) >= 0 and path.is_file() for path in paths)
+
+
+def _assemble(
+    root: Path,
+    uri: str,
+    columns: Mapping[str, list[str]],
+    levels: Mapping[str, list[str]],
+    read_notes: Sequence[str] = (),
+) -> DataSet:
     paths = columns["path"]
     classes, labels, multilabel = labels_of(columns["label"])
     names = {level: tuple(sorted(set(texts), key=natural)) for level, texts in levels.items()}
@@ -180,7 +297,7 @@ def _assemble(root: Path, uri: str, columns: Mapping[str, list[str]], levels: Ma
         reject_unseen(uri, classes, splits)
     repeated = len(paths) - len(set(paths))
     notes = (f"{repeated} paths are listed more than once",) if repeated else ()
-    return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, notes)
+    return DataSet(uri, classes, splits, with_finest(classes, multilabel, names), multilabel, (*read_notes, *notes))
 
 
 def apply_fixes(data: DataSet, fixes: Path, out: Path) -> dict[str, int]:

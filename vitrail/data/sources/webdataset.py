@@ -24,7 +24,7 @@ from PIL import Image
 
 from vitrail.data.dataset import UNDIVIDED, BadImage, DataSet, Location, Source, Split, split_called, split_rows
 from vitrail.data.decode import decode, raise_if_of_the_machine
-from vitrail.data.sources.folder import SUFFIXES, natural
+from vitrail.data.sources.folder import has_image_suffix, natural
 from vitrail.data.sources.table import labels_of, reject_unseen, repeated
 from vitrail.files import file_size, parse_json
 
@@ -158,7 +158,7 @@ def tar_members(file: IO[bytes], length: int, called: str, uri: str) -> list[Mem
                 if not member.isfile() or name.name.startswith("."):
                     continue
                 stem = (name.parent / name.name.partition(".")[0]).as_posix()  # WebDataset: up to the first dot
-                if name.suffix.lower() in SUFFIXES:
+                if has_image_suffix(name):
                     images.append((member.name, stem, member.offset_data, member.size))
                 elif name.suffix in (".cls", ".json"):
                     if member.size > LONGEST_LABEL:

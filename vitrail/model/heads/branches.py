@@ -126,7 +126,7 @@ def branch_blocks(config: TrunkConfig, head: Branches, classes: int) -> tuple[Tr
     if count >= config.depth:
         raise ValueError(
             f"branches of {count} blocks leave nothing to share of a trunk of {config.depth}; "
-            "use fewer (model.head.blocks) or a deeper trunk"
+            "use fewer (--model.head.blocks) or a deeper trunk"
         )
     trunk = Trunk(config, prefix=0, final_norm=False)
     trunk.blocks = trunk.blocks[: config.depth - count]
@@ -146,7 +146,7 @@ def branch_stages(
     so the R110 of that table has bottlenecks).
     """
     if head.blocks is not None:
-        raise ValueError("a CIFAR ResNet branches at its last stage; leave model.head.blocks out")
+        raise ValueError("a CIFAR ResNet branches at its last stage; leave --model.head.blocks out")
     trunk = make()
     branches: list[Branch] = [StageBranch(make()) for _ in range(head.branches)]
     trunk.layer3 = nn.Sequential()

@@ -127,7 +127,7 @@ def build_encoder(config: TextBackbone) -> nn.Module:
     """The architecture of `config`, with new weights."""
     if config.architecture["model_type"] == MODEL_TYPE:
         if config.pooler:
-            raise ValueError(f"text:{config.name} has no pooler; leave model.trunk.pooler out")
+            raise ValueError(f"text:{config.name} has no pooler; leave --model.trunk.pooler out")
         return SequenceResMlp(SequenceConfig(**config.architecture))
     package, described = transformers(), transformers_config(config.architecture)
     if getattr(described, "is_encoder_decoder", False):
@@ -140,5 +140,5 @@ def build_encoder(config: TextBackbone) -> nn.Module:
     except TypeError:  # not all have one
         backbone = package.AutoModel.from_config(described)
     if config.pooler and getattr(backbone, "pooler", None) is None:
-        raise ValueError(f"text:{config.name} ({described.model_type}) has no pooler; leave model.trunk.pooler out")
+        raise ValueError(f"text:{config.name} ({described.model_type}) has no pooler; leave --model.trunk.pooler out")
     return cast("nn.Module", backbone)

@@ -381,7 +381,7 @@ def build_backbone(
         raise ValueError(no_weights(config.name, error)) from None
 
 
-TRAINING = "give a file or a run (model.weights=PATH), or train from scratch (model.weights=none)"
+TRAINING = "give a file or a run (--model.weights PATH), or train from scratch (--model.weights none)"
 
 
 def no_weights(name: str, error: Exception, remedy: str = TRAINING) -> str:
