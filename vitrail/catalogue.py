@@ -18,6 +18,7 @@ from vitrail.config import RunConfig
 from vitrail.files import parse_json
 from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
+from vitrail.model.hub import cached_repositories, hub_cache
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, configured, stated
 from vitrail.registry import config_type, kinds, part
@@ -48,11 +49,14 @@ def names(what: str) -> list[str]:
         "adapters": list(_kinds(AdapterConfig)),
         "recipes": list(RECIPES),
         "data": list(data_forms()),
+        "weights": [row["name"] for row in cached_repositories()],
     }[what]
 
 
 def rows(what: str, pattern: str = "*") -> list[dict[str, Any]]:
     """One row for each name that matches."""
+    if what == "weights":
+        return [row for row in cached_repositories() if fnmatchcase(row["name"], pattern)]
     make = {"models": _model, "recipes": _recipe, "data": _data}.get(what, lambda name: _part(what, name))
     return [make(name) for name in names(what) if fnmatchcase(name, pattern)]
 
@@ -129,6 +133,12 @@ def table(what: str, rows: Sequence[dict[str, Any]]) -> Any:
         stated_too = "stated: what the source prints, and how far our count is off"
         grid.caption = stated_too if whole else f"{WIDE} columns also show what the source prints"
         grid.caption_justify = "left"
+        return grid
+    if what == "weights":
+        for column in (f"weights in {hub_cache()}", "MB", "file"):
+            grid.add_column(column, justify="right" if column == "MB" else "left", overflow="fold")
+        for row in rows:
+            grid.add_row(row["name"], f"{row['bytes'] / 1e6:.1f}", Path(row["file"]).name)
         return grid
     grid.add_column(what.rstrip("s"), no_wrap=True)
     grid.add_column("")

@@ -20,7 +20,8 @@ from vitrail.measure.classification import Figures, SingleLabelFigures, prior_lo
 from vitrail.measure.evaluator import AnyPredictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled
-from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
+from vitrail.model.hub import WEIGHT_FILES, weights_in
+from vitrail.model.store import holds_model, model_folder, read_description, read_tensors
 from vitrail.model.zoo import ZOO
 from vitrail.quantities import number
 from vitrail.recipes import RECIPES
@@ -52,6 +53,13 @@ def check_machine(config: RunConfig, group: ProcessGroup) -> None:
     """Raises where this machine lacks the device, its precision or a package that the run needs."""
     reject_untracked(config.engine.track)
     choose_precision(config.engine.precision, choose_device(config.engine.device, group))
+    if config.model.weights == "timm":
+        from vitrail.model.trunks.timm_trunk import local_weights
+
+        name = config.model.name
+        theirs = name.removeprefix("timm:") if name.startswith("timm:") else ZOO[name].timm
+        if problem := local_weights(theirs or "")[1]:
+            raise ValueError(problem)
 
 
 def check_output(config: RunConfig, group: ProcessGroup) -> None:
@@ -131,10 +139,14 @@ def _stored(setting: str, path: Path) -> list[str]:
     """Weights on disk. A file is read as a whole: nothing less tells that it is one."""
     if not path.exists():
         return [f"{setting}: there is nothing at {path}; name a finished run, a model folder or a file of weights"]
-    if path.is_dir() and not any(
-        (path / name).is_file() for name in ("config.yaml", DESCRIPTION, f"model/{DESCRIPTION}")
-    ):
-        return [f"{setting}: {path} is no run and no model folder; name a finished run, or a file of weights"]
+    if path.is_dir() and not holds_model(path):
+        file = weights_in(path) if setting == "model.weights" else None
+        if file is None:
+            lacks = f" (it has no {' or '.join(WEIGHT_FILES[:2])})" if setting == "model.weights" else ""
+            return [
+                f"{setting}: {path} is no run and no model folder{lacks}; name a finished run, or a file of weights"
+            ]
+        path = file
     try:
         if path.is_file():
             read_tensors(path)

@@ -214,6 +214,8 @@ class Trainer:
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
         self.module.batches(0, 0).close()  # rejects batches that cannot be cut, before anything is written
+        loaded = self.model.stated.get("weights", {}).get("loaded")
+        group.say(quiet, *filter(None, [loaded]))
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
         group.say(quiet, *notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
