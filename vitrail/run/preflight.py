@@ -173,6 +173,7 @@ HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns an
     "sgd": (5.0, 0.1),
     "adagrad": (0.5, 0.01),
 }
+LOW = 0.05  # share of the usual learning rate below which a model from scratch hardly learns
 
 
 def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
@@ -193,9 +194,9 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
             f"warning: weights of {config.model.name} are not read and training begins from random ones; "
             "--model.weights hub reads them"
         )
-    elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
+    elif config.model.weights == "none" and count < FEW_IMAGES:
         notes.append(
-            f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
+            f"warning: {count} training {data.things} are few for {_count(parameters)} parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
@@ -212,12 +213,20 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
     learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
     learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
     high, usual = HIGH_RATES[config.optim.name]
-    if learns_weights and config.optim.tune != "head" and peak >= high:
+    from_scratch = config.model.weights == "none" and adapter is None and config.objective.kind == "supervised"
+    low = from_scratch and peak < LOW * usual
+    if learns_weights and config.optim.tune != "head" and (peak >= high or low):
         scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
+        set_it = ", and --optim.lr_batch none takes --optim.lr as it is" if low and scaled else ""
         notes.append(
-            f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual"
+            f"warning: a learning rate of {peak:g}{scaled} is {'low' if low else 'high'} for {config.optim.name}"
+            f"{' from scratch' if low else ''}; {usual:g} is usual{set_it}"
         )
     return notes
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
 
 
 def one_answer(predictions: AnyPredictions, data: DataSet) -> list[str]:
