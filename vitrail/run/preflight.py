@@ -12,7 +12,8 @@ from vitrail.config import RUN_OF, RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision
-from vitrail.engine.run_folder import reject_untracked, unused
+from vitrail.engine.run_folder import unused
+from vitrail.engine.trackers import reject_untracked
 from vitrail.files import reject_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
