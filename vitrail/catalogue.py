@@ -18,7 +18,7 @@ from vitrail.config import RunConfig
 from vitrail.files import parse_json
 from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
-from vitrail.model.hub import cached_repositories, hub_cache
+from vitrail.model.hub import cached_repositories
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, configured, stated
 from vitrail.registry import config_type, kinds, part
@@ -134,17 +134,12 @@ def table(what: str, rows: Sequence[dict[str, Any]]) -> Any:
         grid.caption = stated_too if whole else f"{WIDE} columns also show what the source prints"
         grid.caption_justify = "left"
         return grid
-    if what == "weights":
-        for column in (f"weights in {hub_cache()}", "MB", "file"):
-            grid.add_column(column, justify="right" if column == "MB" else "left", overflow="fold")
-        for row in rows:
-            grid.add_row(row["name"], f"{row['bytes'] / 1e6:.1f}", Path(row["file"]).name)
-        return grid
     grid.add_column(what.rstrip("s"), no_wrap=True)
     grid.add_column("")
     for row in rows:
         options = ", ".join(f"{k}={v}" for k, v in row.get("options", {}).items())
-        grid.add_row(row["name"], Text(row["about"] + (f" ({options})" if options else "")))
+        about = row.get("about") or f"{row['bytes'] / 1e6:.1f} MB, {row['file']}"
+        grid.add_row(row["name"], Text(about + (f" ({options})" if options else "")))
     return grid
 
 

@@ -31,13 +31,9 @@ class ListCommand:
         from vitrail.model.hub import hub_cache
 
         rows = catalogue.rows(self.what, self.pattern)
-        if not rows and not self.json and self.what == "weights":
-            return fail(
-                f"no weights match {self.pattern!r} in {hub_cache()}; download some: hf download timm/NAME"
-                " model.safetensors (HF_HUB_CACHE names another cache)"
-            )
         if not rows and not self.json:
-            return fail(f"no {self.what} match {self.pattern!r}{near(self.pattern, catalogue.names(self.what))}")
+            where = f" in {hub_cache()} (HF_HUB_CACHE names another cache)" if self.what == "weights" else ""
+            return fail(f"no {self.what} match {self.pattern!r}{where}{near(self.pattern, catalogue.names(self.what))}")
         return output(self.json, rows, catalogue.table(self.what, rows))
 
 

@@ -99,8 +99,7 @@ class TrainCommand:
         name = self.recipes[0] if self.recipes else ""
         if name and not (name not in RECIPES and (":" in name or Path(name.partition("?")[0]).exists())):
             return None
-        uri = name or named
-        if not uri:
+        if not (uri := name or named):
             return None
         if name and named:
             raise ValueError(f"data are named twice: {name} and --data {named}; leave one out")

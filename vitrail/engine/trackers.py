@@ -1,7 +1,4 @@
-"""Trackers that show the lines of `metrics.jsonl`: TensorBoard, MLflow and Weights & Biases, all offline.
-
-Each writes into the run folder and is imported when a run asks for it.
-"""
+"""Trackers that show the lines of `metrics.jsonl`, offline in the run folder: TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -80,7 +77,6 @@ class WandbTracker:
         self.run = wandb.init(project="vitrail", name=name, dir=str(run), mode="offline")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        # A step of its own: val and test lines may come at the step of a train line.
         self.run.log({**scalars(line), "trainer/step": int(line["step"])})
 
     def close(self) -> None:

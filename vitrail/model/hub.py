@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-PREFIX = "hf:"
 WAIT = 2.0  # seconds for an answer of the hub
 
 
@@ -48,13 +47,13 @@ def cached_weights(repository: str, names: Sequence[str] = WEIGHT_FILES) -> Path
 
 
 def cached_repositories() -> Iterator[dict[str, Any]]:
-    """Name, file and size of all cached weights; a name of timm or vitrail is one for `--model.name` or `load`."""
+    """Name, file and size of all cached weights; a name that begins with timm: is one for `--model.name`."""
     for folder in sorted(hub_cache().glob("models--*--*")):
         file = weights_in(folder)
         if file is None:
             continue
         owner, _, name = folder.name.removeprefix("models--").partition("--")
-        known = f"timm:{name}" if owner == "timm" else f"{PREFIX}{owner}/{name}"
+        known = f"timm:{name}" if owner == "timm" else f"{owner}/{name}"
         yield {"name": known, "file": str(file), "bytes": file.stat().st_size}
 
 
@@ -69,30 +68,10 @@ def unreachable() -> str:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=WAIT).close()
             answers.append(True)
-        except urllib.error.HTTPError:  # an answer, too
-            answers.append(True)
-        except (OSError, ValueError):
-            answers.append(False)
+        except (OSError, ValueError) as error:
+            answers.append(isinstance(error, urllib.error.HTTPError))  # an answer, too
 
     asking = threading.Thread(target=ask, daemon=True)  # the timeout of a socket does not end the look-up of a name
     asking.start()
     asking.join(WAIT)
     return "" if answers == [True] else f"no answer from {address}"
-
-
-def download(repository: str, files: Sequence[str]) -> Path:
-    """A folder with these files of `OWNER/NAME`, from the cache or the hub. Raises `ValueError` with what to do."""
-    folder = snapshot(hub_cache() / f"models--{repository.replace('/', '--')}")
-    if all((folder / name).is_file() for name in files):
-        return folder
-    if not (reason := unreachable()):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(repository, allow_patterns=[*files, "*.safetensors", "*.json", "*.txt"]))
-        except Exception as error:
-            reason = " ".join(str(error).split())[:160]
-    raise ValueError(
-        f"{PREFIX}{repository} is not in the local cache and could not be fetched ({reason}); download it elsewhere: "
-        f"hf download {repository} --local-dir FOLDER, copy FOLDER here and name {PREFIX}FOLDER"
-    )

@@ -129,8 +129,10 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     else:
         named = from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
-    if isinstance(model.trunk, TimmTrunk) and (note := _resized(state, named, model.trunk.prefix)):
-        notes.append(note)
+    old, new = state.get("pos_embed"), named.get("trunk.backbone.pos_embed")  # which timm resizes
+    if old is not None and new is not None and old.ndim == new.ndim == 3 and old.shape != new.shape:
+        sides = [round((len(tensor[0]) - model.trunk.prefix) ** 0.5) for tensor in (old, new)]
+        notes.append("positions resized {0}x{0} -> {1}x{1}".format(*sides))
     if decoder := [name for name in named if name.startswith(AUTOENCODER)]:
         notes.append("the decoder of a masked autoencoder is left out")
         named = {name: tensor for name, tensor in named.items() if name not in decoder}
@@ -174,15 +176,6 @@ def _of_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     named = {f"backbone.{name}": tensor for name, tensor in converted.items()}
     kept = {name: t for name, t in named.items() if name[9:] in own or not name.startswith(lacks)}
     return {f"trunk.{name}": tensor for name, tensor in kept.items()}
-
-
-def _resized(before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: int) -> str:
-    """A note where timm resized learned positions."""
-    old, new = before.get("pos_embed"), after.get("trunk.backbone.pos_embed")
-    if old is None or new is None or old.ndim != 3 or new.ndim != 3 or old.shape == new.shape:
-        return ""
-    sides = [round((tensor.shape[1] - prefix) ** 0.5) for tensor in (old, new)]
-    return f"positions resized {sides[0]}x{sides[0]} -> {sides[1]}x{sides[1]}"
 
 
 def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:

@@ -21,7 +21,7 @@ from vitrail.model import store
 from vitrail.model.adapters.config import ADAPTER, read_header
 from vitrail.model.assemble import from_spec
 from vitrail.model.classifier import Calibration, Classifier
-from vitrail.model.hub import PREFIX, download, weights_in
+from vitrail.model.hub import weights_in
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 
@@ -43,9 +43,6 @@ def load_model(
     the adapter, with its coefficients rounded to `bits`, is merged, or in use where `merged` is false. Raises one
     sentence where the base is gone or is another one now.
     """
-    if str(path).startswith(PREFIX):  # a folder in the hub's layout, or a repository
-        place = str(path).removeprefix(PREFIX)
-        path = place if Path(place).is_dir() else download(place, (store.WEIGHTS, store.DESCRIPTION))
     folder = store.model_folder(path)
     description = store.read_description(folder)
     if "adapter" in description:

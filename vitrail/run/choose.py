@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 from vitrail.config import RunConfig, from_mapping
@@ -29,28 +29,20 @@ EPOCHS = 15, 100  # fewest and most that are chosen by time
 SAMPLES = 16  # images whose size is read
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A row of the table: a recipe, and what is changed in it."""
-
-    recipe: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05}  # Muon's steps cost more than the network on a CPU
-PHOTOS_ON_CPU = {
+PHOTOS_ON_CPU = {  # Muon's steps would cost more than the network
     "data": {"batch": 32, "augment": {"mixup": 0.0, "cutmix": 0.0}},
     "model": {"name": "timm:resnet18", "image_size": 64},
-    "optim": ADAMW,
+    "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
     "engine": {"ema": 0.98, "evaluate_every": 5.0, "checkpoint_every": 5.0},
 }
-CHOICES = {  # images, where weights come from, device
-    ("photographs", "published", "accelerator"): Choice("finetune"),
-    ("photographs", "published", "CPU"): Choice("finetune", {"data.batch": 32, "model.name": "deit_tiny"}),
-    ("photographs", "none", "accelerator"): Choice("scratch"),
-    ("photographs", "none", "CPU"): Choice("scratch", PHOTOS_ON_CPU),
-    ("small images", "none", "accelerator"): Choice("demo", {"data.augment": {"padding": 3, "flip": 0.5}}),
-    ("small images", "none", "CPU"): Choice("demo", {"data.augment": {"padding": 3, "flip": 0.5}}),
+SMALL_IMAGES = ("demo", {"data.augment": {"padding": 3, "flip": 0.5}})
+CHOICES: dict[tuple[str, str, str], tuple[str, Mapping[str, Any]]] = {  # images, weights, device: recipe, changes to it
+    ("photographs", "published", "accelerator"): ("finetune", {}),
+    ("photographs", "published", "CPU"): ("finetune", {"data.batch": 32, "model.name": "deit_tiny"}),
+    ("photographs", "none", "accelerator"): ("scratch", {}),
+    ("photographs", "none", "CPU"): ("scratch", PHOTOS_ON_CPU),
+    ("small images", "none", "accelerator"): SMALL_IMAGES,
+    ("small images", "none", "CPU"): SMALL_IMAGES,
 }
 
 
@@ -74,33 +66,29 @@ def choose_run(uri: str, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[st
         weights = "none" if problem else "published"
         where = "in the local cache" if file else "to be downloaded"
         reason = f"the weights of {model} are {where}" if not problem else "no published weights without a network"
-    choice = CHOICES[kind, weights, device]
-    changes = flat(choice.settings)
+    name, settings = CHOICES[kind, weights, device]
+    changes = flat(settings)
     if kind == "small images":
         changes["model.image_size"] = 7 * max(3, round(side / 7))  # of vit_micro_28, whose patches have 7 pixels
     named = dict(values.get("model") or {}).get("name")
     if named:
-        changes = {name: value for name, value in changes.items() if not name.startswith("model.")}
-    config = from_mapping(values, with_values(recipe(choice.recipe, named), {**changes, "data.uri": uri}))
+        changes = {path: value for path, value in changes.items() if not path.startswith("model.")}
+    config = from_mapping(values, with_values(recipe(name, named), {**changes, "data.uri": uri}))
     if device == "CPU" and not {"epochs", "steps"} & dict(values.get("optim") or {}).keys():
         config = with_values(config, {"optim.epochs": _epochs(config, images, len(data.classes))})
     found = f"{images:,} {kind} (shorter side {side} pixels), {len(data.classes)} classes, {device}; {reason}"
-    chosen = f"recipe {choice.recipe}: {config.model.name} at {config.model.image_size or 'its own'} pixels"
-    if config.optim.epochs is not None:
-        chosen += f", {config.optim.epochs:g} epochs"
+    chosen = f"recipe {name}: {config.model.name} at {config.model.image_size or 'its own'} pixels"
+    chosen += f", {config.optim.epochs:g} epochs"
     return config, (f"found: {found}", f"chosen: {chosen}; choose otherwise: vitrail train RECIPE --data {uri}")
 
 
 def _side(data: DataSet) -> int:
     """Median of the shorter side of some images."""
     rows = next(iter(data.splits.values()))
-    step = max(1, len(rows) // SAMPLES)
     sides = []
-    for row in range(0, len(rows), step):
-        try:
+    for row in range(0, len(rows), max(1, len(rows) // SAMPLES)):
+        with suppress(BadImage, OSError, ValueError):  # reported when data are checked
             sides.append(min(rows.read(row).size))
-        except (BadImage, OSError, ValueError):  # reported when data are checked
-            continue
     return int(statistics.median(sides)) if sides else SMALL + 1
 
 

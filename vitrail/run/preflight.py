@@ -181,6 +181,7 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
     """Warnings and notes before a run; `peak` is the learning rate that is reached."""
     notes = []
     count, adapter = len(data["train"]), config.model.adapter
+    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
     if adapter is not None:
         notes.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
         if config.model.weights == "none":
@@ -197,7 +198,7 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
         )
     elif config.model.weights == "none" and count < FEW_IMAGES:
         notes.append(
-            f"warning: {count} training {data.things} are few for {_count(parameters)} parameters from scratch; "
+            f"warning: {count} training {data.things} are few for {size} parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
@@ -224,10 +225,6 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
             f"{' from scratch' if low else ''}; {usual:g} is usual{set_it}"
         )
     return notes
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
 
 
 def one_answer(predictions: AnyPredictions, data: DataSet) -> list[str]:
