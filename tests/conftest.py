@@ -28,6 +28,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture
+def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the hub could be reached, for tests that replace what would download."""
+    monkeypatch.setattr("vitrail.model.trunks.timm_trunk.unreachable", lambda: "")
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data sets that VITRAIL_DATA names; the test skips without it."""

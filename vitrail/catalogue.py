@@ -18,6 +18,7 @@ from vitrail.config import RunConfig
 from vitrail.files import parse_json
 from vitrail.model.adapters.config import ADAPTER, AdapterConfig, read_header, summary
 from vitrail.model.config import TrunkConfig
+from vitrail.model.hub import cached_repositories
 from vitrail.model.zoo import ZOO
 from vitrail.recipes import RECIPES, about, configured, stated
 from vitrail.registry import config_type, kinds, part
@@ -48,11 +49,14 @@ def names(what: str) -> list[str]:
         "adapters": list(_kinds(AdapterConfig)),
         "recipes": list(RECIPES),
         "data": list(data_forms()),
+        "weights": [row["name"] for row in cached_repositories()],
     }[what]
 
 
 def rows(what: str, pattern: str = "*") -> list[dict[str, Any]]:
     """One row for each name that matches."""
+    if what == "weights":
+        return [row for row in cached_repositories() if fnmatchcase(row["name"], pattern)]
     make = {"models": _model, "recipes": _recipe, "data": _data}.get(what, lambda name: _part(what, name))
     return [make(name) for name in names(what) if fnmatchcase(name, pattern)]
 
@@ -134,7 +138,8 @@ def table(what: str, rows: Sequence[dict[str, Any]]) -> Any:
     grid.add_column("")
     for row in rows:
         options = ", ".join(f"{k}={v}" for k, v in row.get("options", {}).items())
-        grid.add_row(row["name"], Text(row["about"] + (f" ({options})" if options else "")))
+        about = row.get("about") or f"{row['bytes'] / 1e6:.1f} MB, {row['file']}"
+        grid.add_row(row["name"], Text(about + (f" ({options})" if options else "")))
     return grid
 
 

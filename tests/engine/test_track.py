@@ -1,9 +1,13 @@
-"""What TensorBoard is shown is what `metrics.jsonl` says."""
+"""What a tracker is shown is what `metrics.jsonl` says."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig
-from vitrail.engine.run_folder import FOLDER, TensorBoard
+from vitrail.engine.trackers import FOLDER, TRACKERS, TensorBoard
 from vitrail.recipes import recipe, with_values
 
 SMALL = {
@@ -56,18 +60,113 @@ def test_a_resumed_run_takes_back_what_came_after_its_checkpoint(tmp_path: Path)
     assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(2, 2.0), (4, 4.0), (6, 60.0)]
 
 
-def test_without_tensorboard_a_run_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+Shown = list[tuple[str, float, int]]
+
+
+def fake_mlflow(shown: Shown, calls: list[Any]) -> ModuleType:
+    class MlflowClient:
+        def __init__(self, tracking_uri: str) -> None:
+            calls.append(tracking_uri)
+
+        def get_experiment_by_name(self, name: str) -> None:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return "1"
+
+        def create_run(self, experiment: str, run_name: str) -> Any:
+            return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+        def log_metric(self, run_id: str, key: str, value: float, step: int) -> None:
+            shown.append((key, value, step))
+
+        def set_terminated(self, run_id: str) -> None:
+            calls.append("closed")
+
+    module = ModuleType("mlflow")
+    module.MlflowClient = MlflowClient  # type: ignore[attr-defined]
+    return module
+
+
+def fake_wandb(shown: Shown, calls: list[Any]) -> ModuleType:
+    def log(values: dict[str, float]) -> None:
+        step = int(values.pop("trainer/step"))
+        shown.extend((name, value, step) for name, value in values.items())
+
+    def init(**options: Any) -> Any:
+        assert options["mode"] == "offline"
+        calls.append(options["dir"])
+        return SimpleNamespace(log=log, finish=lambda: calls.append("closed"))
+
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    return module
+
+
+def fake_tensorboard(shown: Shown, calls: list[Any]) -> ModuleType:
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            calls.append(folder)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            shown.append((name, value, step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    return module
+
+
+FAKES: dict[str, tuple[str, Callable[[Shown, list[Any]], ModuleType]]] = {
+    "tensorboard": ("torch.utils.tensorboard", fake_tensorboard),
+    "mlflow": ("mlflow", fake_mlflow),
+    "wandb": ("wandb", fake_wandb),
+}
+LINES = [
+    {"step": 2, "epoch": 0.5, "split": "train", "loss": 1.5, "lr": 0.1},
+    {"step": 2, "epoch": 0.5, "split": "val", "top1": 0.25, "final": True, "name": "x"},
+]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_is_shown_every_number_in_the_run_folder_and_closed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib.util
+    shown: Shown = []
+    calls: list[Any] = []
+    module, fake = FAKES[name]
+    monkeypatch.setitem(sys.modules, module, fake(shown, calls))
+    tracker = TRACKERS[name](tmp_path, 0)  # type: ignore[call-arg]
+    for line in LINES:
+        tracker.write(line)
+    tracker.close()
+    assert shown == [("train/loss", 1.5, 2), ("train/lr", 0.1, 2), ("val/top1", 0.25, 2)]
+    assert str(tmp_path) in calls[0]
+    assert calls[-1] == "closed"
 
-    real = importlib.util.find_spec
 
-    def gone(name: str, *rest: Any) -> Any:
-        return None if name == "tensorboard" else real(name, *rest)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACKERS)
+def test_an_installed_tracker_writes_into_the_run_folder(name: str, tmp_path: Path) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    tracker = TRACKERS[name](tmp_path, 0)  # type: ignore[call-arg]
+    for line in LINES:
+        tracker.write(line)
+    tracker.close()
+    assert any(path.is_file() for path in (tmp_path / name).rglob("*"))
 
-    monkeypatch.setattr(importlib.util, "find_spec", gone)
-    words = ["--data", "synthetic:shapes?n=60&size=32", "--engine.track", "tensorboard", "--out", str(tmp_path / "run")]
-    assert command(["train", "demo", *words]) != 0
-    assert "pip install vitrail[track]" in capsys.readouterr().err
+
+@pytest.mark.parametrize(("name", "extra"), [("tensorboard", "track"), ("mlflow", "mlflow"), ("wandb", "wandb")])
+def test_without_its_package_a_run_is_refused_before_anything_is_written(
+    name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vitrail.engine.trackers.find_spec", lambda package: None)
+    words = ["--data", "synthetic:shapes?n=60&size=32", "--engine.track", name, "--out", str(tmp_path / "run")]
+    assert command(["train", "demo", *words]) == 2
+    assert f"{name} is not installed; pip install vitrail[{extra}]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -480,6 +480,7 @@ def test_a_random_teacher_is_another_draw_and_always_the_same() -> None:
     assert not torch.equal(one.trunk.pos_embed, student.trunk.pos_embed)
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_published_weights_come_in_our_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=0).eval()
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: theirs)

@@ -410,6 +410,7 @@ def test_published_reference_weights_teach(real_data: Path) -> None:
     assert len(found.classes) == 10
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_a_published_model_of_timm_teaches_with_its_own_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = timm.create_model, []
 

@@ -158,6 +158,7 @@ def test_a_model_without_a_published_figure_is_measured_all_the_same(
     assert ask(capsys, f"timm:{NAME}", "--weights", file, "--data", imagenet, "--expect")[0] == 0
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_several_models_give_one_table(
     theirs: nn.Module, ours: str, imagenet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +302,7 @@ def test_what_cannot_be_is_one_sentence(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("hub_answers")
 def test_weights_that_cannot_be_fetched_are_one_sentence(
     imagenet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +313,7 @@ def test_weights_that_cannot_be_fetched_are_one_sentence(
     code, _, err = ask(capsys, f"timm:{NAME}", "--data", imagenet)
     assert code == 2
     assert "could not be fetched (no network)" in err
-    assert "--weights FILE" in err
+    assert "--weights FOLDER/model.safetensors" in err
 
 
 def test_a_model_that_timm_does_not_have_takes_a_file_that_fills_all_of_it(

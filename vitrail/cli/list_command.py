@@ -10,27 +10,30 @@ from vitrail.console import fail, output
 from vitrail.schema import Positional, near
 
 MEASURED_SECONDS, MEASURED_STEPS = 3.0, 2  # after the first steps; steps per line
-What = Literal["models", "heads", "mixers", "objectives", "evaluators", "adapters", "recipes", "data"]
+What = Literal["models", "heads", "mixers", "objectives", "evaluators", "adapters", "recipes", "data", "weights"]
 
 
 @dataclass(frozen=True)
 class ListCommand:
-    """Names of models, heads, mixers, objectives, evaluators, adapters, recipes or data sources.
+    """Names of models, heads, mixers, objectives, evaluators, adapters, recipes, data sources or cached weights.
 
     Example: vitrail list models "deit*" --json
+    Example: vitrail list weights        (downloaded before: names for --model.name with --model.weights timm)
     """
 
     what: Annotated[What, Positional("WHAT")] = "models"
-    """models, heads, mixers, objectives, evaluators, adapters, recipes or data"""
+    """models, heads, mixers, objectives, evaluators, adapters, recipes, data or weights"""
     pattern: Annotated[str, Positional("PATTERN")] = "*"  # only names that match this shell pattern
     json: bool = False  # print one JSON list
 
     def __call__(self) -> int:
         from vitrail import catalogue
+        from vitrail.model.hub import hub_cache
 
         rows = catalogue.rows(self.what, self.pattern)
         if not rows and not self.json:
-            return fail(f"no {self.what} match {self.pattern!r}{near(self.pattern, catalogue.names(self.what))}")
+            where = f" in {hub_cache()} (HF_HUB_CACHE names another cache)" if self.what == "weights" else ""
+            return fail(f"no {self.what} match {self.pattern!r}{where}{near(self.pattern, catalogue.names(self.what))}")
         return output(self.json, rows, catalogue.table(self.what, rows))
 
 

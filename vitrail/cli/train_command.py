@@ -43,6 +43,7 @@ SECTIONS = {
 }
 EXAMPLES = (
     ("vitrail train demo", "minutes on a CPU, with embedded images"),
+    ("vitrail train photos/", "a recipe that suits them, with the reasons for it"),
     ("vitrail train finetune --data photos/", "from published weights"),
     ("vitrail train vit --data photos/ --model.name deit_tiny --optim.epochs 50", "from scratch"),
     ("vitrail train demo --help optim", "the settings of a section, with the values of a recipe"),
@@ -51,7 +52,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """`vitrail train [RECIPE] [--config FILE] [--resume RUN] [--section.name value ...]`."""
+    """`vitrail train [RECIPE | DATA] [--config FILE] [--resume RUN] [--section.name value ...]`."""
 
     recipes: Annotated[tuple[str, ...], Positional("RECIPE")]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class TrainCommand:
         if self.config is not None:
             config = from_mapping(self.settings, from_mapping({**load_yaml(self.config), "out": None}))
         else:
-            config = configured(self.recipes[0] if self.recipes else "vit", self.settings)
+            config = self._chosen() or configured(self.recipes[0] if self.recipes else "vit", self.settings)
         if self.launch is not None:
             return self._submit(config)
         # torchrun counts its restarts: with --max-restarts a run goes on from its last checkpoint.
@@ -88,6 +89,26 @@ class TrainCommand:
             return fail("torchrun --max-restarts continues the run of --out FOLDER after a failure; name one")
         continued = self.resume == "auto" or restarts["RESTART_COUNT"] > 0
         return self._run(lambda api: api.train(config, continued=continued, estimate=not self.json))
+
+    def _chosen(self) -> RunConfig | None:
+        """Where data are named and no recipe: the configuration that suits them, which is printed. None elsewhere."""
+        from vitrail.recipes import RECIPES
+
+        given = self.settings.get("data")  # `--data URI` alone, or with settings next to it
+        named = str(given.get("uri") or given.get("kind") or "") if isinstance(given, Mapping) else str(given or "")
+        name = self.recipes[0] if self.recipes else ""
+        if name and not (name not in RECIPES and (":" in name or Path(name.partition("?")[0]).exists())):
+            return None
+        if not (uri := name or named):
+            return None
+        if name and named:
+            raise ValueError(f"data are named twice: {name} and --data {named}; leave one out")
+        from vitrail.run.choose import choose_run
+
+        config, lines = choose_run(uri, self.settings)
+        if os.environ.get("RANK", "0") == "0":
+            print(*lines, sep="\n", file=sys.stderr)
+        return config
 
     def _submit(self, config: RunConfig) -> int:
         """Check the settings here, write them down, and submit a job that begins or continues the run."""
@@ -211,7 +232,8 @@ def _page(chosen: str) -> str:
     recipes = {name: about(name).splitlines()[0] for name in dict.fromkeys((*FIRST, chosen))}
     return "\n".join(
         (
-            "usage: vitrail train [RECIPE] [--section.name value ...]",
+            "usage: vitrail train DATA [--section.name value ...]      (recipe chosen by data, weights and machine)",
+            "       vitrail train [RECIPE] [--section.name value ...]",
             "       vitrail train --config RUN/config.yaml [--section.name value ...]",
             "       vitrail train --resume RUN",
             "       vitrail train [RECIPE] ... --out RUN --resume auto",

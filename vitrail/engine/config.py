@@ -78,8 +78,8 @@ class EngineConfig:
     slower, and an error where an operation cannot. On a CPU runs repeat bit for bit without it."""
     log_every: Count = 20
     """Steps between lines of metrics.jsonl."""
-    track: Literal["none", "tensorboard"] = "none"
-    """Also show these lines to a tracker (`tensorboard --logdir RUN`)."""
+    track: Literal["none", "tensorboard", "mlflow", "wandb"] = "none"
+    """Also show these lines to a tracker, offline, in the run folder (`tensorboard --logdir RUN`)."""
     evaluate_every: Annotated[float, Range(0)] = 1.0
     """Epochs between looks at val (0: only at the end)."""
     checkpoint_every: Annotated[float, Range(0)] = 1.0

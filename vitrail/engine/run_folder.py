@@ -1,4 +1,4 @@
-"""The run folder: configuration, metrics (in TensorBoard too, on request), log, environment, checkpoints; one writer.
+"""The run folder: configuration, metrics (in a tracker too, on request), log, environment, checkpoints; one writer.
 
 A checkpoint is one safetensors file, tensors and a JSON header, written atomically: it is complete or not there. Its
 header has a checksum, so that a damaged one is reported and never used.
@@ -23,50 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.engine.trackers import Tracker
 from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, parse_json, reject_later, remove_leftovers, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
-
-FOLDER = "tensorboard"  # in the run folder
-PLACES = ("step", "epoch")
-
-
-class TensorBoard:
-    """Event files in RUN/tensorboard, a curve for every number of every split.
-
-    `step` is where the run continues: later points are removed. Raises `ValueError`, with what to do,
-    where TensorBoard is not installed.
-    """
-
-    def __init__(self, run: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            raise ValueError(NOT_THERE) from None
-        self.writer = SummaryWriter(str(run / FOLDER), purge_step=step + 1 if step else None)
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """One line of `metrics.jsonl`."""
-        split = str(line["split"])
-        for name, value in line.items():
-            if name not in PLACES and isinstance(value, int | float) and not isinstance(value, bool):
-                self.writer.add_scalar(f"{split}/{name}", value, int(line["step"]))
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-NOT_THERE = "engine.track: tensorboard is not installed; pip install vitrail[track], or leave --engine.track out"
-
-
-def reject_untracked(track: str) -> None:
-    """Raises `ValueError` before work starts, where the tracker is not installed."""
-    from importlib.util import find_spec
-
-    if track == "tensorboard" and find_spec("tensorboard") is None:
-        raise ValueError(NOT_THERE)
-
 
 TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ between equal runs
 
@@ -78,7 +38,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tracker: TensorBoard | None = None
+        self.tracker: Tracker | None = None
         self._lock: Any = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +35,7 @@ from vitrail.fit.search import Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
+from vitrail.model.hub import unreachable
 from vitrail.recipes import recipe, with_values
 from vitrail.run.deploy import export_onnx
 from vitrail.run.evaluate import calibrate, evaluate, load
@@ -151,7 +151,7 @@ def fit(
 
 def _base(data: str, weights: str, say: Callable[[str], None]) -> RunConfig:
     """Fine-tuning where published weights can be had, training from scratch where not."""
-    published = weights == "auto" and _reaches_weights()
+    published = weights == "auto" and not unreachable()
     base = recipe("finetune" if published else "scratch")
     if weights == "auto":
         reason = "published weights can be downloaded" if published else "no network to download published weights"
@@ -167,14 +167,6 @@ def _batch(images: int) -> int:
     (64, 512)
     """
     return int(min(512, max(64, 2 ** round(math.log2(images / 100)))))
-
-
-def _reaches_weights() -> bool:
-    try:
-        with socket.create_connection(("huggingface.co", 443), timeout=3):
-            return True
-    except OSError:
-        return False
 
 
 def _state(out: Path, options: Mapping[str, Any]) -> dict[str, Any]:

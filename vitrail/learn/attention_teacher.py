@@ -23,7 +23,7 @@ from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.store import read_tensors
 from vitrail.model.timm_weights import load_weights
 from vitrail.model.trunks.guided import PARTS, Guide, GuidedTrunk, StoredTensors
-from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
+from vitrail.model.trunks.timm_trunk import published_backbone, timm_preprocess
 from vitrail.model.trunks.vit import Trunk
 from vitrail.model.zoo import ZOO
 from vitrail.schema import near
@@ -75,8 +75,6 @@ def _like(student: Classifier) -> Classifier:
 
 def _published(name: str) -> Classifier:
     """A plain ViT with published weights, built of our parts, so that its attention can be read."""
-    import timm
-
     bare = name.removeprefix("timm:")
     rows = {spec.timm: row for row, spec in ZOO.items() if spec.timm}
     row = rows.get(bare.partition(".")[0])
@@ -85,9 +83,9 @@ def _published(name: str) -> Classifier:
             f"objective.teacher: the attention of {name} cannot be read{near(bare, rows)}; these can: {', '.join(rows)}"
         )
     try:
-        published = timm.create_model(bare, pretrained=True)
-    except Exception as error:
-        raise ValueError(f"objective.teacher: {no_weights(bare, error)}") from None
+        published = published_backbone(bare)
+    except ValueError as error:
+        raise ValueError(f"objective.teacher: {error}") from None
     model = create_model(row, classes=max(1, int(getattr(published, "num_classes", 1))))
     load_weights(model, published.state_dict())
     model.preprocess = replace(timm_preprocess(published), size=model.preprocess.size)

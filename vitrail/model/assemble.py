@@ -158,9 +158,10 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
             return TimmTrunk(backbone, config, classifier_names(backbone)), OwnHead(backbone)
         trunk = TimmTrunk(backbone, config)
     head = build_head(chosen, trunk.width, classes)
-    if head.prefix > trunk.prefix:
+    class_tokens = int(getattr(trunk, "class_tokens", trunk.prefix))  # without registers
+    if head.prefix > class_tokens:
         raise ValueError(
-            f"{parts.name or config.kind} has {trunk.prefix} class tokens, the head {chosen.kind} needs {head.prefix}; "
+            f"{parts.name or config.kind} has {class_tokens} class tokens, the head {chosen.kind} needs {head.prefix}; "
             "heads that pool patches work: mean, class_attention, attention_pool, gramian, "
             "or second_order with class_token none and fusion words_only"
         )

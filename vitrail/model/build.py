@@ -34,7 +34,8 @@ def create_model(
 
     `classes` is a number or names (none: as the source counts, mostly 1000). Everything the name fixes can be
     overridden by keyword (`depth=4`, `width=64`, `drop_path=0.1`, ...); with `timm:NAME` keywords go to timm. `weights`
-    is `none`, `timm` (published weights), a run or model folder, or a weights file; a head of another size starts anew.
+    is `none`, `timm` (published weights), a run or model folder, a weights file or a folder of the hub that holds one;
+    a head of another size starts anew.
     `device="meta"` builds without memory. `text:FOLDER` is a classifier of texts, see `model/text_build.py`. Raises
     `ValueError` for an unknown name or override, with near matches.
 
@@ -53,10 +54,10 @@ def create_model(
         parts, default_classes = _parts(name, image_size, head, overrides)
         pretrained = weights == "timm" and isinstance(parts.trunk, TimmBackbone)
         model = assemble(parts, class_names(classes or default_classes), multilabel, preprocess, device, pretrained)
-    if weights != "none" and not pretrained:
-        from vitrail.model.weights import start_from
+    if weights != "none":
+        from vitrail.model.weights import start_from, state_published
 
-        start_from(model, name, weights)
+        state_published(model) if pretrained else start_from(model, name, weights)
     return model
 
 

@@ -132,6 +132,11 @@ def write_description(model: Classifier, folder: Path, form: int, file: Path, **
     return folder
 
 
+def holds_model(path: Path) -> bool:
+    """Whether a folder is a run or a model of ours."""
+    return any((path / name).is_file() for name in ("config.yaml", DESCRIPTION, f"model/{DESCRIPTION}"))
+
+
 def model_folder(path: str | Path) -> Path:
     """The folder that holds a model: `path` itself, or `model/` of a run folder."""
     path = Path(path)

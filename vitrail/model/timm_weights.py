@@ -6,6 +6,7 @@ Rename tables are short because attributes inside our trunks follow timm's names
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from vitrail.model.mixers.patches import LinearPatchesMixer
 from vitrail.model.parts.modules import without_adapters
 from vitrail.model.parts.stems import resize_mixing, resize_positions
 from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk, port_name
-from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk
+from vitrail.model.trunks.timm_trunk import OwnHead, TimmTrunk, classifier_names
 from vitrail.model.trunks.vit import Trunk
 from vitrail.schema import build
 
@@ -123,9 +124,15 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
         named = dict(state)
     elif isinstance(model.trunk, CifarResNetTrunk):
         named = {port_name(name): tensor for name, tensor in state.items()}
+    elif isinstance(model.trunk, TimmTrunk):
+        named = _of_backbone(model.trunk.backbone, state)
     else:
         named = from_timm_names(state)
     own, notes, wrong = model.state_dict(), [], []
+    old, new = state.get("pos_embed"), named.get("trunk.backbone.pos_embed")  # which timm resizes
+    if old is not None and new is not None and old.ndim == new.ndim == 3 and old.shape != new.shape:
+        sides = [round((len(tensor[0]) - model.trunk.prefix) ** 0.5) for tensor in (old, new)]
+        notes.append("positions resized {0}x{0} -> {1}x{1}".format(*sides))
     if decoder := [name for name in named if name.startswith(AUTOENCODER)]:
         notes.append("the decoder of a masked autoencoder is left out")
         named = {name: tensor for name, tensor in named.items() if name not in decoder}
@@ -161,6 +168,16 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     return notes + [f"{name} starts anew" for name in anew]
 
 
+def _of_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A timm model's state dict for that model as a trunk: renamed and resized by timm, less a classifier it lacks."""
+    convert = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
+    converted = dict(state) if convert is None else convert(dict(state), backbone)
+    own, lacks = backbone.state_dict(), tuple(f"{name}." for name in classifier_names(backbone))
+    named = {f"backbone.{name}": tensor for name, tensor in converted.items()}
+    kept = {name: t for name, t in named.items() if name[9:] in own or not name.startswith(lacks)}
+    return {f"trunk.{name}": tensor for name, tensor in kept.items()}
+
+
 def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
     notes = []
     value, own = named.get("trunk.pos_embed"), trunk.pos_embed
@@ -168,7 +185,8 @@ def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
         side = round((value.shape[1] - trunk.placed_prefix) ** 0.5)
         if value.shape[1] - side * side == trunk.placed_prefix and value.shape[-1] == trunk.width:
             named["trunk.pos_embed"] = resize_positions(value, trunk.placed_prefix, (side, side), trunk.grid)
-            notes.append(f"positions resized from {value.shape[1]} to {own.shape[1]}")
+            rows, columns = trunk.grid
+            notes.append(f"positions resized {side}x{side} -> {rows}x{columns}")
     for name, module in trunk.named_modules():
         weight = named.get(f"trunk.{name}.tokens.weight")
         if isinstance(module, LinearPatchesMixer) and weight is not None and weight.shape != module.tokens.weight.shape:

@@ -8,7 +8,8 @@ and the `seed` with which all that no weights filled was initialised. A hash tel
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vitrail.model import store
 from vitrail.model.adapters.config import ADAPTER, read_header
 from vitrail.model.assemble import from_spec
 from vitrail.model.classifier import Calibration, Classifier
+from vitrail.model.hub import weights_in
 from vitrail.model.zoo import ZOO
 from vitrail.schema import build
 
@@ -61,6 +63,9 @@ def load_model(
         fill = getattr(module, "fill_buffers", None)
         if callable(fill):
             fill()
+    if any(buffer.is_meta for buffer in model.buffers()):  # of timm: rotary positions, which its files leave out
+        model = _described(description, "cpu")
+        model.load_state_dict(tensors, strict=True)
     model.stated, model.files = description.get("stated", {}), store.read_files(folder, description)
     return model.to(device or "cpu").eval()
 
@@ -165,12 +170,14 @@ def _base_weights(folder: Path, recorded: dict[str, Any], base: str | Path | Non
 
 
 def start_from(model: Classifier, name: str, weights: str) -> list[str]:
-    """Fill `model` from `weights` (timm, a run or model folder, a file); returns notes on what was adapted.
+    """Fill `model` from `weights`: timm, a run or model folder, a file, or a folder with one as the hub has it.
+
+    Returns notes on what was adapted; a sentence about all that was loaded is in `model.stated["weights"]`.
 
     The weights' own normalisation, crop ratio and interpolation come with them. Raises one sentence with a remedy where
     there are no such weights.
     """
-    path = Path(weights)
+    path = source = Path(weights)
     if hasattr(model.trunk, "tokeniser"):
         from vitrail.model.text_build import HUB, load_text_weights
 
@@ -181,9 +188,33 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
     else:
         from vitrail.model.timm_weights import load_weights
 
-        notes = _of_folder(model, name, path) if path.is_dir() else load_weights(model, store.read_tensors(path))
-    model.stated["weights"] = {"from": weights, "adapted": notes}
+        if path.is_dir() and not store.holds_model(path):
+            source = weights_in(path) or path
+        notes = _of_folder(model, name, path) if source.is_dir() else load_weights(model, store.read_tensors(source))
+    model.stated["weights"] = {"from": weights, "adapted": notes, "loaded": _loaded(model, notes, str(source))}
     return notes
+
+
+def state_published(model: Classifier) -> None:
+    """Write into `model.stated` what timm loaded into its own model, as `start_from` does."""
+    settings, anew = model.trunk.backbone.pretrained_cfg, []  # type: ignore[union-attr]
+    if not getattr(model.trunk.backbone, "classifier_is_published", False):
+        anew = [f"{name} (({settings['num_classes']},) in the weights) starts anew" for name in model.head_parameters()]
+    notes = _loaded(model, anew, f"{settings.get('hf_hub_id') or settings.get('url')}")
+    model.stated["weights"] = {"from": "timm", "adapted": anew, "loaded": notes}
+
+
+def _loaded(model: Classifier, notes: Sequence[str], source: str) -> str:
+    """One sentence: how many tensors came from where, what was resized, which head was replaced."""
+    anew = [note for note in notes if note.endswith("starts anew")]
+    total = sum(not name.endswith("num_batches_tracked") for name in model.state_dict())
+    others = [note for note in notes if note not in anew]
+    counts = [int(match[1]) for note in anew if (match := re.search(r"\(\((\d+),.*in the weights", note))]
+    if any(count > 1 for count in counts):
+        others.append(f"the head for {max(counts)} classes was replaced")
+    elif anew:
+        others.append(f"{len(anew)} tensors ({anew[0].partition(' ')[0]}, ...) start from random values")
+    return "; ".join((f"loaded {total - len(anew)} of {total} tensors from {source}", *others))
 
 
 def _of_folder(model: Classifier, name: str, path: Path) -> list[str]:
@@ -260,7 +291,7 @@ def published_classifier(name: str, weights: str = "") -> Classifier:
 
     from vitrail.model.build import create_model
     from vitrail.model.timm_weights import load_weights
-    from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
+    from vitrail.model.trunks.timm_trunk import published_backbone, timm_preprocess
 
     checkpoint, classes = checkpoint_of(name, weights), ImageNetInfo("imagenet-1k").label_names()
     tensors = None
@@ -273,11 +304,14 @@ def published_classifier(name: str, weights: str = "") -> Classifier:
         notes = load_weights(model, tensors)
     else:
         try:  # timm itself renames what the authors' files call otherwise
-            overlay = {} if tensors is None else {"state_dict": tensors}
-            published = timm.create_model(checkpoint, pretrained=True, pretrained_cfg_overlay=overlay)
+            if tensors is None:
+                published = published_backbone(checkpoint, "--weights FOLDER/model.safetensors")
+            else:
+                overlay = {"state_dict": tensors}
+                published = timm.create_model(checkpoint, pretrained=True, pretrained_cfg_overlay=overlay)
         except Exception as error:
             if tensors is None:
-                raise ValueError(no_weights(checkpoint, error, "or give a file: --weights FILE")) from None
+                raise
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{weights} does not hold the weights of timm:{checkpoint} ({reason})") from None
         preprocess, state = timm_preprocess(published), published.state_dict()
@@ -297,14 +331,11 @@ def _published(model: Classifier, name: str) -> list[str]:
     import timm
 
     from vitrail.model.timm_weights import load_weights
-    from vitrail.model.trunks.timm_trunk import no_weights, timm_preprocess
+    from vitrail.model.trunks.timm_trunk import published_backbone, timm_preprocess
 
     theirs = ZOO[name].timm
     if theirs is None or not timm.models.is_model_pretrained(theirs):
         raise ValueError(f"no published weights for {name}; models that have them: {', '.join(published_models())}")
-    try:
-        published = timm.create_model(theirs, pretrained=True)
-    except Exception as error:
-        raise ValueError(no_weights(theirs, error)) from None
+    published = published_backbone(theirs)
     model.preprocess = replace(timm_preprocess(published), size=model.preprocess.size)
     return load_weights(model, published.state_dict())

@@ -12,7 +12,8 @@ from vitrail.config import RUN_OF, RunConfig, validate
 from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision
-from vitrail.engine.run_folder import reject_untracked, unused
+from vitrail.engine.run_folder import unused
+from vitrail.engine.trackers import reject_untracked
 from vitrail.files import reject_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
@@ -20,7 +21,8 @@ from vitrail.measure.classification import Figures, SingleLabelFigures, prior_lo
 from vitrail.measure.evaluator import AnyPredictions
 from vitrail.model.config import OWN_TEXT, ModelConfig
 from vitrail.model.heads.config import Distilled
-from vitrail.model.store import DESCRIPTION, model_folder, read_description, read_tensors
+from vitrail.model.hub import WEIGHT_FILES, weights_in
+from vitrail.model.store import holds_model, model_folder, read_description, read_tensors
 from vitrail.model.zoo import ZOO
 from vitrail.quantities import number
 from vitrail.recipes import RECIPES
@@ -52,6 +54,13 @@ def check_machine(config: RunConfig, group: ProcessGroup) -> None:
     """Raises where this machine lacks the device, its precision or a package that the run needs."""
     reject_untracked(config.engine.track)
     choose_precision(config.engine.precision, choose_device(config.engine.device, group))
+    if config.model.weights == "timm":
+        from vitrail.model.trunks.timm_trunk import local_weights
+
+        name = config.model.name
+        theirs = name.removeprefix("timm:") if name.startswith("timm:") else ZOO[name].timm
+        if problem := local_weights(theirs or "")[1]:
+            raise ValueError(problem)
 
 
 def check_output(config: RunConfig, group: ProcessGroup) -> None:
@@ -131,10 +140,14 @@ def _stored(setting: str, path: Path) -> list[str]:
     """Weights on disk. A file is read as a whole: nothing less tells that it is one."""
     if not path.exists():
         return [f"{setting}: there is nothing at {path}; name a finished run, a model folder or a file of weights"]
-    if path.is_dir() and not any(
-        (path / name).is_file() for name in ("config.yaml", DESCRIPTION, f"model/{DESCRIPTION}")
-    ):
-        return [f"{setting}: {path} is no run and no model folder; name a finished run, or a file of weights"]
+    if path.is_dir() and not holds_model(path):
+        file = weights_in(path) if setting == "model.weights" else None
+        if file is None:
+            lacks = f" (it has no {' or '.join(WEIGHT_FILES[:2])})" if setting == "model.weights" else ""
+            return [
+                f"{setting}: {path} is no run and no model folder{lacks}; name a finished run, or a file of weights"
+            ]
+        path = file
     try:
         if path.is_file():
             read_tensors(path)
@@ -161,12 +174,14 @@ HIGH_RATES = {  # optimiser -> learning rate from which a model seldom learns an
     "sgd": (5.0, 0.1),
     "adagrad": (0.5, 0.01),
 }
+LOW = 0.05  # share of the usual learning rate below which a model from scratch hardly learns
 
 
 def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: int, peak: float) -> list[str]:
     """Warnings and notes before a run; `peak` is the learning rate that is reached."""
     notes = []
     count, adapter = len(data["train"]), config.model.adapter
+    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
     if adapter is not None:
         notes.append(f"{adapter.kind}: {tuned:,} numbers are trained, {parameters:,} parameters stay as they are")
         if config.model.weights == "none":
@@ -181,9 +196,9 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
             f"warning: weights of {config.model.name} are not read and training begins from random ones; "
             "--model.weights hub reads them"
         )
-    elif config.model.weights == "none" and count < FEW_IMAGES and parameters > 1_000_000:
+    elif config.model.weights == "none" and count < FEW_IMAGES:
         notes.append(
-            f"warning: {count} training {data.things} are few for {parameters / 1e6:.1f} M parameters from scratch; "
+            f"warning: {count} training {data.things} are few for {size} parameters from scratch; "
             "start from weights (vitrail train finetune, or --model.weights timm|RUN|PATH)"
         )
     if count < FEW_STEPS * config.data.batch and config.data.batch > 2 * SMALL_BATCH:
@@ -200,10 +215,14 @@ def warnings_before(config: RunConfig, data: DataSet, parameters: int, tuned: in
     learns_weights = not isinstance(config.objective, AttackConfig)  # a patch wants another rate
     learns_weights = learns_weights and (adapter is None or adapter.kind == "lora")  # as do coefficients
     high, usual = HIGH_RATES[config.optim.name]
-    if learns_weights and config.optim.tune != "head" and peak >= high:
+    from_scratch = config.model.weights == "none" and adapter is None and config.objective.kind == "supervised"
+    low = from_scratch and peak < LOW * usual
+    if learns_weights and config.optim.tune != "head" and (peak >= high or low):
         scaled = "" if peak == config.optim.lr else f" ({config.optim.lr:g} scaled to a batch of {config.data.batch})"
+        set_it = ", and --optim.lr_batch none takes --optim.lr as it is" if low and scaled else ""
         notes.append(
-            f"warning: a learning rate of {peak:g}{scaled} is high for {config.optim.name}; {usual:g} is usual"
+            f"warning: a learning rate of {peak:g}{scaled} is {'low' if low else 'high'} for {config.optim.name}"
+            f"{' from scratch' if low else ''}; {usual:g} is usual{set_it}"
         )
     return notes
 

@@ -21,7 +21,8 @@ from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
-from vitrail.engine.run_folder import RunFolder, TensorBoard, free_name
+from vitrail.engine.run_folder import RunFolder, free_name
+from vitrail.engine.trackers import TRACKERS
 from vitrail.files import reject_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
@@ -220,6 +221,8 @@ class Trainer:
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
         self.module.batches(0, 0).close()  # rejects batches that cannot be cut, before anything is written
+        loaded = self.model.stated.get("weights", {}).get("loaded")
+        group.say(quiet, *filter(None, [loaded]))
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
         notes += shard_notes if sharded else []
@@ -277,8 +280,8 @@ class Trainer:
                 for note in self.data.notes:
                     self.folder.log(note)
                 self.folder.cut_metrics(loop.step)
-                if config.engine.track == "tensorboard":
-                    self.folder.tracker = TensorBoard(self.folder.path, loop.step)
+                if config.engine.track != "none":
+                    self.folder.tracker = TRACKERS[config.engine.track](self.folder.path, loop.step)
                 self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
             result = loop.run()
         finally:

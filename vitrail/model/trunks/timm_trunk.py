@@ -6,9 +6,11 @@ several stages can be gathered into one map (GA, Ryu et al. 2023, arXiv 2310.164
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from vitrail.data.config import PreprocessConfig
 from vitrail.model.config import TimmBackbone
 from vitrail.model.heads.head import Head
+from vitrail.model.hub import WEIGHT_FILES, cached_weights, unreachable
 from vitrail.model.parts.tokens import Given, Probe, Tokens
 from vitrail.model.trunks.base import BaseTrunk
 from vitrail.schema import near
@@ -134,6 +137,9 @@ class TimmTrunk(BaseTrunk):
         self.backbone, self.config = backbone, config
         self.width = int(cast("Any", backbone).num_features)
         self.prefix = int(getattr(backbone, "num_prefix_tokens", 0))
+        given = getattr(backbone, "reg_token", None)
+        registers = int(given.shape[1]) if isinstance(given, Tensor) else int(getattr(backbone, "num_reg_tokens", 0))
+        self.class_tokens = self.prefix - registers  # they come first
         self.own_head = self.edge_layers = own_head  # where its classifier lives, for `tune="head"`
         names = [name for name, _ in self.named_modules()]
         self.fused_layers = {name: 3 for name in names if name.rpartition(".")[2] == "qkv"}  # timm's name
@@ -368,28 +374,70 @@ def build_backbone(
         options["img_size"] = config.image_size
     try:
         with torch.device("cpu" if pretrained else device or "cpu"):
-            backbone: Any = timm.create_model(config.name, pretrained=pretrained, num_classes=classes, **options)
+            create = published_backbone if pretrained else timm.create_model
+            backbone: Any = create(config.name, num_classes=classes, **options)
         backbone.classifier_is_published = pretrained and backbone.pretrained_cfg.get("num_classes") == classes
         return backbone, config
     except TypeError as error:
         if "img_size" in options and "img_size" in str(error):  # convolutional models take any size without being told
             return build_backbone(replace(config, image_size=None), classes, pretrained, device)
         raise ValueError(f"timm:{config.name} does not take {', '.join(options)}: {error}") from None
-    except (OSError, RuntimeError) as error:
-        if not pretrained:
-            raise
-        raise ValueError(no_weights(config.name, error)) from None
 
 
-TRAINING = "give a file or a run (--model.weights PATH), or train from scratch (--model.weights none)"
+TRAINING = "vitrail train ... --model.weights FOLDER, or train from scratch (--model.weights none)"
 
 
-def no_weights(name: str, error: Exception, remedy: str = TRAINING) -> str:
+def published_backbone(name: str, remedy: str = TRAINING, **options: Any) -> nn.Module:
+    """A timm model with its published weights, from the local cache where they are there.
+
+    Raises `ValueError`, with the commands that help, where they are not and the hub cannot be reached.
+    """
+    import timm
+
+    file, problem = local_weights(name, remedy)
+    if problem:
+        raise ValueError(problem)
+    overlay = {} if file is None else {"pretrained_cfg_overlay": {"file": str(file)}}
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # its retries; the error says all
+    try:
+        return cast("nn.Module", timm.create_model(name, pretrained=True, **overlay, **options))
+    except TypeError:  # an option that the model does not take
+        raise
+    except Exception as error:
+        raise ValueError(_not_fetched(name, str(error), remedy)) from None
+    finally:
+        logger.setLevel(level)
+
+
+def local_weights(name: str, remedy: str = TRAINING) -> tuple[Path | None, str]:
+    """The cached file of a timm model's published weights; where there is none, why they cannot be fetched, either."""
+    import timm
+
+    settings = timm.get_pretrained_cfg(name)
+    if settings is None or not settings.hf_hub_id:  # an address of its own, or none
+        return None, ""
+    names = (settings.hf_hub_filename,) if settings.hf_hub_filename else WEIGHT_FILES[:2]
+    file = None if settings.custom_load else cached_weights(settings.hf_hub_id, names)
+    reason = "" if file is not None else unreachable()
+    return file, reason and _not_fetched(name, reason, remedy)
+
+
+def _not_fetched(name: str, reason: str, remedy: str) -> str:
     """One sentence for the person who is offline or asked for weights that do not exist."""
-    reason = " ".join(str(error).split()).partition(". ")[0][:160]  # its first sentence; more would be advice of others
+    import timm
+
+    reason = " ".join(reason.split()).partition(". ")[0][:160]  # its first sentence; more would be advice of others
+    settings = timm.get_pretrained_cfg(name)
+    where = (
+        ""
+        if settings is None or not settings.hf_hub_id
+        else (f"hf download {settings.hf_hub_id} {settings.hf_hub_filename or WEIGHT_FILES[0]} --local-dir FOLDER; ")
+    )
     return (
-        f"the published weights of timm:{name} could not be fetched ({reason}); connect once so that they are cached, "
-        f"{remedy}"
+        f"the published weights of timm:{name} are not in the local cache and could not be fetched ({reason}); "
+        f"where there is a network: {where}then copy FOLDER here: {remedy}"
     )
 
 
