@@ -106,7 +106,8 @@ def chart(fitted: FitResult) -> Any:
     for trial in sorted(fitted.trials, key=lambda t: t.rung):
         longest[trial.form.name] = trial
     trials = list(longest.values())
-    front = pareto([t.form.measured.latency for t in trials], [t.value for t in trials])
+    noise = [1.96 * t.error for t in trials]
+    front = pareto([t.form.measured.latency for t in trials], [t.value for t in trials], value_noise=noise)
     points = [
         Point(
             t.form.name,

@@ -73,7 +73,10 @@ class AttentionPicture:
 
     image: Picture
     overlay: Picture
-    caption: str = ""
+    caption: str = ""  # the predicted class
+    probability: float = 0.0
+    truth: str = ""  # empty where images have no labels
+    wrong: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
     """The HTML of a template (a path below the package), with style sheets and the filters that all pages share."""
     loader = FileSystemLoader((PACKAGE, HERE))
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    for name in (percent, number, amount, memory, duration, shorten):
+    for name in (percent, number, amount, memory, duration, shorten, columns):
         pages.filters[name.__name__] = name
     pages.filters["picture"] = data_uri
     page = pages.get_template(template).render(style=Markup(style_sheets(*styles)), missing=MISSING, **values)
@@ -170,6 +173,16 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
         digest = base64.b64encode(hashlib.sha256(script.encode(errors="readable")).digest()).decode()
         page = page.replace("script-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", 1)
     return page
+
+
+def columns(tiles: Sequence[Any], most: int = 7) -> int:
+    """Columns in which tiles fill their rows evenly; where none does, the last tile fills its row.
+
+    >>> [columns(range(count)) for count in (4, 7, 8, 11)]
+    [4, 7, 4, 6]
+    """
+    even = (width for width in range(most, 2, -1) if len(tiles) % width == 0)
+    return next(even, max(1, math.ceil(len(tiles) / 2) if len(tiles) > most else len(tiles)))
 
 
 def render(report: Report) -> str:
@@ -230,7 +243,7 @@ def verdict(report: Report) -> str:
         true, guess, images = pairs[0]
         names = figures.classes
         share = percent(images / figures.support[true], 0)
-        words += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+        words += f" The most frequent error: {share} of “{names[true]}” are predicted as “{names[guess]}”."
     training = report.data.counts.get("train") if report.data is not None else None
     prior = math.inf if training is None else prior_loss(training, figures.support)
     if not figures.loss <= prior:

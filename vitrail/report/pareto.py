@@ -27,7 +27,7 @@ class Point:
     value: float
     deviation: float = math.nan  # of the value, over seeds
     front: bool = False  # nothing is cheaper and better
-    quartiles: tuple[float, float] | None = None  # of the cost
+    quartiles: tuple[float, float] | None = None  # of the cost, or another interval
     hollow: bool = False
     labelled: bool = True
 
@@ -66,7 +66,7 @@ def pareto_chart(
     top = 30.0 if y_label else 16.0
     y = Scale(low, high, bottom, top)
     log_x = max(p.cost for p in drawn) > 3 * min(p.cost for p in drawn)
-    low, high = spread([_position(p.cost, log_x) for p in drawn])
+    low, high = spread([_position(c, log_x) for p in drawn for c in (p.cost, *(p.quartiles or ()))])
     low, high = low - 0.12 * (high - low), high + 0.12 * (high - low)
     x = Scale(low, high, left, right)
     x_ticks = _log_ticks(low, high) if log_x else [v for v in ticks(low, high, 5) if v >= 0]
@@ -81,6 +81,7 @@ def pareto_chart(
     for p, r, (across, up) in zip(drawn, reach, places, strict=True):
         tooltip = f"{p.name}: {tell_value(p.value)} at {tell_cost(p.cost)}"
         tooltip += f", ± {tell_value(r)} over seeds" if r else ""
+        tooltip += f", cost from {tell_cost(p.quartiles[0])} to {tell_cost(p.quartiles[1])}" if p.quartiles else ""
         half = abs(y(r) - y(0)) if r else 0.0
         whisker = f"M{across:.1f} {up - half:.1f}V{up + half:.1f}" if half > 5 else ""
         if p.quartiles is not None:
