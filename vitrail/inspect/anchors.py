@@ -114,7 +114,7 @@ def anchor_sheet(inspection: Inspection, subject: InspectedModel, anchors: Ancho
         ranks = zip(anchors.rows[image].tolist(), anchors.teacher[image], anchors.student[image], strict=True)
         space = "\N{NO-BREAK SPACE}"
         return [
-            neighbour_cell(inspection, image, row, f"T{space}{float(teacher):.0%} S{space}{float(student):.0%}")
+            neighbour_cell(inspection, image, row, f"T{space}{percent(float(teacher), 0)} S{space}{percent(float(student), 0)}")
             for row, teacher, student in ranks
         ]
 

@@ -176,7 +176,7 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
 
 
 def columns(tiles: Sequence[Any], most: int = 7) -> int:
-    """Columns in which tiles fill their rows evenly; where none does, the last tile fills its row.
+    """Columns in which tiles fill their rows evenly, or in two rows nearly so.
 
     >>> [columns(range(count)) for count in (4, 7, 8, 11)]
     [4, 7, 4, 6]

@@ -129,7 +129,7 @@ def _names(points: Sequence[Point], places: Sequence[tuple[float, float]], right
         others = taken + [(a - 6, a + 6, b + 4) for a, b in places if (a, b) != (x, y)]
         free = (
             y + 4 + move
-            for move in (0, -13, 13, -26, 26, -39, 39)
+            for move in (*(() if p.quartiles else (0,)), -13, 13, -26, 26, -39, 39)  # not on a whisker
             if all(abs(y + 4 + move - h) >= 11 or start + long < a or start > b for a, b, h in others)
         )
         height = next(free, y + 4)
