@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.app.facts import examples_of, facts_of, rejection_of
 from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
@@ -42,6 +43,7 @@ class Answer:
     kept: Pixels | None  # a strip of what is left stage by stage; none where all patches stay
     cost: str
     note: str  # why there is no map; empty where there is one
+    rejected: bool | None = None  # none where no threshold was fitted
 
     @property
     def label(self) -> str:
@@ -72,12 +74,23 @@ class Viewer:
         self.names = short_names(runs)
         self.models = [load_any(run).to(self.device).eval() for run in runs]
         self.limit = limit
+        self.rejections = [rejection_of(run) for run in runs]
+        self.facts = [
+            list(facts_of(run, model, reject))
+            for run, model, reject in zip(runs, self.models, self.rejections, strict=True)
+        ]
+        self.examples = examples_of(runs[0])
         self.spent = [None if m.policy is not None else cost(m, m.preprocess.size) for m in self.models]
 
     @property
     def kinds(self) -> list[str]:
         """Maps that any of the models has."""
         return [kind for kind in KINDS if any(not kinds_of(model)[kind] for model in self.models)]
+
+    @property
+    def first_kind(self) -> str | None:
+        """The map that is shown where none was chosen: of the class, where there is one."""
+        return next((kind for kind in ("gradient_attention", "grad_cam") if kind in self.kinds), None)
 
     @property
     def adaptive(self) -> list[bool]:
@@ -120,7 +133,8 @@ class Viewer:
         best = row.topk(min(TOP, len(row)))
         top = tuple((model.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
         cost = f"{words}; {number(1000 * took)} ms on {self.device.type}"
-        return Answer(self.names[i], top, large, over, kept, cost, note)
+        reject = self.rejections[i]
+        return Answer(self.names[i], top, large, over, kept, cost, note, reject and reject(model, batch))
 
 
 def kept_strip(pixels: Pixels, kept: Tensor, stages: Sequence[int], grid: tuple[int, int]) -> Pixels:

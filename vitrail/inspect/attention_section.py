@@ -22,6 +22,7 @@ from vitrail.inspect.section import (
     sheet_part,
 )
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps
+from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import ResultTable
 from vitrail.quantities import MISSING, amount, number, percent, shorten
 from vitrail.report.charts import curves_chart, whole_percent
@@ -144,8 +145,10 @@ class AttentionSection(Section):
         for subject in inspection.subjects:
             layers, accuracy = subject.attention.layers, inspection.accuracy(subject)
             if accuracy is not None:
-                images = f"{subject.attention.images:,} images ({inspection.source})"
-                yield f"{inspection.of(subject)}{percent(accuracy)} of {images} are classified correctly."
+                images = f"{subject.attention.images:,} images, {inspection.source},"
+                low, high = wilson_interval(round(accuracy * subject.attention.images), subject.attention.images)
+                interval = f"(95 % confidence: {percent(low)} to {percent(high)})"
+                yield f"{inspection.of(subject)}{percent(accuracy)} of {images} are classified correctly {interval}."
             if layers and "attention" in inspection.what:
                 first, last = layers[0], layers[-1]
                 shares, distances = ([_mean(getattr(e, n)) for e in (first, last)] for n in ("entropy_share", "distance"))

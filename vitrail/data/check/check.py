@@ -108,7 +108,7 @@ def check_data(
 
 
 def picture_sheet(data: DataSet, path: str | Path, report: CheckReport | None = None) -> Path:
-    """Write one PNG with a few images a class and, where a report is given, its suspects in frames."""
+    """Write one PNG with a few images per class and, where a report is given, its suspects in frames."""
     return draw_sheet(data, path, () if report is None else report.suspects)
 
 
