@@ -288,7 +288,9 @@ def test_a_variant_twice_as_fast_and_as_accurate_is_the_front() -> None:
 def test_measured_times_have_horizontal_whiskers_and_counted_costs_have_none() -> None:
     found = priced(Price(10, 40, 28, 50.0, speed_noise=0.1), Price(20, 20, 28, 100.0, speed_noise=0.1))
     page = render_comparison(found, {})
-    charts = {name: page.split(f"<h3>{name}</h3>")[1].split("</svg>")[0] for name in ("Parameters", "Time of inference")}
+    charts = {
+        name: page.split(f"<h3>{name}</h3>")[1].split("</svg>")[0] for name in ("Parameters", "Time of inference")
+    }
     whiskers = {name: re.findall(r'class="whisker" d="[^"]*H[\d.]+"', chart) for name, chart in charts.items()}
     assert {name: len(found) for name, found in whiskers.items()} == {"Parameters": 0, "Time of inference": 2}
 

@@ -104,6 +104,6 @@ class ExportCommand:
 
 
 def _accuracy(of: dict[str, Any]) -> str:
-    text = f"accuracy on {of['images']:,} val images: {of['before']:.2%} in float32, {of['after']:.2%} in {of['kind']} "
+    text = f"accuracy on {of['images']:,} val images: {100 * of['before']:.2f} % in float32, {100 * of['after']:.2f} % in {of['kind']} "
     text += "(95 % interval of the change {:+.2%} to {:+.2%})".format(*of["interval"])
     return text + (f"; left in float32: {', '.join(of['float32'])}" if of["float32"] else "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,7 @@ LONGEST_NAME, LONGEST_CHART_NAME = 16, 18
 PER_TABLE = 4  # further metrics in 80 columns
 
 Chart = tuple[str, Markup]  # with its heading
-# heading, axis, cost and its noise as a share, how it is written
-Cost = tuple[str, str, Callable[[Price], tuple[float | None, float | None]], Callable[[float], str]]
-COSTS: tuple[Cost, ...] = (
+COSTS: tuple[tuple[str, str, Callable[[Price], tuple[float | None, float]], Callable[[float], str]], ...] = (
     ("Multiply-accumulates", "multiply-accumulates per image", lambda p: (p.macs, 0.0), amount),
     ("Parameters", "parameters", lambda p: (p.parameters, 0.0), amount),
     (
@@ -201,18 +198,17 @@ def _cost_charts(comparison: Comparison) -> list[Chart]:
     charts = []
     for heading, label, cost_of, tell in COSTS:
         rows = [(i, r, cost_of(r.price)) for i, r in enumerate(comparison.rows) if r.price and r.spread is not None]
-        known = [(i, r, float(cost), noise or 0.0) for i, r, (cost, noise) in rows if cost is not None]
+        known = [(i, r, float(cost), noise) for i, r, (cost, noise) in rows if cost is not None]
         costs = [cost for _, _, cost, _ in known]
         if len(known) < 2 or max(costs) <= 1.01 * min(costs):  # no axis without a difference
             continue
+        halves, accuracy = [cost * noise for *_, cost, noise in known], [r.noise for _, r, *_ in known]
+        front = pareto(costs, [r.spread.mean for _, r, *_ in known if r.spread], halves, accuracy)
         drawn = [
-            Point(r.variant, i, cost, r.spread.mean, r.spread.std, quartiles=_interval(cost, noise))
-            for i, r, cost, noise in known
+            Point(r.variant, i, cost, r.spread.mean, r.spread.std, on, _interval(cost, noise))
+            for (i, r, cost, noise), on in zip(known, front, strict=True)
             if r.spread is not None
         ]
-        halves = [cost * noise for _, _, cost, noise in known]
-        front = pareto(costs, [p.value for p in drawn], halves, [r.noise for _, r, _, _ in known])
-        drawn = [replace(point, front=on) for point, on in zip(drawn, front, strict=True)]
         title = f"{METRICS[comparison.metric]} against {label}"
         charts.append((heading, pareto_chart(drawn, title=title, x_label=label, tell_cost=tell)))
     return charts

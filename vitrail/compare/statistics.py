@@ -174,31 +174,23 @@ def _check_pairs(values: NDArray) -> None:
 
 
 def pareto(
-    cost: Sequence[float],
-    value: Sequence[float],
-    cost_noise: Sequence[float] | None = None,
-    value_noise: Sequence[float] | None = None,
+    cost: Sequence[float], value: Sequence[float], cost_noise: Sequence[float] = (), value_noise: Sequence[float] = ()
 ) -> list[bool]:
-    """Which points are on the Pareto front: no other is cheaper and not worse, or better and not dearer.
+    """Which points are on the Pareto front: no other is cheaper and not worse, or better and not more expensive.
 
     Noise is half the width of each point's interval (none: exact); two points differ where their distance is more than
-    the root of the sum of its squares. Several points of which no two differ in cost, and none is beaten, have no
-    front.
+    that of both. Several points of which no two differ in cost, and none is beaten, have no front.
 
     >>> pareto([1, 2, 3, 3], [0.5, 0.4, 0.9, 0.8])
     [True, False, True, False]
-    >>> pareto([10.6, 11.4], [0.31, 0.30], [1.0, 1.0], [0.02, 0.02])
-    [False, False]
     """
     cheaper, better = (_above(v, n) for v, n in (([-c for c in cost], cost_noise), (value, value_noise)))
     beats = (cheaper & ~better.T) | (better & ~cheaper.T)
-    if len(cost) > 1 and not (cheaper.any() or beats.any()):
-        same = len(set(zip(cost, value, strict=True))) == 1 and cost_noise is None and value_noise is None
-        return [same] * len(cost)
-    return [not beaten for beaten in beats.any(0).tolist()]
+    front = bool(len(cost) == 1 or cheaper.any() or beats.any())
+    return [front and not beaten for beaten in beats.any(0).tolist()]
 
 
-def _above(values: Sequence[float], noise: Sequence[float] | None) -> NDArray[np.bool_]:
+def _above(values: Sequence[float], noise: Sequence[float]) -> NDArray[np.bool_]:
     """[points, points]: whether the first is higher than the second by more than the noise of both."""
-    points, wide = np.asarray(values, float), np.zeros(len(values)) if noise is None else np.asarray(noise, float)
+    points, wide = np.asarray(values, float), np.asarray(noise or [0.0] * len(values), float)
     return np.asarray(points[:, None] - points > np.hypot(wide[:, None], wide))

@@ -30,12 +30,7 @@ from vitrail.report.sheets import MOST_COLUMNS, Cell, Pixels, Row, Sheet, enlarg
 
 MOST_HEADS = 16
 HEAD_PICTURES = 4  # images whose heads are shown one by one
-
-SPREAD = {  # share of the maximum entropy, from which on these words hold
-    0.9: "is almost uniform over the image",
-    0.6: "is spread over much of the image",
-    0.0: "is concentrated on few patches",
-}
+SPREAD = {0.9: "almost uniform", 0.6: "spread over much of the image", 0.0: "on few patches"}  # from an entropy share
 
 
 class AttentionSection(Section):
@@ -98,7 +93,7 @@ class AttentionSection(Section):
         """Statistics by layer, and tokens that enter each block."""
         subjects, colours = self.inspection.subjects, self.inspection.colours
         charts = []
-        size = (520, 300) if any(s.attention.entering for s in subjects) else (336, 240)  # four in pairs, three in a row
+        size = (520, 300) if any(s.attention.entering for s in subjects) else (336, 240)  # three in a row
         for heading, name, tell in (
             ("Entropy of all rows", "entropy_share", percent),
             ("Entropy of the class token's row", "class_entropy_share", percent),
@@ -151,13 +146,12 @@ class AttentionSection(Section):
                 yield f"{inspection.of(subject)}{percent(accuracy)} of {images} are classified correctly {interval}."
             if layers and "attention" in inspection.what:
                 first, last = layers[0], layers[-1]
-                shares, distances = ([_mean(getattr(e, n)) for e in (first, last)] for n in ("entropy_share", "distance"))
-                kind = next((words for least, words in SPREAD.items() if shares[1] >= least), "")
+                share, far = _mean(last.entropy_share), [number(_mean(layer.distance)) for layer in (first, last)]
+                kind = next((words for least, words in SPREAD.items() if share >= least), "")
                 yield (
-                    f"{inspection.of(subject)}Attention {kind} in the last layer ({percent(shares[1], 0)} of the "
-                    f"maximum entropy, {percent(shares[0], 0)} in layer {first.layer}); mean attention distance: "
-                    f"{number(distances[0])} patches in layer {first.layer} and {number(distances[1])} in layer "
-                    f"{last.layer}."
+                    f"{inspection.of(subject)}Attention of the last layer is {kind} ({percent(share, 0)} of the "
+                    f"maximum entropy); mean attention distance: {far[0]} patches in the first layer and {far[1]} in "
+                    "the last."
                 )
 
     def tables(self) -> Iterator[ResultTable | str]:

@@ -43,8 +43,8 @@ QUALITY = {
     "inside": "Inside: share of the map in the box.",
     "deletion": "Deletion: mean probability of the class while patches are removed, strongest first; low is good.",
     "insertion": "Insertion: while they are put back into a blurred image; high is good.",
+    "map": "“random” and “centre” know nothing of the model: a map no better than they are explains nothing.",
 }
-CONTROLLED = "“random” and “centre” know nothing of the model: a map no better than they are explains nothing."
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,18 @@ class EvidenceSection(Section):
             yield PagePart("evidence", "Saliency maps", lead, cards)
         if tables := list(self._quality()):
             present = {name for table in tables for name in table.columns}
-            lead = " ".join([*(words for name, words in QUALITY.items() if name in present), CONTROLLED])
+            lead = " ".join(words for name, words in QUALITY.items() if name in present)
             yield PagePart("judged", "Quality of the saliency maps", lead, [Card(t.title, [t]) for t in tables], "pair")
 
     def verdict(self) -> Iterator[str]:
         for subject in self.inspection.subjects:
             if subject.evidence is not None and (best := subject.evidence.best):
-                chance, other = (row["deletion"] for row in subject.evidence.quality if row["kind"] in CONTROLS)
-                least, who = min(chance, other), self.inspection.of(subject)
-                words = f"the {map_name(best['kind'])} map explains predictions best"
-                if best["deletion"] >= least:
-                    words = f"no map explains predictions better than one that ignores the model ({words[4:]})"
-                words = words if who else words[0].upper() + words[1:]
+                control = min(row["deletion"] for row in subject.evidence.quality if row["kind"] in CONTROLS)
+                better = "is its best explanation" if best["deletion"] < control else "is no better than a control"
                 yield (
-                    f"{who}{words}: with its strongest patches removed first, the mean probability of the predicted "
-                    f"class is {percent(best['deletion'])}, {percent(least)} for the better control."
+                    f"{self.inspection.of(subject)}The {map_name(best['kind'])} map {better}: while its strongest "
+                    f"patches are removed, the predicted class keeps {percent(best['deletion'])} probability on "
+                    f"average ({percent(control)} with a map that ignores the model)."
                 )
 
     def _quality(self) -> Iterator[ResultTable]:

@@ -96,8 +96,7 @@ def _tiles(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
         if subject.evidence is not None and (best := subject.evidence.best):
             yield "deletion, best map", percent(best["deletion"]), who or map_name(best["kind"])
         if subject.embedding is not None and subject.embedding.energy and not who:
-            components = f"{subject.embedding.components} of {subject.embedding.width}"
-            yield "principal components", components, "for 90 % of the variance"
+            yield "principal components", f"{subject.embedding.components}", "for 90 % of the variance"
         if maps.entering:
             whole = maps.entering[0] * len(maps.entering)
             yield "tokens processed", percent(sum(maps.entering) / whole, 0), who or "mean over blocks"

@@ -191,12 +191,8 @@ def published_tables(rows: Sequence[Any]) -> Iterator[Table]:
         for row in (row for row in rows if (row.metric, row.split, row.data) == title):
             known = row.published is not None
             difference = f"{100 * row.difference:+.2f}" if known else ""
-            cells = (
-                percent(row.published, 2),
-                percent(row.top1, 2),
-                difference,
-                ("no", "yes")[row.within] if known else "",
-            )
+            inside = ("no", "yes")[row.within] if known else ""
+            cells = (percent(row.published, 2), percent(row.top1, 2), difference, inside)
             table.add_row(Text(row.model), f"{row.image_size}", f"{row.crop_ratio:g}", *cells, number(row.images_per_s))
         yield table
 

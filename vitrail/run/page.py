@@ -23,14 +23,7 @@ from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import memory, number
-from vitrail.report.html import (
-    AttentionPicture,
-    DataSummary,
-    ErrorPicture,
-    ModelCost,
-    Report,
-    write_report,
-)
+from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, ModelCost, Report, write_report
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
@@ -164,11 +157,8 @@ def mistakes(data: DataSet, split: str, predictions: AnyPredictions, most: int =
     pictures = []
     for mistake in worst_mistakes(predictions, most):
         row = rows[mistake.index]
-        try:
-            image = data[split].read(row)
-        except BadImage:
-            continue
-        pictures.append(ErrorPicture.of(mistake, data.classes, image, data[split].keys[row]))
+        with suppress(BadImage):
+            pictures.append(ErrorPicture.of(mistake, data.classes, data[split].read(row), data[split].keys[row]))
     return pictures
 
 

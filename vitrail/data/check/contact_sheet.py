@@ -61,8 +61,7 @@ def draw_sheet(
         rows = np.flatnonzero(train.labels == c if train.labels.ndim == 1 else train.labels[:, c] > 0)
         pen.text((GAP, y), _fit(pen, data.classes[c], LABEL - 2 * GAP, font), INK, font)
         sample = f"a sample of {columns} of {len(rows):,}" if len(rows) > columns else f"all {len(rows)}"
-        pen.text((GAP, y + LINE), sample, (120, 120, 120), font)
-        pen.text((GAP, y + 2 * LINE), f"in {train.name}", (120, 120, 120), font)
+        pen.text((GAP, y + LINE), f"{sample}\nin {train.name}", (120, 120, 120), font)
         for column, row in enumerate(rows[:columns].tolist()):
             _place(sheet, train, row, (LABEL + column * (TILE + GAP), y), (train.name, row) in framed)
     if listed:
