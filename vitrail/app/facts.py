@@ -17,7 +17,6 @@ from vitrail.model.store import model_folder
 from vitrail.quantities import amount, number, percent
 
 KEEP = 0.95  # share of val images that pass the threshold of rejection
-MOST_EXAMPLES = 8
 
 
 def trust_of(source: ModelSource) -> Trust | None:
@@ -32,7 +31,7 @@ def examples_of(source: ModelSource) -> list[tuple[Image.Image, str]]:
     examples = []
     with suppress(ValueError, OSError):
         if run_of(source) is not None and "val" in (data := data_of(source, None)).splits and not data.unlabelled:
-            for row in by_turns(data["val"].labels, MOST_EXAMPLES):
+            for row in by_turns(data["val"].labels, 8):
                 with suppress(BadImage):
                     examples.append((data["val"].read(row), data.label_text(data["val"].labels[row])))
     return examples

@@ -47,5 +47,4 @@ def _answers(viewer: Viewer, image: Image.Image, kind: str, truth: str = "") -> 
     answers = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
     labels = {answer.label for answer in answers}
     said = answers[0].label if len(labels) == 1 else "; ".join(f"{a.name} predicts {a.label}" for a in answers)
-    shown = {"said": said, "truth": truth, "keep": KEEP, "kind": kind}
-    return render_page(TEMPLATE, (), names=viewer.names, answers=answers, **shown)
+    return render_page(TEMPLATE, (), names=viewer.names, answers=answers, said=said, truth=truth, keep=KEEP, kind=kind)

@@ -186,8 +186,8 @@ def pareto(
     """
     cheaper, better = (_above(v, n) for v, n in (([-c for c in cost], cost_noise), (value, value_noise)))
     beats = (cheaper & ~better.T) | (better & ~cheaper.T)
-    front = bool(len(cost) == 1 or cheaper.any() or beats.any())
-    return [front and not beaten for beaten in beats.any(0).tolist()]
+    front = len(cost) == 1 or cheaper.any() or beats.any()
+    return [bool(front and not by.any()) for by in beats.T]
 
 
 def _above(values: Sequence[float], noise: Sequence[float]) -> NDArray[np.bool_]:

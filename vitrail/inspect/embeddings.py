@@ -212,7 +212,7 @@ def pca_energy(embedding: Tensor) -> Tensor:
 
 
 def components_for(energy: Tensor, share: float = ENERGY) -> int:
-    """How many components hold at least this share.
+    """How many components explain at least this share.
 
     >>> components_for(torch.tensor([0.5, 0.9, 1.0]))
     2

@@ -230,8 +230,8 @@ def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
         )
     if abs(drift) > NOISY_DRIFT:
         more = "longer" if drift > 0 else "less"
-        quiet = f"(quiet: up to {percent(NOISY_DRIFT, 0)})"
-        reasons.append(f"the second half took {percent(abs(drift), 0)} {more} than the first {quiet}")
+        most = percent(NOISY_DRIFT, 0)
+        reasons.append(f"the second half took {percent(abs(drift), 0)} {more} than the first (quiet: up to {most})")
     off = None if control is None else control.median - 1
     if off is not None and abs(off) > NOISY_CONTROL:
         reasons.append(

@@ -378,10 +378,8 @@ def believable(report: Report) -> str:
     words += " calibration on val)"
     single = [row["single"] for row in trust.get("sets", ()) if row["asked"] == 0.95 and not row["note"]]
     if single:
-        words += (
-            f", and prediction sets that hold the label in 95 % of cases name one class for {percent(single[0], 0)}"
-        )
-        words += f" of {report.things}"
+        words += ", and prediction sets that hold the label in 95 % of cases name one class for "
+        words += f"{percent(single[0], 0)} of {report.things}"
     return f"{words}."
 
 

@@ -79,10 +79,9 @@ def report_run(run: RunSummary) -> None:
     figures, without = run.figures, {}
     if isinstance(figures, UnlabelledFigures):
         verdict = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
-        verdict += (
-            f"differ in about {number(figures.rank, 3)} directions, with a spread of {number(figures.spread, 3)}; "
-        )
-        tiles = [("spread", number(figures.spread, 3), "0: all alike"), ("rank", number(figures.rank, 3), "directions")]
+        rank, spread = number(figures.rank, 3), number(figures.spread, 3)
+        verdict += f"differ in about {rank} directions, with a spread of {spread}; "
+        tiles = [("spread", spread, "0: all alike"), ("rank", rank, "directions")]
         without = {
             "verdict": f"{verdict}neighbours are on the page of vitrail inspect.",
             "tiles": tiles,

@@ -264,7 +264,9 @@ def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Sus
     examples = tuple(
         f"{prints.name(i)} ({classes[int(prints.labels[i])]}, looks like {classes[other]})" for i, other in odd[:10]
     )
-    text = f"images whose thumbnails resemble one other class only (such neighbours are right for {100 * trust:.0f} % of images)"
+    text = (
+        f"images whose thumbnails resemble one other class only (neighbours agree with {100 * trust:.0f} % of labels)"
+    )
     yield Finding("suspicious labels", "warning", len(odd), text, examples)
 
 
