@@ -71,7 +71,7 @@ def found(text: str, where: str, first: int = 1) -> list[str]:
 def strings(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and texts of the string literals of a module, docstrings among them."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
 
 

@@ -31,6 +31,7 @@ from vitrail.measure.saliency import explain
 from vitrail.measure.trust import Trust
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Calibration, Classifier
+from vitrail.model.weights import load_model
 from vitrail.report.sheets import FADED, GROUND, enlarged, overlay
 
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": ["<b>cat</b>", "dog", "owl"]}
@@ -403,7 +404,7 @@ def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_has_the_facts_of_a_run(finished: Path) -> None:
     page = form_page(Viewer([str(finished)], "cpu"))
     tiles = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", page))
-    made = Classifier.load(finished / "model")
+    made = load_model(finished)
     assert tiles["test top-1"] == "50.0 %"
     assert "95 %: 25.0 to 75.0" in page
     assert tiles["classes"] == f"{len(made.classes)}"
@@ -425,7 +426,7 @@ def test_an_example_is_predicted_with_calibrated_probabilities_and_its_true_clas
 
 def test_examples_are_of_val_and_of_different_classes(finished: Path) -> None:
     truths = [truth for _, truth in Viewer([str(finished)], "cpu").examples]
-    assert set(truths) == set(Classifier.load(finished / "model").classes)
+    assert set(truths) == set(load_model(finished).classes)
 
 
 @pytest.mark.parametrize(("known", "rejected"), [((-1e6, 0.0), False), ((1e6, 2e6), True)])

@@ -81,7 +81,6 @@ def pareto_chart(
     for p, r, (across, up) in zip(drawn, reach, places, strict=True):
         tooltip = f"{p.name}: {tell_value(p.value)} at {tell_cost(p.cost)}"
         tooltip += f", ± {tell_value(r)} over seeds" if r else ""
-        tooltip += f", cost from {tell_cost(p.quartiles[0])} to {tell_cost(p.quartiles[1])}" if p.quartiles else ""
         half = abs(y(r) - y(0)) if r else 0.0
         whisker = f"M{across:.1f} {up - half:.1f}V{up + half:.1f}" if half > 5 else ""
         if p.quartiles is not None:

@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 TINY = 48  # pixels; JPEG spoils images of this side or less, and PNG keeps them small
 STRENGTH = 0.55  # share of the colours in an overlay; the rest is the image in grey
 SIDE = 112  # of a picture of a sheet, in pixels, at least
-FEW_COLUMNS = 5  # with which a sheet takes half the width of a page
 MOST_COLUMNS = 12  # of layers or blocks; beyond, evenly chosen ones
 FADED = 0.85  # share of the ground colour in a patch that was dropped
 GROUND = (146, 168, 208)  # a blue that neither dark nor white images have
@@ -103,7 +102,7 @@ class Sheet:
     def halves(self) -> list[Sequence[Row]]:
         """Rows for a page: two halves to stand side by side where columns are few; rows of one image stay together."""
         starts = [i for i, (_, cells) in enumerate(self.rows) if cells[0] is not None]
-        if len(self.columns) > FEW_COLUMNS or len(starts) < 2:
+        if len(self.columns) > 5 or len(starts) < 2:
             return [self.rows]
         middle = starts[-(-len(starts) // 2)]
         return [self.rows[:middle], self.rows[middle:]]
