@@ -125,9 +125,9 @@ def table(what: str, rows: Sequence[dict[str, Any]]) -> Any:
                 f"{row['macs'] / 1e9:.2f} G",
                 str(row["size"]),
                 "" if stated is None else f"{stated:g} M",
-                "" if row["difference"] is None else f"{row['difference']:+.1%}",
+                "" if row["difference"] is None else f"{100 * row['difference']:+.1f} %",
                 "" if macs is None else f"{macs:g} G",
-                "" if row["macs_difference"] is None else f"{row['macs_difference']:+.0%}",
+                "" if row["macs_difference"] is None else f"{100 * row['macs_difference']:+.0f} %",
             )
             grid.add_row(*cells[: len(shown)])
         stated_too = "stated: what the source prints, and how far our count is off"

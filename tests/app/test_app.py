@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import socket
@@ -22,13 +23,15 @@ from hostile import make_hostile, png_claiming
 from PIL import Image
 
 from vitrail.app import AppCommand
-from vitrail.app.page import NONE, answer_page
+from vitrail.app.page import NONE, answer_page, example_page, form_page
 from vitrail.app.run import SIDE, Viewer, kept_strip, picture_of
 from vitrail.app.server import AppServer
 from vitrail.cli import run
 from vitrail.measure.saliency import explain
+from vitrail.measure.trust import Trust
 from vitrail.model.build import create_model
-from vitrail.model.classifier import Classifier
+from vitrail.model.classifier import Calibration, Classifier
+from vitrail.model.weights import load_model
 from vitrail.report.sheets import FADED, GROUND, enlarged, overlay
 
 SMALL = {"image_size": 32, "patch": 8, "depth": 2, "width": 32, "heads": 2, "classes": ["<b>cat</b>", "dog", "owl"]}
@@ -379,6 +382,85 @@ def test_nothing_is_written(photo: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert post(live, form(photo.read_bytes(), name="../x.jpg", kind="rollout")).status == 200
         assert post(live, form(b"x", name="../x.jpg")).status == 422
     assert list(tmp_path.iterdir()) == []
+
+
+# Of a run: facts, examples, rejection
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a run leaves it: a calibrated model of the colours, its final metrics, and scores of val images."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    made = model(classes=sorted(path.name for path in photos.iterdir()))
+    made.calibration = Calibration("temperature", 2.0)
+    made.save(folder / "model")
+    Trust({}, torch.linspace(-30.0, 30.0, 100), "max_logit").save(folder / "model")
+    (folder / "config.yaml").write_text(f"data:\n  uri: {photos}\n")
+    final = {"step": 1, "epoch": 1.0, "split": "test", "final": True, "top1": 0.5, "top1_low": 0.25, "top1_high": 0.75}
+    (folder / "metrics.jsonl").write_text(json.dumps(final) + "\n")
+    return folder
+
+
+def test_the_page_has_the_facts_of_a_run(finished: Path) -> None:
+    page = form_page(Viewer([str(finished)], "cpu"))
+    tiles = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", page))
+    made = load_model(finished)
+    assert tiles["test top-1"] == "50.0 %"
+    assert "95 %: 25.0 to 75.0" in page
+    assert tiles["classes"] == f"{len(made.classes)}"
+    assert tiles["rejected on val"] == "5.0 %"
+    assert tiles["latency"].endswith(" ms")
+    assert "<h1>Classify a picture with run</h1>" in page
+
+
+def test_an_example_is_predicted_with_calibrated_probabilities_and_its_true_class(finished: Path) -> None:
+    viewer = Viewer([str(finished)], "cpu")
+    page, (image, truth) = example_page(viewer, 1), viewer.examples[1]
+    expected = viewer.models[0].predict(image)[0]
+    assert f"True class: {truth}" in page
+    assert f'id="said">{expected.label}</p>' in page
+    assert re.findall(r"<td>([\d.]+ %)</td>", page)[0] == f"{100 * expected.probability:.1f} %"
+    assert ">calibrated probability<" in page
+    assert len(re.findall('<img src="data:image/', page)) == 2  # the input, and the map next to it
+
+
+def test_examples_are_of_val_and_of_different_classes(finished: Path) -> None:
+    truths = [truth for _, truth in Viewer([str(finished)], "cpu").examples]
+    assert set(truths) == set(load_model(finished).classes)
+
+
+@pytest.mark.parametrize(("known", "rejected"), [((-1e6, 0.0), False), ((1e6, 2e6), True)])
+def test_a_picture_below_the_threshold_of_val_is_rejected(
+    known: tuple[float, float], rejected: bool, finished: Path, photo: Path
+) -> None:
+    viewer = Viewer([str(finished)], "cpu")
+    viewer.trusts = [Trust({}, torch.linspace(*known, 100), "max_logit")]
+    assert viewer.look(image_of(photo), None)[0].rejected is rejected
+
+
+def test_a_model_alone_has_no_examples_and_rejects_nothing(photo: Path) -> None:
+    viewer = Viewer([model()], "cpu")
+    assert viewer.examples == []
+    assert viewer.look(image_of(photo), None)[0].rejected is None
+    assert ">probability, not calibrated<" in answer_page(viewer, photo.read_bytes(), "a.jpg", NONE)
+
+
+def test_examples_are_served_to_our_own_page_alone(finished: Path) -> None:
+    with AppServer(Viewer([str(finished)], "cpu"), "127.0.0.1", 0) as live:
+        thread = threading.Thread(target=live.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            count = len(live.viewer.examples)
+            assert get(live, "/example/0").status == 200
+            assert get(live, f"/example/{count}").status == 404
+            assert get(live, "/example/-1").status == 404
+            assert (
+                raw(live, b"GET /example/0 HTTP/1.1\r\nHost: localhost\r\nSec-Fetch-Site: cross-site\r\n\r\n").status
+                == 403
+            )
+        finally:
+            live.shutdown()
+            thread.join()
 
 
 # In a browser

@@ -207,8 +207,8 @@ STEADY = (1.0, 1.01, 1.0, 0.99, 1.0, 1.01, 1.0)
     [
         (STEADY, 1.01, None),
         ((1.0, 1.3, 1.0, 0.8, 1.0, 1.3, 0.8), 1.0, "quartiles of a are .* apart"),
-        ((1.0, 1.0, 1.0, 1.04, 1.08, 1.08, 1.08), 1.0, "second half took 8% longer"),
-        (STEADY, 0.95, r"a model against itself is off by -5.0%"),
+        ((1.0, 1.0, 1.0, 1.04, 1.08, 1.08, 1.08), 1.0, "second half took 8 % longer"),
+        (STEADY, 0.95, r"a model against itself is off by -5.0 %"),
         ((1.0, 1.0), 1.0, "2 rounds are too few"),
     ],
     ids=["quiet", "spread", "drift", "control", "too few rounds"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise, permutations, product
 
 import numpy as np
@@ -11,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.compare.comparison import Failure, Member, Price, compare_members, disagreement_matrix
+from vitrail.compare.comparison import (
+    Comparison,
+    Failure,
+    Member,
+    Price,
+    compare_members,
+    disagreement_matrix,
+)
+from vitrail.compare.page import render_comparison
 from vitrail.compare.statistics import holm, paired_interval, pareto, sign_flip_p, sign_flip_p_whole
 from vitrail.measure.evaluator import Predictions, StoredPredictions, read_predictions, write_predictions
 from vitrail.measure.probe import Correlation, Spread, early_and_final
@@ -243,6 +252,60 @@ def test_the_seed_study_knows_test_against_val_and_early_against_final() -> None
     assert found["between"][0]["sets"] == ["test", "val"]
     assert found["between"][0]["spearman"] == pytest.approx(1)
     assert [e["spearman"] for e in found["early"]] == pytest.approx([-1, 1])
+
+
+def priced(first: Price, second: Price) -> Comparison:
+    """Two variants with two seeds each: 4 and 5, and 5 and 4 of 6 images right."""
+    four, five = [0, 1, 1, 1, 2, 0], [0, 0, 1, 1, 2, 0]
+    members = [
+        member("base", 0, four, TARGET),
+        member("base", 1, five, TARGET),
+        member("new", 0, five, TARGET),
+        member("new", 1, four, TARGET),
+    ]
+    return compare_members("s", members, "base", prices={"base": first, "new": second})
+
+
+def front_of(page: str) -> list[str]:
+    return re.findall(r'<th scope="row" class="v\d"><i></i>(\w+)[^\n]*Pareto front</span>', page)
+
+
+def test_two_variants_of_the_same_network_have_no_front() -> None:
+    found = priced(Price(10, 20, 28, 93.6, speed_noise=0.25), Price(10, 20, 28, 87.4, speed_noise=0.25))
+    page = render_comparison(found, {})
+    assert [row.front for row in found.rows] == [False, False]
+    assert front_of(page) == []
+    assert "Time of inference" in page
+    assert 'class="front"' not in page
+
+
+def test_a_variant_twice_as_fast_and_as_accurate_is_the_front() -> None:
+    found = priced(Price(10, 40, 28, 50.0, speed_noise=0.1), Price(10, 20, 28, 100.0, speed_noise=0.1))
+    assert [row.front for row in found.rows] == [False, True]
+    assert front_of(render_comparison(found, {})) == ["new"]
+
+
+def test_measured_times_have_horizontal_whiskers_and_counted_costs_have_none() -> None:
+    found = priced(Price(10, 40, 28, 50.0, speed_noise=0.1), Price(20, 20, 28, 100.0, speed_noise=0.1))
+    page = render_comparison(found, {})
+    charts = {
+        name: page.split(f"<h3>{name}</h3>")[1].split("</svg>")[0] for name in ("Parameters", "Time of inference")
+    }
+    whiskers = {name: re.findall(r'class="whisker" d="[^"]*H[\d.]+"', chart) for name, chart in charts.items()}
+    assert {name: len(found) for name, found in whiskers.items()} == {"Parameters": 0, "Time of inference": 2}
+
+
+@pytest.mark.parametrize(
+    ("costs", "noise", "front"),
+    [
+        ([1.0, 2.0, 4.0], [0.1, 0.1, 0.1], [True, False, True]),  # the second is no better than the first
+        ([1.0, 2.0, 4.0], [5.0, 5.0, 5.0], [False, False, True]),  # only accuracies differ: the best one
+    ],
+)
+def test_the_front_counts_differences_beyond_the_noise_alone(
+    costs: list[float], noise: list[float], front: list[bool]
+) -> None:
+    assert pareto(costs, [0.5, 0.51, 0.9], noise, [0.02, 0.02, 0.02]) == front
 
 
 def test_a_failure_is_a_row_and_json_has_no_nan() -> None:

@@ -269,6 +269,18 @@ def test_the_sheet_names_given_and_proposed_label(tmp_path, monkeypatch):
     assert texts[2:] == ["a: 0.png", "proposed: b", "a: 1.png", "unlike all others"]
 
 
+def test_the_sheet_says_that_it_shows_a_sample(tmp_path, monkeypatch):
+    data = open_data(clean(tmp_path / "data", {"a": 12, "b": 5}), val_fraction=0, test_fraction=0)
+    draw, texts = contact_sheet.ImageDraw.ImageDraw.text, []
+    monkeypatch.setattr(
+        contact_sheet.ImageDraw.ImageDraw,
+        "text",
+        lambda pen, at, text, *how, **more: texts.append(text) or draw(pen, at, text, *how, **more),
+    )
+    picture_sheet(data, tmp_path / "sheet.png")
+    assert texts == ["a", "a sample of 8 of 12\nin train", "b", "all 5\nin train"]
+
+
 def test_the_sheet_frames_suspects_and_only_them(tmp_path):
     data = open_data(clean(tmp_path / "data", {"a": 12, "猫 & <b>": 12}), val_fraction=0, test_fraction=0)
 

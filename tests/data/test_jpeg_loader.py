@@ -538,7 +538,7 @@ def test_a_run_trains_by_it_and_evaluates_with_the_pixels_of_the_host(data):
         (True, 1.0, True, "resized", "device", "fit"),
         (False, 1.0, True, "resized", "jpeg", "5 images/s"),
         (False, 1.0, False, "resized", "host", "5 images/s"),
-        (False, 0.5, True, "resized", "host", "50%"),
+        (False, 0.5, True, "resized", "host", "50 %"),
         (False, 1.0, True, "evaluation", "host", "do not fit on cuda"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 import vitrail
 from vitrail.cli import run
 from vitrail.config import from_mapping
+from vitrail.data.open import open_data
 from vitrail.inspect.kept import other_selection
 from vitrail.inspect.model_similarity import Divergence, cka_table, jensen_shannon, transfer_account
 from vitrail.inspect.run import by_turns, inspect_models
@@ -585,6 +587,29 @@ def test_a_model_without_attention_gets_grad_cam_and_a_sentence(photos: Path, tm
     assert "linear_patches has no attention maps" in " ".join(subject.attention.notes)
     assert (folder / "evidence-0.png").is_file()
     assert (folder / "classes-0.png").is_file()
+
+
+@pytest.mark.parametrize(("data", "boxes"), [("synthetic:shapes?n=60&size=32", True), ("embedded:fashion", False)])
+def test_the_columns_that_are_explained_are_those_of_the_table(data: str, boxes: bool, tmp_path: Path) -> None:
+    made = create_model("deit_tiny", image_size=32, patch=8, width=32, depth=1, heads=2, classes=10)
+    options: dict[str, Any] = {"judge": 2, "count": 1, "over": 2, "device": "cpu", "what": ["judged"]}
+    inspection, _ = inspect_models([made], data=data, out=tmp_path, **options)
+    (part,) = (part for part in inspection.parts if part.name == "judged")
+    columns = part.cards[0].items[0].columns[1:]
+    assert re.findall(r"(\w+): ", part.lead) == [name.capitalize() for name in columns] + ["model"]
+    assert ("pointing" in columns) is boxes
+
+
+def test_the_first_screen_has_the_accuracy_on_the_images(tmp_path: Path) -> None:
+    data = open_data("embedded:fashion")
+    made = create_model("deit_tiny", image_size=32, patch=8, width=32, depth=1, heads=2, classes=data.classes)
+    _, folder = inspect_models([made], data=data, over=30, what=["attention"], out=tmp_path, device="cpu")
+    rows = by_turns(data["test"].labels, 30)
+    labels = [made.predict(data["test"].read(row))[0].label for row in rows]
+    right = sum(label == data.classes[data["test"].labels[row]] for label, row in zip(labels, rows, strict=True))
+    first = (folder / "inspect.html").read_text(encoding="utf-8").split("<nav")[0].replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{100 * right / 30:.1f} % of 30 images, test of embedded:fashion, are classified correctly" in first
+    assert f"<dt>top-1 on these images</dt><dd>{100 * right / 30:.1f} %</dd>" in first
 
 
 def test_boxes_of_shapes_are_pointed_at_and_photographs_have_none(photos: Path, tmp_path: Path) -> None:

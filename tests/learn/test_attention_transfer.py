@@ -831,5 +831,5 @@ def test_a_weights_file_of_an_autoencoder_is_a_teacher_and_a_start(tmp_path: Pat
     notes = start_from(started, "vit_micro_28", str(tmp_path / "mae.pth"))
     assert notes[0] == "the decoder of a masked autoencoder is left out"
     assert torch.equal(started.trunk.blocks[0].attn.qkv.weight, source.trunk.blocks[0].attn.qkv.weight)
-    with pytest.raises(ValueError, match=r"taken for a model like the student; these weights do not fit"):
+    with pytest.raises(ValueError, match=r"assumed to be a model like the student; these weights do not fit"):
         load_source(str(tmp_path / "mae.pth"), vit(width=96))

@@ -22,7 +22,8 @@ from vitrail.report.charts import (
     thin,
     ticks,
 )
-from vitrail.report.sheets import STRENGTH, colours, overlay
+from vitrail.report.html import columns
+from vitrail.report.sheets import STRENGTH, Cell, Sheet, colours, overlay
 from vitrail.report.tables import confused, headline, per_class
 
 
@@ -237,3 +238,23 @@ def test_tables_fit_eighty_columns_and_show_names_as_they_are(multilabel: bool) 
     assert "[red]" in text
     assert "two lines" in text
     assert "x" * 27 + "…" in text
+
+
+def test_gaps_of_the_reliability_chart_never_lie_on_a_bar() -> None:
+    """Between a bar and the gap there is the ground, so that a gap has one colour whichever way it goes."""
+    parts = parsed(reliability([5, 5], [0.2, 0.8], [0.6, 0.3], title="t")).iter("rect")
+    kinds = [e.get("class") for e in parts if e.get("class") in ("bar s0", "ground", "gap")]
+    assert kinds == ["bar s0", "ground", "gap"] * 2
+
+
+@pytest.mark.parametrize(("tiles", "width"), [(3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 4), (9, 3), (10, 5)])
+def test_tiles_fill_their_rows(tiles: int, width: int) -> None:
+    assert columns(range(tiles)) == width
+
+
+def test_a_sheet_of_few_columns_stands_in_two_halves_that_keep_images_whole() -> None:
+    cell = Cell(np.zeros((4, 4, 3), np.uint8))
+    rows = [(name, [cell if name.endswith("0") else None, cell]) for name in ("a0", "a1", "b0", "b1", "c0", "c1")]
+    halves = Sheet("s", "t", ["image", "map"], rows).halves
+    assert [[name for name, _ in half] for half in halves] == [["a0", "a1", "b0", "b1"], ["c0", "c1"]]
+    assert len(Sheet("s", "t", ["image", *"abcdef"], rows).halves) == 1

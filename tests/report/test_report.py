@@ -102,16 +102,14 @@ def sample(classes: list[str], multilabel: bool = False, count: int = 60) -> Rep
         title="deit_tiny on embedded:fashion",
         figures=classification(logits, target, classes),
         history=history,
-        cost=ModelCost(
-            5_526_346, 1.08e9, 1843.2, 412 * 2**20, 725, "batch 128", [("training speed", "912 images a second")]
-        ),
+        cost=ModelCost(5_526_346, 1.08e9, 1843.2, 412 * 2**20, 725, "batch 128", [("training speed", "912 images/s")]),
         errors=[ErrorPicture.of(mistake, classes, picture(), "test/7.png")],
-        attention=[AttentionPicture(picture(120), Image.fromarray(picture(120)), "looked here")],
+        attention=[AttentionPicture(picture(120), Image.fromarray(picture(120)), "Trouser", 0.29, "Dress", True)],
         data=DataSummary(
             "embedded:fashion",
             classes,
             {"train": [9] * len(classes), "val": [3] * len(classes)},
-            notes=["val was carved from train"],
+            notes=["val was held out from train"],
             skipped=[(f"bad/{i}.jpg", "truncated") for i in range(60)],
         ),
         config="model:\n  name: deit_tiny\n",
@@ -131,10 +129,10 @@ def test_a_full_report_has_every_section_and_balanced_tags(multilabel: bool) -> 
     expected = [heading for _, heading in SECTIONS.values()] + ["Per-class metrics", "Environment"]
     expected += [] if multilabel else ["Confusion matrix", "Calibration"]
     assert sorted(page.headings) == sorted(expected)
-    for said in ("5.53 M", "1.08 G", "412 MiB", "12 min 5 s", "912 images a second", "two cores", "vitrail train"):
+    for said in ("5.53 M", "1.08 G", "412 MiB", "12 min 5 s", "912 images/s", "two cores", "vitrail train"):
         assert said in page.text
     assert "name: deit_tiny" in text
-    assert "val was carved from train" in page.text
+    assert "val was held out from train" in page.text
     assert "and 10 more" in page.text
     assert ("test mAP" if multilabel else "test top-1") in page.text
 
@@ -252,3 +250,11 @@ def test_no_script_but_the_pages_own_may_run() -> None:
     assert len(scripts) == 1
     assert f"script-src 'sha256-{digest}'" in page
     assert "script-src 'unsafe-inline'" not in page
+
+
+def test_every_attention_map_has_its_true_class() -> None:
+    pair = (np.zeros((8, 8, 3), np.uint8),) * 2
+    page = render(Report("t", attention=[AttentionPicture(*pair, "Sandal", 0.29, "T-shirt/top", True)]))
+    caption = page.split("<figcaption>")[1].split("</figcaption>")[0]
+    assert re.findall(r"<span>([^<]+)</span>", caption) == ["Sandal", "29 %", "is T-shirt/top"]
+    assert 'class="said"' in caption  # as errors are

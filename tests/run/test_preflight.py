@@ -67,7 +67,7 @@ def left(place: Path) -> set[str]:
 
 
 def test_without_another_problem_images_are_read_and_complained_of(broken: Path, here: Path, capsys: Any) -> None:
-    assert "20 of 20 images (100.0%) cannot be read" in said(capsys, f"train vit --data {broken} {TINY}")
+    assert "20 of 20 images (100.0 %) cannot be read" in said(capsys, f"train vit --data {broken} {TINY}")
 
 
 @pytest.mark.parametrize(

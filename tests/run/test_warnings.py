@@ -204,7 +204,7 @@ def test_a_model_that_says_the_same_of_all_images_is_told(guesses: list[int], to
     said = one_answer(
         Predictions(torch.arange(len(guesses)), torch.zeros(len(guesses)), logits), DataSet("", tuple("abcd"), {})
     )
-    assert [f"all {len(guesses)} images are taken for 'b'" in text for text in said] == [True] * told
+    assert [f"all {len(guesses)} images are predicted as 'b'" in text for text in said] == [True] * told
 
 
 def test_several_labels_are_not_judged_by_their_likeliest() -> None:

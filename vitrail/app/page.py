@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from PIL import Image
+
+from vitrail.app.facts import KEEP
 from vitrail.app.run import Viewer, picture_of
 from vitrail.files import readable
 from vitrail.report.html import render_page
@@ -15,21 +18,33 @@ def kinds_shown(viewer: Viewer) -> list[str]:
     return [NONE, *(kind.replace("_", " ") for kind in viewer.kinds)]
 
 
+def first_kind(kinds: list[str]) -> str:
+    """The map that is shown where none was chosen."""
+    return next((kind for kind in ("gradient attention", "grad cam") if kind in kinds), NONE)
+
+
 def form_page(viewer: Viewer) -> str:
     """The page that takes a picture."""
     kinds = kinds_shown(viewer)
-    first = next((kind for kind in ("gradient attention", "grad cam") if kind in kinds), NONE)
-    model = viewer.models[0]
-    facts = f"{len(model.classes):,} classes, images of {model.preprocess.size} pixels, on {viewer.device}"
-    shown = {"names": viewer.names, "facts": facts, "limit": viewer.limit, "kinds": kinds, "first": first}
-    return render_page(TEMPLATE, (), answers=None, said="", **shown)
+    shown = {"names": viewer.names, "facts": viewer.facts, "limit": viewer.limit, "examples": viewer.examples}
+    return render_page(TEMPLATE, (), answers=None, kinds=kinds, first=first_kind(kinds), **shown)
 
 
 def answer_page(viewer: Viewer, content: bytes, name: str, kind: str) -> str:
     """Predictions of every model for the bytes of a picture. Raises `ValueError`, one sentence, where it is none."""
     if kind not in kinds_shown(viewer):
         raise ValueError(f"there is no map {readable(kind[:40])!r}; choose one of the list")
-    answers = viewer.look(picture_of(content, name), None if kind == NONE else kind.replace(" ", "_"))
+    return _answers(viewer, picture_of(content, name), kind)
+
+
+def example_page(viewer: Viewer, number: int) -> str:
+    """Predictions of every model for one of the examples."""
+    image, truth = viewer.examples[number]
+    return _answers(viewer, image, first_kind(kinds_shown(viewer)), truth)
+
+
+def _answers(viewer: Viewer, image: Image.Image, kind: str, truth: str = "") -> str:
+    answers = viewer.look(image, None if kind == NONE else kind.replace(" ", "_"))
     labels = {answer.label for answer in answers}
     said = answers[0].label if len(labels) == 1 else "; ".join(f"{a.name} predicts {a.label}" for a in answers)
-    return render_page(TEMPLATE, (), names=viewer.names, answers=answers, said=said)
+    return render_page(TEMPLATE, (), names=viewer.names, answers=answers, said=said, truth=truth, keep=KEEP, kind=kind)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.app.facts import KEEP, examples_of, facts_of, trust_of
 from vitrail.data.dataset import BadImage
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
@@ -19,6 +20,7 @@ from vitrail.engine.device import choose_device
 from vitrail.inspect.run import load_any, short_names
 from vitrail.measure.attention_maps import AttentionCollector
 from vitrail.measure.saliency import KINDS, explain, kinds_of
+from vitrail.measure.trust import threshold_for
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import amount, number, percent, shorten
@@ -42,6 +44,8 @@ class Answer:
     kept: Pixels | None  # a strip of what is left stage by stage; none where all patches stay
     cost: str
     note: str  # why there is no map; empty where there is one
+    calibrated: bool  # whether its probabilities are
+    rejected: bool | None  # none where no threshold was fitted
 
     @property
     def label(self) -> str:
@@ -72,6 +76,8 @@ class Viewer:
         self.names = short_names(runs)
         self.models = [load_any(run).to(self.device).eval() for run in runs]
         self.limit = limit
+        self.trusts, self.examples = [trust_of(run) for run in runs], examples_of(runs[0])
+        self.facts = [list(facts_of(*each)) for each in zip(runs, self.models, self.trusts, strict=True)]
         self.spent = [None if m.policy is not None else cost(m, m.preprocess.size) for m in self.models]
 
     @property
@@ -120,7 +126,18 @@ class Viewer:
         best = row.topk(min(TOP, len(row)))
         top = tuple((model.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
         cost = f"{words}; {number(1000 * took)} ms on {self.device.type}"
-        return Answer(self.names[i], top, large, over, kept, cost, note)
+        calibrated, rejected = model.calibration.kind != "identity", self._rejected(i, batch)
+        return Answer(self.names[i], top, large, over, kept, cost, note, calibrated, rejected)
+
+    @torch.inference_mode()
+    def _rejected(self, i: int, batch: Tensor) -> bool | None:
+        model, trust = self.models[i], self.trusts[i]
+        if trust is None:
+            return None
+        out = model.outputs(batch)
+        logits, embedding = model.fused(out.stack).float().cpu(), out.embedding.float().cpu()
+        score = float(trust.scores(logits, embedding, multilabel=model.multilabel)[0])
+        return score < threshold_for(trust.known, KEEP)
 
 
 def kept_strip(pixels: Pixels, kept: Tensor, stages: Sequence[int], grid: tuple[int, int]) -> Pixels:

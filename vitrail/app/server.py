@@ -14,7 +14,7 @@ from threading import Lock, Semaphore, Timer
 from typing import Any
 from urllib.parse import urlsplit
 
-from vitrail.app.page import answer_page, form_page
+from vitrail.app.page import answer_page, example_page, form_page
 from vitrail.app.run import Viewer
 from vitrail.report.html import style_sheets
 
@@ -22,6 +22,7 @@ MOST_REQUESTS = 16  # at a time; predictions are made one after another
 SECONDS = 60.0  # in which a request must have arrived
 FORM = 4096  # bytes of a form besides the picture
 MOST_PARTS = 4
+EXAMPLE = re.compile(r"/example/([0-9]{1,2})", re.ASCII)
 MULTIPART = re.compile(r"multipart/form-data\s*;\s*boundary=\"?([-\w'()+,./:=? ]{1,70})\"?", re.ASCII)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'self'; form-action 'self'; "
@@ -121,6 +122,11 @@ class AppHandler(BaseHTTPRequestHandler):
             path = urlsplit(self.path).path
             if path == "/style.css":
                 return style_sheets("report/report.css", "app/app.css"), "text/css"
+            example = EXAMPLE.fullmatch(path)
+            if example and int(example[1]) < len(self.server.viewer.examples):
+                self._reject_foreign()
+                with self.server.predicting:
+                    return example_page(self.server.viewer, int(example[1])), "text/html"
             if path != "/":
                 raise RejectedRequest(404, "there is no such page; the form is at /")
             return form_page(self.server.viewer), "text/html"
@@ -133,9 +139,7 @@ class AppHandler(BaseHTTPRequestHandler):
     def _predict(self) -> tuple[str, str]:
         if self.path != "/predict":
             raise RejectedRequest(404, "there is no such page; the form is at /")
-        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "same-origin")
-        if origin not in (None, f"http://{self.headers['Host']}") or site not in ("same-origin", "none"):
-            raise RejectedRequest(403, "this request comes from another page; open the form itself")
+        self._reject_foreign()
         fields = form_fields(self._body(), self.headers.get("Content-Type", ""))
         if "picture" not in fields or "map" not in fields:
             raise RejectedRequest(400, "the form lacks its picture or its map; send both")
@@ -143,6 +147,11 @@ class AppHandler(BaseHTTPRequestHandler):
         with self.server.predicting:  # one picture in memory at a time
             kind = fields["map"][1].decode(errors="replace")
             return answer_page(self.server.viewer, content, name, kind), "text/html"
+
+    def _reject_foreign(self) -> None:
+        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "same-origin")
+        if origin not in (None, f"http://{self.headers['Host']}") or site not in ("same-origin", "none"):
+            raise RejectedRequest(403, "this request comes from another page; open the form itself")
 
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])

@@ -131,7 +131,7 @@ class PackCommand:
     data: Annotated[str | None, Positional("URI")] = None
     """folder, .csv, .parquet, .npz, .tar, hf:OWNER/NAME, torchvision:NAME, embedded:fashion, synthetic:shapes"""
     out: Annotated[Path | None, Positional("FOLDER")] = None  # folder to write
-    size: int = 256  # longest shorter side, larger images are shrunk to it (0: keep as they are)
+    size: int = 256  # maximum length of the shorter side; larger images are downscaled (0: none)
     workers: int | None = None  # threads that decode (default: one per core, at most 16)
     verify: Annotated[Path | None, "FOLDER"] = None
     """compare every byte of this packed folder with its checksum, and pack nothing"""

@@ -18,7 +18,7 @@ HeadName = Literal["class", "distillation", "both"]
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Metrics of a trained model, with the weights that its run kept, on any data with its classes.
+    """Compute metrics for a trained model, with the weights that its run kept, on any dataset with the same classes.
 
     Several data sets, crop ratios or image sizes give one row for each combination: choose among them on --split val.
 
@@ -334,7 +334,7 @@ class PredictCommand:
         return 1 if any(answer.prediction.error for answer in answers) else 0
 
     def _print(self, of: dict[str, str], prediction: Any) -> None:
-        text = "  ".join(f"{label} {p:.1%}" for label, p in prediction.top)
+        text = "  ".join(f"{label} {100 * p:.1f} %" for label, p in prediction.top)
         output(self.json, {**of, **prediction.to_json()}, f"{next(iter(of.values()))}  {text}")
 
     def _texts(self, texts: list[str]) -> int:

@@ -104,6 +104,7 @@ class ExportCommand:
 
 
 def _accuracy(of: dict[str, Any]) -> str:
-    text = f"accuracy on {of['images']:,} val images: {of['before']:.2%} in float32, {of['after']:.2%} in {of['kind']} "
-    text += "(95 % interval of the change {:+.2%} to {:+.2%})".format(*of["interval"])
+    before, after, low, high = (100 * share for share in (of["before"], of["after"], *of["interval"]))
+    text = f"accuracy on {of['images']:,} val images: {before:.2f} % in float32, {after:.2f} % in {of['kind']} "
+    text += f"(95 % interval of the change {low:+.2f} % to {high:+.2f} %)"
     return text + (f"; left in float32: {', '.join(of['float32'])}" if of["float32"] else "")

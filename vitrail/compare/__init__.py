@@ -16,7 +16,7 @@ from vitrail.schema import Positional, Unprefixed
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Studies (YAML files) run as far as they are missing, or finished runs: one table and one report each.
+    """Run the missing experiments of studies (YAML files) and compare, or compare finished runs: a table and a report.
 
     Interrupted, the same command goes on; finished runs are never repeated, and studies share them. Exit code: 1 where
     a run failed.

@@ -81,7 +81,9 @@ class Price:
     image_size: int
     images_per_second: float | None = None  # of inference; none: not measured
     peak_memory: int | None = None  # bytes of inference; none: not known here
+    speed_noise: float = 0.0  # of images_per_second, as a share: half the width of its interval
     seconds: float | None = None  # of training, mean over seeds
+    seconds_noise: float = 0.0  # of seconds, as a share
     epochs: float | None = None
 
 
@@ -121,6 +123,14 @@ class StudyRow:
     against: Against | None = None  # none for the baseline itself
     length: str = ""  # how long it trained, and why so long
     front: bool = False  # nothing is both cheaper (in MACs) and better
+
+    @property
+    def noise(self) -> float:
+        """Half the width of the 95 % interval of the mean, over seeds or test images (unpaired), whichever is more."""
+        assert self.spread is not None
+        mean, seeds = self.spread.mean, np.nan_to_num(self.spread.std) / self.spread.count**0.5
+        images = [len(m.predictions.index) for m in self.members if m.predictions is not None]
+        return 1.96 * max([float(seeds), *((mean * (1 - mean) / count) ** 0.5 for count in images)])
 
     def to_json(self, metric: str) -> dict[str, Any]:
         against = None if self.against is None else {**asdict(self.against), "clear": self.against.clear}
@@ -316,7 +326,10 @@ def _row(
 
     shared = set.intersection(*(set(m.metrics) for m in members)) if members else set()
     if price is not None:
-        price = replace(price, seconds=mean([m.seconds for m in members]), epochs=mean([m.epochs for m in members]))
+        seconds = [m.seconds for m in members if m.seconds]
+        over = 1.96 * np.std(seconds, ddof=1) / np.mean(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
+        noise = float(max(over, price.speed_noise))  # one run alone: that of speeds on this machine
+        price = replace(price, seconds=mean(seconds), seconds_noise=noise, epochs=mean([m.epochs for m in members]))
     spread = Spread.of([float(m.metrics[metric]) for m in members]) if members else None
     means = {name: float(np.mean([m.metrics[name] for m in members])) for name in sorted(shared)}
     return StudyRow(variant, members, failures, spread, means, price, length=length)
@@ -372,9 +385,9 @@ def _with_holm(rows: Sequence[StudyRow]) -> list[StudyRow]:
 
 
 def _on_front(rows: Sequence[StudyRow]) -> list[StudyRow]:
-    points = {r.variant: (r.price.macs, r.spread.mean) for r in rows if r.price is not None and r.spread is not None}
-    front = pareto([cost for cost, _ in points.values()], [value for _, value in points.values()])
-    best = {variant for variant, on in zip(points, front, strict=True) if on}
+    known = [(r.variant, r.price.macs, r.spread.mean, r.noise) for r in rows if r.price and r.spread is not None]
+    front = pareto([m for _, m, _, _ in known], [v for _, _, v, _ in known], value_noise=[n for *_, n in known])
+    best = {point[0] for point, on in zip(known, front, strict=True) if on}
     return [replace(row, front=row.variant in best) for row in rows]
 
 

@@ -36,16 +36,16 @@ LONGEST_NAME, LONGEST_CHART_NAME = 16, 18
 PER_TABLE = 4  # further metrics in 80 columns
 
 Chart = tuple[str, Markup]  # with its heading
-COSTS: tuple[tuple[str, str, Callable[[Price], float | None], Callable[[float], str]], ...] = (
-    ("Multiply-accumulates", "multiply-accumulates per image", lambda p: p.macs, amount),
-    ("Parameters", "parameters", lambda p: p.parameters, amount),
+COSTS: tuple[tuple[str, str, Callable[[Price], tuple[float | None, float]], Callable[[float], str]], ...] = (
+    ("Multiply-accumulates", "multiply-accumulates per image", lambda p: (p.macs, 0.0), amount),
+    ("Parameters", "parameters", lambda p: (p.parameters, 0.0), amount),
     (
         "Time of inference",
         "milliseconds per image, inference",
-        lambda p: None if p.images_per_second is None else 1e3 / p.images_per_second,
+        lambda p: (None if p.images_per_second is None else 1e3 / p.images_per_second, p.speed_noise),
         number,
     ),
-    ("Time of training", "seconds of training", lambda p: p.seconds, number),
+    ("Time of training", "seconds of training", lambda p: (p.seconds, p.seconds_noise), number),
 )
 
 
@@ -197,22 +197,25 @@ def _further(comparison: Comparison) -> dict[str, Any] | None:
 def _cost_charts(comparison: Comparison) -> list[Chart]:
     charts = []
     for heading, label, cost_of, tell in COSTS:
-        known = [
-            (index, row.variant, float(cost), row.spread)
-            for index, row in enumerate(comparison.rows)
-            if row.price is not None and row.spread is not None and (cost := cost_of(row.price)) is not None
-        ]
+        rows = [(i, r, cost_of(r.price)) for i, r in enumerate(comparison.rows) if r.price and r.spread is not None]
+        known = [(i, r, float(cost), noise) for i, r, (cost, noise) in rows if cost is not None]
         costs = [cost for _, _, cost, _ in known]
         if len(known) < 2 or max(costs) <= 1.01 * min(costs):  # no axis without a difference
             continue
-        front = pareto(costs, [spread.mean for *_, spread in known])
+        halves, accuracy = [cost * noise for *_, cost, noise in known], [r.noise for _, r, *_ in known]
+        front = pareto(costs, [r.spread.mean for _, r, *_ in known if r.spread], halves, accuracy)
         drawn = [
-            Point(name, index, cost, spread.mean, spread.std, on)
-            for (index, name, cost, spread), on in zip(known, front, strict=True)
+            Point(r.variant, i, cost, r.spread.mean, r.spread.std, on, _interval(cost, noise))
+            for (i, r, cost, noise), on in zip(known, front, strict=True)
+            if r.spread is not None
         ]
         title = f"{METRICS[comparison.metric]} against {label}"
         charts.append((heading, pareto_chart(drawn, title=title, x_label=label, tell_cost=tell)))
     return charts
+
+
+def _interval(cost: float, noise: float) -> tuple[float, float] | None:
+    return (cost / (1 + noise), cost * (1 + noise)) if noise else None
 
 
 def _curves(comparison: Comparison) -> list[Chart]:

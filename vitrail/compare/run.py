@@ -316,11 +316,12 @@ def _prices(members: Sequence[Member], seconds: float, quiet: bool) -> tuple[dic
     except (ValueError, RuntimeError) as error:
         return _counted(first), "", [f"speed could not be measured: {str(error).splitlines()[0]}"]
     rows = {row.model: row for row in result.rows}
-    prices = {
-        name: Price(row.parameters, row.macs, row.image_size, row.timing.images_per_second, row.peak_memory)
-        for name, path in first.items()
-        if (row := rows.get(path)) is not None
-    }
+    off = max(abs(result.noise.control or 0.0), abs(result.noise.drift)) if result.noise else 0.0
+    prices = {}
+    for name, path in first.items():
+        if (row := rows.get(path)) is not None:
+            speed = row.timing.images_per_second, row.peak_memory, max(off, row.timing.spread)
+            prices[name] = Price(row.parameters, row.macs, row.image_size, *speed)
     conditions = f"inference, batch {result.rows[0].batch}, {result.precision}, {result.device}, eager, in turns"
     notes = [f"the machine was not quiet: {reason}" for reason in (result.noise.reasons if result.noise else ())]
     for name, path in first.items():

@@ -173,11 +173,24 @@ def _check_pairs(values: NDArray) -> None:
         raise ValueError(f"differences have shape {list(values.shape)}: one value per pair is needed, at least one")
 
 
-def pareto(cost: Sequence[float], value: Sequence[float]) -> list[bool]:
-    """Which points are on the Pareto front: no other costs at most as much, is at least as good, and differs.
+def pareto(
+    cost: Sequence[float], value: Sequence[float], cost_noise: Sequence[float] = (), value_noise: Sequence[float] = ()
+) -> list[bool]:
+    """Which points are on the Pareto front: no other is cheaper and not worse, or better and not more expensive.
+
+    Noise is half the width of each point's interval (none: exact); two points differ where their distance is more than
+    that of both. Several points of which no two differ in cost, and none is beaten, have no front.
 
     >>> pareto([1, 2, 3, 3], [0.5, 0.4, 0.9, 0.8])
     [True, False, True, False]
     """
-    points = list(zip(cost, value, strict=True))
-    return [not any(c <= a and v >= b and (c, v) != (a, b) for c, v in points) for a, b in points]
+    cheaper, better = (_above(v, n) for v, n in (([-c for c in cost], cost_noise), (value, value_noise)))
+    beats = (cheaper & ~better.T) | (better & ~cheaper.T)
+    front = len(cost) == 1 or cheaper.any() or beats.any()
+    return [bool(front and not by.any()) for by in beats.T]
+
+
+def _above(values: Sequence[float], noise: Sequence[float]) -> NDArray[np.bool_]:
+    """[points, points]: whether the first is higher than the second by more than the noise of both."""
+    points, wide = np.asarray(values, float), np.asarray(noise or [0.0] * len(values), float)
+    return np.asarray(points[:, None] - points > np.hypot(wide[:, None], wide))

@@ -106,17 +106,10 @@ def chart(fitted: FitResult) -> Any:
     for trial in sorted(fitted.trials, key=lambda t: t.rung):
         longest[trial.form.name] = trial
     trials = list(longest.values())
-    front = pareto([t.form.measured.latency for t in trials], [t.value for t in trials])
+    noise = [1.96 * t.error for t in trials]
+    front = pareto([t.form.measured.latency for t in trials], [t.value for t in trials], value_noise=noise)
     points = [
-        Point(
-            t.form.name,
-            i % 8,
-            1e3 * t.form.measured.latency,
-            t.value,
-            t.error,
-            front=bool(front[i]),
-            hollow=t.rung == 0,
-        )
+        Point(t.form.name, i % 8, 1e3 * t.form.measured.latency, t.value, t.error, front[i], hollow=t.rung == 0)
         for i, t in enumerate(trials)
     ]
     x_label = f"milliseconds per image, {fitted.budget.on}"

@@ -89,7 +89,7 @@ def make_plan(
     """
     counts = np.bincount(labels, minlength=len(classes))
     if (each is None) == (up_to is None):
-        raise ValueError("say how many images: each (new ones a class) or up_to (in all)")
+        raise ValueError("say how many images: each (new ones per class) or up_to (in all)")
     wanted = _wanted(counts, each, up_to, below, only)
     if not wanted.any():
         raise ValueError("the plan is empty: no class needs images; raise each, up_to or below")

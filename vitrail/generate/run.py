@@ -125,7 +125,7 @@ def augment(
     dataset = data if isinstance(data, DataSet) else open_data(data)
     classes = dataset.classes
     if dataset.multilabel:
-        raise ValueError("images are made for one class each; this data has several labels an image")
+        raise ValueError("images are made for one class each; this data has several labels per image")
     unknown = [name for name in only if name not in classes]
     if unknown:
         raise ValueError(f"no class {unknown[0]!r}{near(unknown[0], classes)} in {dataset.uri}")

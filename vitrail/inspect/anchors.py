@@ -112,10 +112,9 @@ def anchor_sheet(inspection: Inspection, subject: InspectedModel, anchors: Ancho
 
     def cells(image: int, pixels: Pixels) -> list[Cell | None]:
         ranks = zip(anchors.rows[image].tolist(), anchors.teacher[image], anchors.student[image], strict=True)
-        space = "\N{NO-BREAK SPACE}"
         return [
-            neighbour_cell(inspection, image, row, f"T{space}{float(teacher):.0%} S{space}{float(student):.0%}")
-            for row, teacher, student in ranks
+            neighbour_cell(inspection, image, row, f"T {percent(float(t), 0)} S {percent(float(s), 0)}")
+            for row, t, s in ranks
         ]
 
     rows = image_rows(subject.pixels, inspection.captions[:MOST_NEIGHBOURS], cells)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vitrail.inspect.section import (
@@ -21,13 +22,15 @@ from vitrail.inspect.section import (
     sheet_part,
 )
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps
+from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import ResultTable
 from vitrail.quantities import MISSING, amount, number, percent, shorten
 from vitrail.report.charts import curves_chart, whole_percent
 from vitrail.report.sheets import MOST_COLUMNS, Cell, Pixels, Row, Sheet, enlarged, evenly, image_rows, overlay
 
 MOST_HEADS = 16
-HEAD_PICTURES = 3  # images whose heads are shown one by one
+HEAD_PICTURES = 4  # images whose heads are shown one by one
+SPREAD = {0.9: "almost uniform", 0.6: "spread over much of the image", 0.0: "on few patches"}  # from an entropy share
 
 
 class AttentionSection(Section):
@@ -45,13 +48,16 @@ class AttentionSection(Section):
         parts = ["maps"] if what & {"attention", "heads", "likeness"} else []
         parts += [part for part, section in (("features", "likeness"), ("saliency", "saliency")) if section in what]
         self.collectors = [AttentionCollector(s.model, inspection.count, parts) for s in inspection.subjects]
+        self.guesses: list[list[Tensor]] = [[] for _ in inspection.subjects]
 
     def add(self, batch: ImageBatch) -> None:
         batch.captured = [each.add(images) for each, images in zip(self.collectors, batch.inputs, strict=True)]
+        for guesses, captured in zip(self.guesses, batch.captured, strict=True):
+            guesses.append(captured.probabilities.argmax(1))
 
     def finish(self) -> None:
-        for subject, collector in zip(self.inspection.subjects, self.collectors, strict=True):
-            subject.attention = collector.result()
+        for subject, collector, guesses in zip(self.inspection.subjects, self.collectors, self.guesses, strict=True):
+            subject.attention, subject.guess = collector.result(), torch.cat(guesses).numpy()
 
     def parts(self) -> Iterator[PagePart]:
         inspection, subjects = self.inspection, self.inspection.subjects
@@ -68,14 +74,14 @@ class AttentionSection(Section):
             if charts := self._charts():
                 lead = f"Means over {subjects[0].attention.images} images; bands span the heads. An entropy share of "
                 lead += "100 % is even attention to all tokens; distance is from a patch to those it attends to."
-                yield PagePart("layers", "Attention entropy and distance", lead, chart_cards(charts), "pair")
+                layout = "charts" if len(charts) == 3 else "pair"
+                yield PagePart("layers", "Attention entropy and distance", lead, chart_cards(charts), layout)
             if tables := [self._table(s) for s in subjects if s.attention.layers]:
                 yield PagePart("figures", "Attention metrics", "", [Card(t.title, [t]) for t in tables])
         if "heads" in inspection.what and (sheets := head_sheets(inspection)):
             cards = [Card(sheet.title, [sheet]) for sheet in sheets]
-            narrow = max(len(sheet.columns) for sheet in sheets) <= 5
             lead = "The same attention, one picture per head."
-            yield PagePart("heads", "Attention maps by head", lead, cards, "pair" if narrow else "sheets")
+            yield PagePart("heads", "Attention maps by head", lead, cards)
         salient = [s for s in subjects if s.attention.saliency is not None]
         if "saliency" in inspection.what and salient:
             lead = "Attention without softmax has no row of shares. Shown is the norm of each token's normalised query "
@@ -87,15 +93,17 @@ class AttentionSection(Section):
         """Statistics by layer, and tokens that enter each block."""
         subjects, colours = self.inspection.subjects, self.inspection.colours
         charts = []
+        size = (520, 300) if any(s.attention.entering for s in subjects) else (336, 240)  # three in a row
         for heading, name, tell in (
-            ("Entropy of all rows, as a share of the greatest", "entropy_share", whole_percent),
-            ("Entropy of the class token's row, as a share", "class_entropy_share", whole_percent),
+            ("Entropy of all rows", "entropy_share", percent),
+            ("Entropy of the class token's row", "class_entropy_share", percent),
             ("Mean attention distance, patches", "distance", number),
         ):
             curves = {s.name: _by_head(s.attention, name) for s in subjects if s.attention.layers}
             if curves:
-                axis = tell if tell is whole_percent else "{:g}".format
-                svg = curves_chart(curves, title=heading, x_label="layer", tell=tell, tell_axis=axis, colours=colours)
+                axis = whole_percent if tell is percent else "{:g}".format
+                style = {"x_label": "layer", "tell": tell, "tell_axis": axis, "colours": colours, "size": size}
+                svg = curves_chart(curves, title=heading, **style)  # type: ignore[arg-type]
                 charts.append(Chart(heading, svg))
         views = [(s.name, s.attention) for s in subjects]
         views += [(f"{s.name}, attacked", s.attacked) for s in subjects if s.attacked is not None]
@@ -128,16 +136,22 @@ class AttentionSection(Section):
         return ResultTable(subject.name, tuple(columns), rows)
 
     def verdict(self) -> Iterator[str]:
-        for subject in self.inspection.subjects:
-            layers = subject.attention.layers
-            if layers and "attention" in self.inspection.what:
+        inspection = self.inspection
+        for subject in inspection.subjects:
+            layers, accuracy = subject.attention.layers, inspection.accuracy(subject)
+            if accuracy is not None:
+                images = f"{subject.attention.images:,} images, {inspection.source},"
+                low, high = wilson_interval(round(accuracy * subject.attention.images), subject.attention.images)
+                interval = f"(95 % confidence: {percent(low)} to {percent(high)})"
+                yield f"{inspection.of(subject)}{percent(accuracy)} of {images} are classified correctly {interval}."
+            if layers and "attention" in inspection.what:
                 first, last = layers[0], layers[-1]
-                share = [percent(_mean(layer.entropy_share), 0) for layer in (first, last)]
-                far = [number(_mean(layer.distance)) for layer in (first, last)]
+                share, far = _mean(last.entropy_share), [number(_mean(layer.distance)) for layer in (first, last)]
+                kind = next((words for least, words in SPREAD.items() if share >= least), "")
                 yield (
-                    f"{subject.name if self.inspection.several else 'All heads together'}: attention has {share[0]} of "
-                    f"the greatest entropy in layer {first.layer} and {share[1]} in layer {last.layer}; there the mean "
-                    f"attention distance is {far[0]} and {far[1]} patches."
+                    f"{inspection.of(subject)}Attention of the last layer is {kind} ({percent(share, 0)} of the "
+                    f"maximum entropy); mean attention distance: {far[0]} patches in the first layer and {far[1]} in "
+                    "the last."
                 )
 
     def tables(self) -> Iterator[ResultTable | str]:

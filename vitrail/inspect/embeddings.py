@@ -57,7 +57,7 @@ class EmbeddingStatistics:
 
     @property
     def components(self) -> int:
-        """Principal components that hold 90 % of the variance; 0 where that is not known."""
+        """Principal components that explain 90 % of the variance; 0 where that is not known."""
         return components_for(torch.tensor(self.energy, dtype=torch.float64)) if self.energy else 0
 
     @property
@@ -161,7 +161,7 @@ class EmbeddingSection(Section):
                 enough = sum(value < 0.99 for value in energy) + 1
                 curves[subject.name] = [{0.0: 0.0} | {float(i + 1): v for i, v in enumerate(energy[:enough])}]
         if curves:
-            heading = "Variance held by the first principal components"
+            heading = "Variance explained by the first principal components"
             style = {
                 "x_label": "components",
                 "tell": whole_percent,
@@ -180,16 +180,15 @@ class EmbeddingSection(Section):
             hint = f"One point per image, by {way}. Distances between far groups mean little."
             if inspection.projection == "pca":
                 share = percent(statistics.energy[min(1, len(statistics.energy) - 1)], 0)
-                hint = f"One point per image, by {way}. The two hold {share} of the variance."
+                hint = f"One point per image, by {way}. The two explain {share} of the variance."
             charts.append(Chart(heading, svg, hint.replace(" %", "\N{NO-BREAK SPACE}%")))
         return charts
 
     def _components(self, subject: InspectedModel, statistics: EmbeddingStatistics) -> str:
         images, width, count = statistics.images, statistics.width, statistics.components
-        few = "" if images > width else f", too few to tell of {width} dimensions"
-        noun = "component holds" if count == 1 else "components hold"
-        who = self.inspection.of(subject)
-        return f"{who}{count} {noun} {percent(ENERGY, 0)} of the variance of {images} images{few}"
+        few = "" if images > width else f" (only {images} images: treat with caution)"
+        explains, who = "explains" if count == 1 else "explain", self.inspection.of(subject)
+        return f"{who}{count} of {width} principal components {explains} {percent(ENERGY, 0)} of the variance{few}"
 
     def lines(self) -> Iterator[str]:
         for _, subject, statistics in self._statistics():
@@ -213,7 +212,7 @@ def pca_energy(embedding: Tensor) -> Tensor:
 
 
 def components_for(energy: Tensor, share: float = ENERGY) -> int:
-    """How many components hold at least this share.
+    """How many components explain at least this share.
 
     >>> components_for(torch.tensor([0.5, 0.9, 1.0]))
     2

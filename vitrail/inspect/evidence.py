@@ -38,12 +38,13 @@ BRANCHES = (
     "Grad-CAM of the predicted class, through one branch of the head at a time; below, the prediction of that branch "
     "alone. The class token tends to read the whole scene, the patch tokens its telling parts."
 )
-QUALITY = (
-    "Pointing: the strongest patch is in the object's box. Inside: share of the map in the box. Deletion: mean "
-    "probability of the class while patches are taken away, strongest first; low is good. Insertion: while they are "
-    "put back into a blurred image; high is good. “random” and “centre” know nothing of the model: a map no better "
-    "than they are explains nothing."
-)
+QUALITY = {
+    "pointing": "Pointing: the strongest patch is in the object's box.",
+    "inside": "Inside: share of the map in the box.",
+    "deletion": "Deletion: mean probability of the class while patches are removed, strongest first; low is good.",
+    "insertion": "Insertion: while they are put back into a blurred image; high is good.",
+    "map": "“random” and “centre” know nothing of the model: a map no better than they are explains nothing.",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ class Evidence:
     quality: tuple[dict[str, Any], ...]  # one row per kind, controls last; none where nothing was evaluated
     notes: tuple[str, ...]
     branches: tuple[HeadBranch, ...] = ()  # class token, patch tokens and both, of a head that adds the two
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The kind of map with the lowest deletion."""
+        rows = [row for row in self.quality if row["kind"] not in CONTROLS]
+        return min(rows, key=lambda row: float(row["deletion"]), default=None)
 
     def to_json(self) -> dict[str, Any]:
         return {"kinds": list(self.maps), "quality": list(self.quality), "notes": list(self.notes)}
@@ -87,18 +94,28 @@ class EvidenceSection(Section):
             cards = [Card(s.title, [s, BRANCHES] if s.name.startswith("voices") else [s]) for s in sheets]
             lead = "Where the evidence for a class is, by every map that the model has. Attention and rollout do not "
             lead += "know the class; Grad-CAM and gradient attention do."
-            layout = "pair" if max(len(sheet.columns) for sheet in sheets) <= 5 else "sheets"
-            yield PagePart("evidence", "Saliency maps", lead, cards, layout)
+            yield PagePart("evidence", "Saliency maps", lead, cards)
         if tables := list(self._quality()):
-            yield PagePart(
-                "judged", "Quality of the saliency maps", QUALITY, [Card(t.title, [t]) for t in tables], "pair"
-            )
+            present = {name for table in tables for name in table.columns}
+            lead = " ".join(words for name, words in QUALITY.items() if name in present)
+            yield PagePart("judged", "Quality of the saliency maps", lead, [Card(t.title, [t]) for t in tables], "pair")
+
+    def verdict(self) -> Iterator[str]:
+        for subject in self.inspection.subjects:
+            if subject.evidence is not None and (best := subject.evidence.best):
+                control = min(row["deletion"] for row in subject.evidence.quality if row["kind"] in CONTROLS)
+                better = "is its best explanation" if best["deletion"] < control else "is no better than a control"
+                yield (
+                    f"{self.inspection.of(subject)}The {map_name(best['kind'])} map {better}: while its strongest "
+                    f"patches are removed, the predicted class keeps {percent(best['deletion'])} probability on "
+                    f"average ({percent(control)} with a map that ignores the model)."
+                )
 
     def _quality(self) -> Iterator[ResultTable]:
         for subject in self.inspection.subjects:
             if subject.evidence is not None and subject.evidence.quality:
                 rows = subject.evidence.quality
-                names = [name for name in ("pointing", "inside", "deletion", "insertion") if name in rows[0]]
+                names = [name for name in QUALITY if name in rows[0]]
                 cells = [(map_name(row["kind"]), *(percent(row[name]) for name in names)) for row in rows]
                 yield ResultTable(subject.name, ("map", *names), cells)
 
@@ -127,7 +144,7 @@ def evidence_sheets(
     def by_class(image: int, pixels: Pixels) -> list[Cell]:
         cells = []
         for values, kind in zip(evidence.by_class[image], evidence.likeliest[image].tolist(), strict=True):
-            words = f"{shorten(maps.classes[kind], 14)} {float(maps.probabilities[image, kind]):.0%}"
+            words = f"{shorten(maps.classes[kind], 14)} {percent(float(maps.probabilities[image, kind]), 0)}"
             cells.append(Cell(overlay(pixels, values), words))
         return cells
 
@@ -137,7 +154,7 @@ def evidence_sheets(
             share, kind = (float(v) for v in branch.probabilities[image].max(0))
             label = maps.classes[int(kind)]
             mark = ("✓ " if label == captions[image] else "✗ ") if captions[image] in maps.classes else ""
-            cells.append(Cell(overlay(pixels, branch.maps[image]), f"{mark}{shorten(label, 12)} {share:.0%}"))
+            cells.append(Cell(overlay(pixels, branch.maps[image]), f"{mark}{shorten(label, 12)} {percent(share, 0)}"))
         return cells
 
     rows = image_rows(subject.pixels, captions, by_kind, lambda image: f"predicted {maps.prediction(image)}")

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.files import write_text
+from vitrail.inspect.evidence import map_name
 from vitrail.inspect.section import Chart, Inspection
 from vitrail.quantities import amount, percent
 from vitrail.report.html import STYLES, render_page, standalone
@@ -84,9 +85,18 @@ def notes(inspection: Inspection) -> list[str]:
 
 
 def _tiles(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    yield "images", f"{inspection.subjects[0].attention.images:,}", inspection.source
+    images = f"{inspection.subjects[0].attention.images:,}"
     for subject in inspection.subjects:
         maps, who = subject.attention, subject.name if inspection.several else ""
+        if (accuracy := inspection.accuracy(subject)) is not None:
+            yield "top-1 on these images", percent(accuracy), who or f"{images} images"
+        if maps.layers and not who:
+            shares = maps.layers[-1].entropy_share
+            yield "attention entropy", percent(sum(shares) / len(shares), 0), "of the maximum, last layer"
+        if subject.evidence is not None and (best := subject.evidence.best):
+            yield "deletion, best map", percent(best["deletion"]), who or map_name(best["kind"])
+        if subject.embedding is not None and subject.embedding.energy and not who:
+            yield "principal components", f"{subject.embedding.components}", "for 90 % of the variance"
         if maps.entering:
             whole = maps.entering[0] * len(maps.entering)
             yield "tokens processed", percent(sum(maps.entering) / whole, 0), who or "mean over blocks"
@@ -96,6 +106,7 @@ def _tiles(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     known = [v for v in inspection.cka_diagonal if v is not None]
     if known:
         yield "CKA of equal layers", f"{sum(known) / len(known):.2f}", "mean"
+    yield "images", images, inspection.source
 
 
 def inspection_tables(inspection: Inspection) -> Group:

@@ -169,7 +169,7 @@ def _subject(model: ModelSource, name: str, device: torch.device) -> InspectedMo
     loaded = load_any(model).to(device).eval()
     if reads_texts(loaded):
         raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
-    return InspectedModel(name, name if isinstance(model, Classifier) else str(model), loaded, _run_of(model))
+    return InspectedModel(name, name if isinstance(model, Classifier) else str(model), loaded, run_of(model))
 
 
 def _notes(models: Sequence[ModelSource], subjects: Sequence[InspectedModel]) -> list[str]:
@@ -247,7 +247,7 @@ def _files(paths: Sequence[str | Path]) -> ImageSource:
 def _split(
     models: Sequence[ModelSource], data: str | Path | DataSet | None, split: str | None, most: int
 ) -> ImageSource:
-    opened = data if isinstance(data, DataSet) else _opened(models[0], data)
+    opened = data if isinstance(data, DataSet) else data_of(models[0], data)
     split = split or ("test" if "test" in opened.splits else "val")
     if split not in opened.splits:
         raise ValueError(
@@ -294,7 +294,7 @@ def _first_labels(labels: NDArray[np.int64]) -> NDArray[np.int64]:
     return labels.argmax(1) if labels.ndim == 2 else labels
 
 
-def _run_of(model: ModelSource) -> tuple[Path, RunConfig] | None:
+def run_of(model: ModelSource) -> tuple[Path, RunConfig] | None:
     """The run that a model is of, and its configuration; none of a model that stands alone."""
     for folder in [] if isinstance(model, Classifier) else [Path(model), Path(model).parent]:
         if (folder / "config.yaml").is_file():
@@ -302,9 +302,9 @@ def _run_of(model: ModelSource) -> tuple[Path, RunConfig] | None:
     return None
 
 
-def _opened(model: ModelSource, data: str | Path | None) -> DataSet:
+def data_of(model: ModelSource, data: str | Path | None) -> DataSet:
     """Data as the run of a model divided them; none: those it was trained on, or small images for a name alone."""
-    run = _run_of(model)
+    run = run_of(model)
     if data is not None:
         return open_data(data, **({} if run is None else division(run[1].data)))
     if run is None and _in_zoo(model):

@@ -86,6 +86,7 @@ class InspectedModel:
     run: tuple[Path, RunConfig] | None = None
     pixels: list[Pixels] = field(default_factory=list)  # images as the model takes them, [side, side, 3] each
     boxes: list[NDArray[np.float32] | None] = field(default_factory=list)  # of their objects, in sides
+    guess: NDArray[np.int64] = field(init=False)  # [images], the predicted class of every image that was read
     attention: AttentionMaps = field(init=False)
     evidence: Evidence | None = None
     weights: WeightStatistics | None = None
@@ -152,6 +153,11 @@ class Inspection:
     def colours(self) -> dict[str, int]:
         """The colour of every model, the same in all charts."""
         return {subject.name: i for i, subject in enumerate(self.subjects)}
+
+    def accuracy(self, subject: InspectedModel) -> float | None:
+        """Top-1 on the images that were read; none where they have no labels of the model's classes."""
+        known = self.label is not None and self.classes == tuple(subject.model.classes) and not subject.model.multilabel
+        return float((subject.guess == self.label).mean()) if known else None
 
     def of(self, subject: InspectedModel) -> str:
         """The model that a sentence is about, where there are several."""

@@ -189,7 +189,9 @@ def depth_table(weights: WeightStatistics) -> ResultTable | None:
             cells.append(MISSING if value is None else tell(value))
         rows.append(tuple(cells))
     return (
-        ResultTable("gains of branches and norms relative to the stream", ("block", *columns), rows) if rows else None
+        ResultTable("residual-branch gains and norms, relative to the residual stream", ("block", *columns), rows)
+        if rows
+        else None
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.kernels.attention_triton import LOG2E, power_of_two
 
 FORWARD = ((32, 32, 32, 2), (64, 64, 64, 4), (None, 64, 64, 4))
-"""Up to how many tokens an image: queries and keys of a tile, warps."""
+"""Up to how many tokens per image: queries and keys of a tile, warps."""
 BACKWARD = ((32, 32, 32, 2), (64, 64, 64, 4), (None, 64, 64, 4))
 """The same for the gradients."""
 

@@ -60,8 +60,8 @@ def load_source(name: str, student: Classifier) -> Source:
             load_weights(teacher, tensors)
         except ValueError as error:
             raise ValueError(
-                f"objective.teacher: {name} is taken for a model like the student; {error}; a run or model folder says "
-                "what it is"
+                f"objective.teacher: {name} is assumed to be a model like the student; {error}; a run or model "
+                "folder says what it is"
             ) from None
         return teacher
     return load_teacher(name, student)

@@ -19,6 +19,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.model.parts.tokens import Tokens, Trace
 from vitrail.model.trunks.vit import Trunk
+from vitrail.quantities import percent
 
 if TYPE_CHECKING:
     from vitrail.model.mixers.linear_attention import SimaMixer
@@ -278,7 +279,7 @@ class AttentionMaps:
     def prediction(self, image: int) -> str:
         """Likeliest class of one of the first images and its probability."""
         share, best = (float(v) for v in self.probabilities[image].max(0))
-        return f"{self.classes[int(best)]} {share:.0%}" if share >= 0.005 else f"{self.classes[int(best)]} <1%"
+        return f"{self.classes[int(best)]} {percent(share, 0) if share >= 0.005 else '< 1 %'}"
 
     def to_json(self) -> dict[str, Any]:
         layers = [layer.to_json(self.pitch) for layer in self.layers]

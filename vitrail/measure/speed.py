@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.kernels.cuda_graph import captured
 from vitrail.measure.evaluator import evaluation_mode
+from vitrail.quantities import percent
 
 ROUNDS = 5
 WARM_UP_CALLS = 3  # compilation, kernel choice and memory pools happen in the first calls
@@ -224,13 +225,18 @@ def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
     if count < 3:
         reasons.append(f"{count} rounds are too few to tell how noisy the machine is")
     if spread > NOISY_SPREAD:
-        reasons.append(f"the quartiles of {widest} are {spread:.0%} apart (quiet: up to {NOISY_SPREAD:.0%})")
+        reasons.append(
+            f"the quartiles of {widest} are {percent(spread, 0)} apart (quiet: up to {percent(NOISY_SPREAD, 0)})"
+        )
     if abs(drift) > NOISY_DRIFT:
         more = "longer" if drift > 0 else "less"
-        reasons.append(f"the second half took {abs(drift):.0%} {more} than the first (quiet: up to {NOISY_DRIFT:.0%})")
+        most = percent(NOISY_DRIFT, 0)
+        reasons.append(f"the second half took {percent(abs(drift), 0)} {more} than the first (quiet: up to {most})")
     off = None if control is None else control.median - 1
     if off is not None and abs(off) > NOISY_CONTROL:
-        reasons.append(f"a model against itself is off by {off:+.1%} (quiet: up to {NOISY_CONTROL:.0%})")
+        reasons.append(
+            f"a model against itself is off by {100 * off:+.1f} % (quiet: up to {percent(NOISY_CONTROL, 0)})"
+        )
     return Noise(spread, drift, off, tuple(reasons))
 
 

@@ -80,7 +80,7 @@ class Reduction:
                 file.reduced.replace(file.kept)
         if kept is None:
             lost += f", and {-100 * record['change']:.2f} with {len(ranked) // 2} of {len(ranked)} blocks in float32"
-            costly = ", ".join(f"{name} {cost[name]:.1%}" for name in ranked[:5])
+            costly = ", ".join(f"{name} {100 * cost[name]:.1f} %" for name in ranked[:5])
             raise ValueError(f"since {lost}; a block alone moves this much probability: {costly}; use --fp16")
         file.kept.replace(file.reduced)
         return kept

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vitrail.quantities import number, percent, shorten
 
-CHARACTER = 6.1  # mean width of a character of the 11 px text, in the same units as the charts
+CHARACTER = 6.6  # mean width of a character of the 12 px text, in the same units as the charts
 MOST_POINTS = 120  # of a line; more cannot be seen at this size
 COLOURS = 8  # v0 ... v7
 LONGEST_NAME = 18
@@ -97,7 +97,7 @@ def line_chart(
     x_from: float = math.inf,
     tell: Callable[[float], str] = number,
     tell_axis: Callable[[float], str] = "{:g}".format,
-    size: tuple[int, int] = (380, 230),
+    size: tuple[int, int] = (336, 220),
 ) -> Markup:
     """Lines over a common x, each labelled at its end with its last value.
 
@@ -229,7 +229,7 @@ def heat_map(counts: NDArray[np.int64], names: Sequence[str], *, title: str) -> 
     Cells carry numbers up to 16 classes and names up to 40; beyond that shades speak and the worst have tooltips.
     """
     classes = len(names)
-    cell = min(84.0, max(480 / classes, 12.0 if classes <= 40 else 2.4))
+    cell = min(84.0, max(440 / classes, 12.0 if classes <= 40 else 2.4))
     short = [shorten(n, 18) for n in names] if classes <= 40 else []
     longest = CHARACTER * max(map(len, short), default=2)
     left = top = 24.0
@@ -355,7 +355,9 @@ def reliability(count: Sequence[int], confidence: Sequence[float], accuracy: Seq
         tall = (foot - bottom - 14) * count[k] / most
         bars = [
             _rect(at, y(accuracy[k]), wide, bottom - y(accuracy[k]), "bar s0"),
+            _rect(at, gap[0], wide, gap[1] - gap[0], "ground"),  # over a bar, the gap would have another colour
             _rect(at, gap[0], wide, gap[1] - gap[0], "gap"),
+            Markup('<path class="level" d="M{:.1f} {:.1f}h{:.1f}"/>').format(at, y(accuracy[k]), wide),
             _rect(at, foot - tall, wide, tall, "bar s1"),
         ]
         out.append(_group(tooltip, *bars))

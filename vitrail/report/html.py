@@ -73,7 +73,10 @@ class AttentionPicture:
 
     image: Picture
     overlay: Picture
-    caption: str = ""
+    caption: str = ""  # the predicted class
+    probability: float = 0.0
+    truth: str = ""  # empty where images have no labels
+    wrong: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
     """The HTML of a template (a path below the package), with style sheets and the filters that all pages share."""
     loader = FileSystemLoader((PACKAGE, HERE))
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    for name in (percent, number, amount, memory, duration, shorten):
+    for name in (percent, number, amount, memory, duration, shorten, columns):
         pages.filters[name.__name__] = name
     pages.filters["picture"] = data_uri
     page = pages.get_template(template).render(style=Markup(style_sheets(*styles)), missing=MISSING, **values)
@@ -170,6 +173,11 @@ def render_page(template: str, styles: Sequence[str], **values: Any) -> str:
         digest = base64.b64encode(hashlib.sha256(script.encode(errors="readable")).digest()).decode()
         page = page.replace("script-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", 1)
     return page
+
+
+def columns(tiles: Sequence[Any], most: int = 7) -> int:
+    """Columns in which tiles fill their rows evenly, or nearly so: 4 of 8 tiles, 6 of 11."""
+    return next((n for n in range(most, 0, -1) if n > 2 and len(tiles) % n == 0), min(6, len(tiles)))
 
 
 def render(report: Report) -> str:
@@ -230,7 +238,7 @@ def verdict(report: Report) -> str:
         true, guess, images = pairs[0]
         names = figures.classes
         share = percent(images / figures.support[true], 0)
-        words += f" The most frequent error: {share} of “{names[true]}” are taken for “{names[guess]}”."
+        words += f" The most frequent error: {share} of “{names[true]}” are predicted as “{names[guess]}”."
     training = report.data.counts.get("train") if report.data is not None else None
     prior = math.inf if training is None else prior_loss(training, figures.support)
     if not figures.loss <= prior:
@@ -373,10 +381,8 @@ def believable(report: Report) -> str:
     words += " calibration on val)"
     single = [row["single"] for row in trust.get("sets", ()) if row["asked"] == 0.95 and not row["note"]]
     if single:
-        words += (
-            f", and prediction sets that hold the label in 95 % of cases name one class for {percent(single[0], 0)}"
-        )
-        words += f" of {report.things}"
+        words += ", and prediction sets that hold the label in 95 % of cases name one class for "
+        words += f"{percent(single[0], 0)} of {report.things}"
     return f"{words}."
 
 

@@ -27,7 +27,7 @@ class Point:
     value: float
     deviation: float = math.nan  # of the value, over seeds
     front: bool = False  # nothing is cheaper and better
-    quartiles: tuple[float, float] | None = None  # of the cost
+    quartiles: tuple[float, float] | None = None  # of the cost, or another interval
     hollow: bool = False
     labelled: bool = True
 
@@ -66,7 +66,7 @@ def pareto_chart(
     top = 30.0 if y_label else 16.0
     y = Scale(low, high, bottom, top)
     log_x = max(p.cost for p in drawn) > 3 * min(p.cost for p in drawn)
-    low, high = spread([_position(p.cost, log_x) for p in drawn])
+    low, high = spread([_position(c, log_x) for p in drawn for c in (p.cost, *(p.quartiles or ()))])
     low, high = low - 0.12 * (high - low), high + 0.12 * (high - low)
     x = Scale(low, high, left, right)
     x_ticks = _log_ticks(low, high) if log_x else [v for v in ticks(low, high, 5) if v >= 0]
@@ -128,7 +128,7 @@ def _names(points: Sequence[Point], places: Sequence[tuple[float, float]], right
         others = taken + [(a - 6, a + 6, b + 4) for a, b in places if (a, b) != (x, y)]
         free = (
             y + 4 + move
-            for move in (0, -13, 13, -26, 26, -39, 39)
+            for move in (*(() if p.quartiles else (0,)), -13, 13, -26, 26, -39, 39)  # not on a whisker
             if all(abs(y + 4 + move - h) >= 11 or start + long < a or start > b for a, b, h in others)
         )
         height = next(free, y + 4)

@@ -98,6 +98,15 @@ class Sheet:
         """Whether rows have names."""
         return any(name for name, _ in self.rows)
 
+    @property
+    def halves(self) -> list[Sequence[Row]]:
+        """Rows for a page: two halves to stand side by side where columns are few; rows of one image stay together."""
+        starts = [i for i, (_, cells) in enumerate(self.rows) if cells[0] is not None]
+        if len(self.columns) > 5 or len(starts) < 2:
+            return [self.rows]
+        middle = starts[-(-len(starts) // 2)]
+        return [self.rows[:middle], self.rows[middle:]]
+
     def save(self, path: Path) -> None:
         """Write the sheet as a PNG; a reader sees the old file or the new one."""
         with replacing(path) as temporary:

@@ -76,7 +76,7 @@ def trust_table(trust: Mapping[str, Any]) -> list[Table | str]:
         shares = percent(row["asked"], 0), percent(row["coverage"]), number(row["mean_size"]), percent(row["single"])
         sets.add_row(*shares)
     told = ", ".join(f"{kind.replace('_', ' ')} {number(area)}" for kind, area in trust["reject"]["auroc"].items())
-    score = f"images of no class are told by {trust['reject']['kind'].replace('_', ' ')}"
+    score = f"images of no known class are rejected by {trust['reject']['kind'].replace('_', ' ')}"
     return [table, *([sets] if "sets" in trust else []), f"{score}{f' (AUROC: {told})' if told else ''}"]
 
 
@@ -99,8 +99,8 @@ def per_class(figures: Figures, most: int | None = None) -> Table:
 
 
 def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
-    """The pairs of classes that are taken for each other most often."""
-    table = _table("most confused", "true", "taken for", "images", "of the class", left="taken for")
+    """The pairs of classes that are confused most often."""
+    table = _table("most confused", "true", "predicted", "images", "of the class", left="predicted")
     for true, guess, images in figures.confused_pairs(most):
         share = percent(images / figures.support[true])
         table.add_row(_name(figures.classes[true]), _name(figures.classes[guess]), f"{images:,}", share)
@@ -193,12 +193,8 @@ def published_tables(rows: Sequence[Any]) -> Iterator[Table]:
         for row in (row for row in rows if (row.metric, row.split, row.data) == title):
             known = row.published is not None
             difference = f"{100 * row.difference:+.2f}" if known else ""
-            cells = (
-                percent(row.published, 2),
-                percent(row.top1, 2),
-                difference,
-                ("no", "yes")[row.within] if known else "",
-            )
+            inside = ("no", "yes")[row.within] if known else ""
+            cells = (percent(row.published, 2), percent(row.top1, 2), difference, inside)
             table.add_row(Text(row.model), f"{row.image_size}", f"{row.crop_ratio:g}", *cells, number(row.images_per_s))
         yield table
 

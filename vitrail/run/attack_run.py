@@ -281,7 +281,7 @@ class AttackRowLike(Protocol):
 
 
 def attack_table(rows: Sequence[AttackRowLike], most: float, title: str) -> Table:
-    """One row an attack, the worst case last. MACs: an image, mean; in brackets, of an image with the mean counts."""
+    """One row per attack, the worst case last. MACs: mean per image; in brackets, of an image with the mean counts."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("attack", "top-1", "MACs", "(of mean)", "costliest", "tokens", "success"):
         table.add_column(name, justify="left" if name == "attack" else "right", no_wrap=True)

@@ -73,10 +73,10 @@ def check_labels(
     ]
     far = [replace(images[i], reason="unlike all others") for i in outliers(embeddings).tolist()]
     pairs = [] if data.multilabel else inseparable(result.joint)
-    names = tuple(f"{data.classes[a]} and {data.classes[b]} ({share:.0%})" for a, b, share in pairs[:10])
+    names = tuple(f"{data.classes[a]} and {data.classes[b]} ({100 * share:.0f} %)" for a, b, share in pairs[:10])
     text = (
-        f"labels that classifiers of other images contradict; they agree with {result.agreement:.0%} of all labels and "
-        f"expect about {result.expected:.0f} to be wrong"
+        f"labels that classifiers of other images contradict; they agree with {100 * result.agreement:.0f} % of all "
+        f"labels and expect about {result.expected:.0f} to be wrong"
     )
     level: Level = "warning" if result.agreement >= TRUST else "note"
     findings = (

@@ -175,7 +175,7 @@ class ImageModule(DataModule):
             return "host", f"{reason}, and several processes do not measure; --data.loader jpeg decodes on {device}"
         encoded = EncodedImages(train, self.device)
         if (share := encoded.share()) < MOSTLY:
-            return "host", f"{reason}, and {share:.0%} are JPEG that it decodes"
+            return "host", f"{reason}, and {100 * share:.0f} % are JPEG that it decodes"
         try:
             faster, speeds = compared_with_host(self._spec(0, 0), encoded)
         except RuntimeError as error:  # torchvision without nvJPEG, for one

@@ -23,14 +23,7 @@ from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import memory, number
-from vitrail.report.html import (
-    AttentionPicture,
-    DataSummary,
-    ErrorPicture,
-    ModelCost,
-    Report,
-    write_report,
-)
+from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, ModelCost, Report, write_report
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
@@ -86,10 +79,9 @@ def report_run(run: RunSummary) -> None:
     figures, without = run.figures, {}
     if isinstance(figures, UnlabelledFigures):
         verdict = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
-        verdict += (
-            f"differ in about {number(figures.rank, 3)} directions, with a spread of {number(figures.spread, 3)}; "
-        )
-        tiles = [("spread", number(figures.spread, 3), "0: all alike"), ("rank", number(figures.rank, 3), "directions")]
+        rank, spread = number(figures.rank, 3), number(figures.spread, 3)
+        verdict += f"differ in about {rank} directions, with a spread of {spread}; "
+        tiles = [("spread", spread, "0: all alike"), ("rank", rank, "directions")]
         without = {
             "verdict": f"{verdict}neighbours are on the page of vitrail inspect.",
             "tiles": tiles,
@@ -114,10 +106,10 @@ def adapter_rows(adapter: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         return []
     whole = adapter["of_these_whole"]
     of_which = f" (classifier and norms: {whole:,})" if whole else ""
-    bits = "" if adapter["bits"] == 32 else f", {adapter['bits']} bits a coefficient"
+    bits = "" if adapter["bits"] == 32 else f", {adapter['bits']} bits per coefficient"
     return [
-        ("Numbers trained", f"{adapter['trained']:,}{of_which}, by {adapter['kind']}"),
-        ("Numbers stored", f"{adapter['stored']:,}, in a file of {adapter['bytes']:,} bytes{bits}"),
+        ("Parameters trained", f"{adapter['trained']:,}{of_which}, by {adapter['kind']}"),
+        ("Parameters stored", f"{adapter['stored']:,}, in a file of {adapter['bytes']:,} bytes{bits}"),
         ("Base", f"{adapter['base']['architecture']}, hash {adapter['base']['hash']}"),
     ]
 
@@ -164,19 +156,16 @@ def mistakes(data: DataSet, split: str, predictions: AnyPredictions, most: int =
     pictures = []
     for mistake in worst_mistakes(predictions, most):
         row = rows[mistake.index]
-        try:
-            image = data[split].read(row)
-        except BadImage:
-            continue
-        pictures.append(ErrorPicture.of(mistake, data.classes, image, data[split].keys[row]))
+        with suppress(BadImage):
+            pictures.append(ErrorPicture.of(mistake, data.classes, data[split].read(row), data[split].keys[row]))
     return pictures
 
 
 def attention_pictures(
     model: Classifier, data: DataSet, split: str, device: torch.device, most: int = 8
 ) -> list[AttentionPicture]:
-    """Where the last layer looks, for a few images of different classes; none for models without attention maps."""
-    images = _readable(model, data, split, _one_of_each(data[split].labels, most)) if map_layers(model) else []
+    """Attention of the last layer for a few images of different classes; none for models without attention maps."""
+    rows, images = _readable(model, data, split, _one_of_each(data[split].labels, most) if map_layers(model) else [])
     if not images:
         return []
     collector = AttentionCollector(model, most)
@@ -187,8 +176,12 @@ def attention_pictures(
         pixels, guess = image.permute(1, 2, 0).numpy(), int(maps.probabilities[i].argmax())
         # The class token's row, mean over heads; without one, what patches attend to on average.
         attention = maps.class_maps[i, -1].mean(0).reshape(maps.grid)
-        caption = f"{data.classes[guess]} {float(maps.probabilities[i, guess]):.0%}"
-        pictures.append(AttentionPicture(pixels, overlay(pixels, attention), caption))
+        said: tuple[str, float, str, bool] = ("", 0.0, "", False)
+        if not model.unlabelled:
+            label = data[split].labels[rows[i]]
+            wrong = not (label[guess] if np.ndim(label) else label == guess)
+            said = data.classes[guess], float(maps.probabilities[i, guess]), data.label_text(label), wrong
+        pictures.append(AttentionPicture(pixels, overlay(pixels, attention), *said))
     return pictures
 
 
@@ -201,7 +194,7 @@ def kept_tokens(
     labels = data[split].labels
     first = _one_of_each(labels, most)
     rows = first + [row for row in range(min(KEPT_IMAGES, len(labels))) if row not in first]
-    images = _readable(model, data, split, rows)
+    _, images = _readable(model, data, split, rows)
     if not images:
         return None
     collector = AttentionCollector(model, most)
@@ -212,15 +205,15 @@ def kept_tokens(
     return kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8), maps
 
 
-def _readable(model: Classifier, data: DataSet, split: str, rows: Sequence[int]) -> list[Tensor]:
-    """These rows as the model takes them, bytes [3, size, size]; what cannot be read is left out."""
-    preprocess, images = Preprocess(model.preprocess), []
+def _readable(
+    model: Classifier, data: DataSet, split: str, rows: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Those rows that can be read, and their images as the model takes them, bytes [3, size, size]."""
+    preprocess, pairs = Preprocess(model.preprocess), []
     for row in rows:
-        try:
-            images.append(preprocess(data[split].read(row)))
-        except BadImage:
-            continue
-    return images
+        with suppress(BadImage):
+            pairs.append((row, preprocess(data[split].read(row))))
+    return tuple(row for row, _ in pairs), tuple(image for _, image in pairs)
 
 
 def summary(data: DataSet, skipped: Sequence[tuple[str, str]]) -> DataSummary:

@@ -48,7 +48,7 @@ class ImageAnswer:
         """The answer on a line of a terminal, neighbours below it."""
         if self.prediction.error:
             return f"cannot be read: {self.prediction.error}"
-        words = "  ".join(f"{label} {p:.1%}" for label, p in self.prediction.top)
+        words = "  ".join(f"{label} {100 * p:.1f} %" for label, p in self.prediction.top)
         if self.classes is not None:
             words = f"{{{', '.join(label for label, _ in self.classes)}}}  {words}"
         below = [f"\n  {cosine:.3f}  {label}  {key}" for key, label, cosine in self.neighbours or ()]

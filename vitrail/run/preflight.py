@@ -233,8 +233,8 @@ def one_answer(predictions: AnyPredictions, data: DataSet) -> list[str]:
     if len(predicted) != 1 or len(predictions) < 2:
         return []
     return [
-        f"warning: all {len(predictions):,} {data.things} are taken for {data.classes[int(predicted)]!r}, so nothing "
-        "was learned; train longer, or with another optim.lr"
+        f"warning: all {len(predictions):,} {data.things} are predicted as {data.classes[int(predicted)]!r}, so "
+        "nothing was learned; train longer, or with another optim.lr"
     ]
 
 

@@ -188,8 +188,8 @@ def text_mistakes(run: RunSummary) -> Markup:
         cells = (_said(texts[rows[mistake.index]]), truth, classes[mistake.guess], percent(mistake.probability, 0))
         lines.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
     if not lines:
-        return Markup("<p>Not one text was taken for another class.</p>")
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("text", "is", "taken for", "sure"))
+        return Markup("<p>No text is misclassified.</p>")
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("text", "true", "predicted", "confidence"))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return Markup(f'<div class="card wide">{table}</div>')  # cells are escaped
 

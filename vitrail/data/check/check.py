@@ -108,7 +108,7 @@ def check_data(
 
 
 def picture_sheet(data: DataSet, path: str | Path, report: CheckReport | None = None) -> Path:
-    """Write one PNG with a few images a class and, where a report is given, its suspects in frames."""
+    """Write one PNG with a few images per class and, where a report is given, its suspects in frames."""
     return draw_sheet(data, path, () if report is None else report.suspects)
 
 
@@ -189,7 +189,7 @@ def _unreadable(prints: Fingerprints, bad_limit: float) -> Iterator[Finding]:
         share = len(bad) / len(prints.keys)
         examples = tuple(f"{prints.name(i)} ({prints.reason[i]})" for i in bad[:10])
         level: Level = "error" if share > bad_limit else "warning"
-        yield Finding("unreadable", level, len(bad), f"images ({share:.2%}) cannot be read", examples)
+        yield Finding("unreadable", level, len(bad), f"images ({100 * share:.2f} %) cannot be read", examples)
 
 
 def _oddities(prints: Fingerprints) -> Iterator[Finding]:
@@ -265,7 +265,7 @@ def _suspicious(prints: Fingerprints, classes: Sequence[str], suspects: list[Sus
         f"{prints.name(i)} ({classes[int(prints.labels[i])]}, looks like {classes[other]})" for i, other in odd[:10]
     )
     text = (
-        f"images whose thumbnails resemble one other class only (such neighbours are right for {trust:.0%} of images)"
+        f"images whose thumbnails resemble one other class only (neighbours agree with {100 * trust:.0f} % of labels)"
     )
     yield Finding("suspicious labels", "warning", len(odd), text, examples)
 

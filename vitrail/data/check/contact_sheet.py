@@ -1,4 +1,4 @@
-"""One picture of a data set: a few images a class, and those worth a second look in a frame."""
+"""One picture of a data set: a few images per class, and those worth a second look in a frame."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def draw_sheet(
         y = GAP + line * class_height
         rows = np.flatnonzero(train.labels == c if train.labels.ndim == 1 else train.labels[:, c] > 0)
         pen.text((GAP, y), _fit(pen, data.classes[c], LABEL - 2 * GAP, font), INK, font)
-        pen.text((GAP, y + LINE), f"{len(rows)} in {train.name}", (120, 120, 120), font)
+        sample = f"a sample of {columns} of {len(rows):,}" if len(rows) > columns else f"all {len(rows)}"
+        pen.text((GAP, y + LINE), f"{sample}\nin {train.name}", (120, 120, 120), font)
         for column, row in enumerate(rows[:columns].tolist()):
             _place(sheet, train, row, (LABEL + column * (TILE + GAP), y), (train.name, row) in framed)
     if listed:

@@ -115,8 +115,8 @@ def reject_if_too_many(bad: Sequence[Bad], total: int, limit: float, uri: str) -
     listed = "".join(f"\n  {key}: {reason}" for key, reason in bad[:20])
     more = f"\n  and {len(bad) - 20} more" if len(bad) > 20 else ""
     raise ValueError(
-        f"{uri}: {len(bad)} of {total} images ({len(bad) / total:.1%}) cannot be read, more than data.bad_limit "
-        f"{limit:g} allows; fix or remove them, or raise --data.bad_limit:{listed}{more}"
+        f"{uri}: {len(bad)} of {total} images ({100 * len(bad) / total:.1f} %) cannot be read, more than "
+        f"data.bad_limit {limit:g} allows; fix or remove them, or raise --data.bad_limit:{listed}{more}"
     )
 
 

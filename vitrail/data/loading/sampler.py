@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 class BatchSampler:
     """The training stream over `rows` images, in batches.
 
-    `shuffle`: every row once an epoch. `balanced`: an epoch is as long, but each place takes a class at random, all
+    `shuffle`: every row once per epoch. `balanced`: an epoch is as long, but each place takes a class at random, all
     classes with equal probability, and then the next row of that class, cycling through a permutation drawn for the
     epoch. Where several labels may hold (`labels` [rows, classes] of 0/1) a row is drawn, with replacement, in
     proportion to the mean over its labels of 1 / (rows with that label); rows without a label count as one more class.

@@ -71,7 +71,7 @@ class Pack:
     made_by: str
     source: str  # the URI that was packed
     identity: str  # digest of everything but the pixels
-    size: int  # longest shorter side; 0: images as they were
+    size: int  # maximum length of the shorter side; 0: images as they were
     classes: tuple[str, ...]
     multilabel: bool
     notes: tuple[str, ...]
