@@ -140,7 +140,7 @@ def test_a_tracker_is_shown_every_number_in_the_run_folder_and_closed(
     calls: list[Any] = []
     module, fake = FAKES[name]
     monkeypatch.setitem(sys.modules, module, fake(shown, calls))
-    tracker = TRACKERS[name](tmp_path, 0)  # type: ignore[call-arg]
+    tracker = TRACKERS[name](tmp_path, 0)
     for line in LINES:
         tracker.write(line)
     tracker.close()
@@ -154,7 +154,7 @@ def test_a_tracker_is_shown_every_number_in_the_run_folder_and_closed(
 def test_an_installed_tracker_writes_into_the_run_folder(name: str, tmp_path: Path) -> None:
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    tracker = TRACKERS[name](tmp_path, 0)  # type: ignore[call-arg]
+    tracker = TRACKERS[name](tmp_path, 0)
     for line in LINES:
         tracker.write(line)
     tracker.close()

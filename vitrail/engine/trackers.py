@@ -83,7 +83,7 @@ class WandbTracker:
         self.run.finish()
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MlflowTracker, "wandb": WandbTracker}
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "mlflow": MlflowTracker, "wandb": WandbTracker}
 
 
 def reject_untracked(track: str) -> None:

@@ -131,7 +131,7 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     own, notes, wrong = model.state_dict(), [], []
     old, new = state.get("pos_embed"), named.get("trunk.backbone.pos_embed")  # which timm resizes
     if old is not None and new is not None and old.ndim == new.ndim == 3 and old.shape != new.shape:
-        sides = [round((len(tensor[0]) - model.trunk.prefix) ** 0.5) for tensor in (old, new)]
+        sides = [round((len(tensor[0]) - cast("Any", model.trunk).prefix) ** 0.5) for tensor in (old, new)]
         notes.append("positions resized {0}x{0} -> {1}x{1}".format(*sides))
     if decoder := [name for name in named if name.startswith(AUTOENCODER)]:
         notes.append("the decoder of a masked autoencoder is left out")

@@ -197,11 +197,12 @@ def start_from(model: Classifier, name: str, weights: str) -> list[str]:
 
 def state_published(model: Classifier) -> None:
     """Write into `model.stated` what timm loaded into its own model, as `start_from` does."""
-    settings, anew = model.trunk.backbone.pretrained_cfg, []  # type: ignore[union-attr]
-    if not getattr(model.trunk.backbone, "classifier_is_published", False):
+    backbone: Any = model.trunk.backbone
+    settings, anew = backbone.pretrained_cfg, list[str]()
+    if not getattr(backbone, "classifier_is_published", False):
         anew = [f"{name} (({settings['num_classes']},) in the weights) starts anew" for name in model.head_parameters()]
-    notes = _loaded(model, anew, f"{settings.get('hf_hub_id') or settings.get('url')}")
-    model.stated["weights"] = {"from": "timm", "adapted": anew, "loaded": notes}
+    loaded = _loaded(model, anew, f"{settings.get('hf_hub_id') or settings.get('url')}")
+    model.stated["weights"] = {"from": "timm", "adapted": anew, "loaded": loaded}
 
 
 def _loaded(model: Classifier, notes: Sequence[str], source: str) -> str:

@@ -25,8 +25,7 @@ from vitrail.recipes.row import flat
 
 SMALL = 64  # pixels of the shorter side up to which images are no photographs
 MINUTES, CORE_SPEED = 5.0, 1e10  # of training on a CPU; multiply-accumulates per second and core, loading included
-EPOCHS = 15, 100  # fewest and most that are chosen by time
-SAMPLES = 16  # images whose size is read
+EPOCHS, SAMPLES = (15, 100), 16  # fewest and most epochs that are chosen by time; images whose size is read
 
 
 PHOTOS_ON_CPU = {  # Muon's steps would cost more than the network

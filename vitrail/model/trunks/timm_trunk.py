@@ -397,12 +397,12 @@ def published_backbone(name: str, remedy: str = TRAINING, **options: Any) -> nn.
     file, problem = local_weights(name, remedy)
     if problem:
         raise ValueError(problem)
-    overlay = {} if file is None else {"pretrained_cfg_overlay": {"file": str(file)}}
+    overlay: dict[str, Any] = {} if file is None else {"pretrained_cfg_overlay": {"file": str(file)}}
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # its retries; the error says all
     try:
-        return cast("nn.Module", timm.create_model(name, pretrained=True, **overlay, **options))
+        return timm.create_model(name, pretrained=True, **overlay, **options)
     except TypeError:  # an option that the model does not take
         raise
     except Exception as error:
@@ -415,7 +415,7 @@ def local_weights(name: str, remedy: str = TRAINING) -> tuple[Path | None, str]:
     """The cached file of a timm model's published weights; where there is none, why they cannot be fetched, either."""
     import timm
 
-    settings = timm.get_pretrained_cfg(name)
+    settings = timm.get_pretrained_cfg(name) if timm.models.is_model_pretrained(name) else None
     if settings is None or not settings.hf_hub_id:  # an address of its own, or none
         return None, ""
     names = (settings.hf_hub_filename,) if settings.hf_hub_filename else WEIGHT_FILES[:2]
@@ -429,7 +429,7 @@ def _not_fetched(name: str, reason: str, remedy: str) -> str:
     import timm
 
     reason = " ".join(reason.split()).partition(". ")[0][:160]  # its first sentence; more would be advice of others
-    settings = timm.get_pretrained_cfg(name)
+    settings = timm.get_pretrained_cfg(name) if timm.models.is_model_pretrained(name) else None
     where = (
         ""
         if settings is None or not settings.hf_hub_id
