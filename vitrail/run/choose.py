@@ -28,7 +28,7 @@ MINUTES, CORE_SPEED = 5.0, 1e10  # of training on a CPU; multiply-accumulates pe
 EPOCHS, SAMPLES = (15, 100), 16  # fewest and most epochs that are chosen by time; images whose size is read
 
 
-PHOTOS_ON_CPU = {  # Muon's steps would cost more than the network
+PHOTOS_ON_CPU = {  # by count of operations, Muon's steps would cost more than the network
     "data": {"batch": 32, "augment": {"mixup": 0.0, "cutmix": 0.0}},
     "model": {"name": "timm:resnet18", "image_size": 64},
     "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
