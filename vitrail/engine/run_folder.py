@@ -18,15 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vitrail.engine.trackers import Tracker
 from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, parse_json, reject_later, remove_leftovers, write_text
 from vitrail.model.store import current_names, write_tensors
 from vitrail.version import __version__
+
+if TYPE_CHECKING:
+    from vitrail.engine.trackers import Tracker
 
 TIMING = ("seconds", "images_per_second")  # fields of metrics.jsonl that differ between equal runs
 

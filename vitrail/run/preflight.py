@@ -13,7 +13,6 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.open import open_data
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision
 from vitrail.engine.run_folder import unused
-from vitrail.engine.trackers import reject_untracked
 from vitrail.files import reject_unwritable
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.learn.config import ObjectiveConfig
@@ -52,7 +51,10 @@ def check_settings(config: RunConfig) -> None:
 
 def check_machine(config: RunConfig, group: ProcessGroup) -> None:
     """Raises where this machine lacks the device, its precision or a package that the run needs."""
-    reject_untracked(config.engine.track)
+    if config.engine.track != "none":
+        from vitrail.engine.trackers import reject_untracked
+
+        reject_untracked(config.engine.track)
     choose_precision(config.engine.precision, choose_device(config.engine.device, group))
     if config.model.weights == "timm":
         from vitrail.model.trunks.timm_trunk import local_weights

@@ -22,7 +22,6 @@ from vitrail.engine.device import ProcessGroup, choose_device, choose_precision,
 from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, free_name
-from vitrail.engine.trackers import TRACKERS
 from vitrail.files import reject_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
@@ -281,6 +280,8 @@ class Trainer:
                     self.folder.log(note)
                 self.folder.cut_metrics(loop.step)
                 if config.engine.track != "none":
+                    from vitrail.engine.trackers import TRACKERS
+
                     self.folder.tracker = TRACKERS[config.engine.track](self.folder.path, loop.step)
                 self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
             result = loop.run()
