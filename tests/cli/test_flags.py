@@ -244,6 +244,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
         "json": True,
     },
     "export r --to onnx o": {"run": Path("r"), "out": Path("o"), "to": "onnx"},
+    "export r hf:a/b --upload": {"run": Path("r"), "out": Path("hf:a/b"), "upload": True},
     "export r o --int8 --calibrate d --lose 0.5 --with_predict": {
         "run": Path("r"),
         "out": Path("o"),

@@ -23,11 +23,13 @@ class ExportCommand:
     Example: vitrail export runs/demo model.onnx
     Example: vitrail export runs/demo deploy/model.onnx --int8 --with_predict
     Example: vitrail export runs/birds birds.safetensors --bits 4        (an adapter alone, in fewer bits)
+    Example: vitrail export runs/demo hf:me/fashion        (a folder as the Hugging Face hub has it, with a model card)
     """
 
     run: Annotated[Path, Positional("RUN")]  # run folder or model folder
     out: Annotated[Path, Positional("FILE")]
-    """file to write: .pt2 for torch, .onnx for onnx, .safetensors for an adapter; a folder for peft"""
+    """file to write: .pt2 for torch, .onnx for onnx, .safetensors for an adapter; a folder for peft;
+    hf:FOLDER for one in the hub's layout"""
     to: Literal["torch", "onnx", "adapter", "peft"] | None = None
     """torch (torch.export, read without vitrail), onnx, adapter or peft (none: by the file's ending)"""
     input: Literal["bytes", "float"] = "bytes"  # bytes (0 to 255, normalised inside) or float (already normalised)
@@ -41,11 +43,16 @@ class ExportCommand:
     calibrate: str | None = None  # of --int8, --fp16: data with train and val images (default: the run's own)
     lose: Annotated[float, Range(0, 100)] = 0.3  # of --int8, --fp16: points of accuracy on val that may be lost
     with_predict: bool = False  # of .onnx: predict.py beside it, which needs numpy, pillow and onnxruntime only
+    upload: bool = False  # of hf:OWNER/NAME: also upload the folder there (log in first: hf auth login)
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
         from vitrail import load
 
+        if str(self.out).startswith("hf:"):
+            return self._hub(str(self.out).removeprefix("hf:"))
+        if self.upload:
+            raise ValueError(f"--upload is for the hub, and {self.out} is a file; name it hf:OWNER/NAME")
         to, out = self.to or FORMATS.get(self.out.suffix), self.out
         if to is None:
             raise ValueError(
@@ -77,6 +84,28 @@ class ExportCommand:
             f"{out}: {exported.bytes / 1e6:.1f} MB, {shapes}",
             f"largest difference of logits from the model: {differences}",
             *([_accuracy(exported.precision)] if exported.precision else []),
+        )
+
+    def _hub(self, name: str) -> int:
+        """A folder of that name in the layout of the hub; with --upload also the repository."""
+        from vitrail import load
+        from vitrail.run.model_card import export_hub
+
+        if self.upload and name.count("/") != 1:
+            raise ValueError(f"--upload: {name!r} is no repository of the hub; name it hf:OWNER/NAME")
+        reject_unwritable(Path(name), "choose another FOLDER")
+        folder = export_hub(load(self.run), self.run, Path(name), name)
+        if self.upload:
+            from huggingface_hub import HfApi
+
+            HfApi().create_repo(name, exist_ok=True)
+            HfApi().upload_folder(repo_id=name, folder_path=str(folder))
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        return output(
+            self.json,
+            {"out": str(folder), "to": "hub", "bytes": size, "uploaded": self.upload},
+            f"{folder}: {size / 1e6:.1f} MB; README.md is its card, in which the licence is yours to fill in",
+            f'load it with: vitrail.load("hf:{name}")',
         )
 
     def _adapter(self, to: str) -> int:

@@ -246,7 +246,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     return total
 
 
-def _file(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:09d}"
     return path if path.is_dir() else path.with_suffix(".safetensors")
 
@@ -261,7 +261,7 @@ def save(folder: Path, state: State, keep: int) -> Path:
     """Write a checkpoint, then remove all but the newest `keep`; no older one is removed before the new one is safe."""
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": state.step, "facts": state.facts}
     header["checksum"] = checksum(state.tensors)
-    path = _file(folder, state.step)
+    path = checkpoint_path(folder, state.step)
     write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
     prune(folder, state.step, keep)
     return path
@@ -270,7 +270,7 @@ def save(folder: Path, state: State, keep: int) -> Path:
 def prune(folder: Path, step: int, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints up to that of `step`, which is whole."""
     for older in [s for s in steps_saved(folder) if s <= step][: -max(1, keep)]:
-        path = _file(folder, older)
+        path = checkpoint_path(folder, older)
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -305,7 +305,7 @@ def newest(folder: Path) -> tuple[State | None, list[str]]:
     damaged: list[str] = []
     for step in reversed(steps_saved(folder)):
         try:
-            return read(_file(folder, step)), damaged
+            return read(checkpoint_path(folder, step)), damaged
         except LaterVersion:
             raise
         except ValueError as error:

@@ -57,6 +57,26 @@ def cached_repositories() -> Iterator[dict[str, Any]]:
         yield {"name": known, "file": str(file), "bytes": file.stat().st_size}
 
 
+def model_repository(name: str) -> Path:
+    """The folder of `hf:FOLDER` or `hf:OWNER/NAME`, a model that `vitrail export RUN hf:...` wrote.
+
+    A repository is looked for in the local cache, then downloaded. Raises `ValueError` where it cannot be had.
+    """
+    wanted = name.removeprefix("hf:")
+    if Path(wanted).is_dir():
+        return Path(wanted)
+    if wanted.count("/") != 1 or wanted.startswith((".", "/")):
+        raise ValueError(f"{name}: there is no such folder; name one, or a repository of the hub (hf:OWNER/NAME)")
+    cached = snapshot(hub_cache() / f"models--{wanted.replace('/', '--')}")
+    if (cached / "model.json").is_file():
+        return cached
+    if reason := unreachable():
+        raise ValueError(f"{name} is not in {hub_cache()}, and cannot be fetched: {reason}; copy its folder here")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(wanted, allow_patterns=["*.json", "*.safetensors", "config.yaml"]))
+
+
 def unreachable() -> str:
     """Why the hub cannot be asked, within `WAIT` seconds; empty where it answers."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):

@@ -18,7 +18,7 @@ from vitrail.data.dataset import UNLABELLED, DataSet, Split, choose_level
 from vitrail.data.open import open_source
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.engine.run_folder import read, steps_saved
+from vitrail.engine.run_folder import checkpoint_path, read, steps_saved
 from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import (
@@ -95,11 +95,15 @@ def load(
     bits: int | None = None,
     merged: bool = True,
 ) -> Classifier:
-    """The classifier of a run folder or a model folder; it preprocesses its own input.
+    """The classifier of a run folder, a model folder or `hf:OWNER/NAME`; it preprocesses its own input.
 
     Of a run that trained an adapter: base and adapter, merged (or in use, with `merged=False`). `base` is where its
     base is now (none: where it was), `bits` rounds what the adapter trained to 2 to 8 bits.
     """
+    if str(path).startswith("hf:"):
+        from vitrail.model.hub import model_repository
+
+        path = model_repository(str(path))
     return load_model(path, device, base=base, bits=bits, merged=merged)
 
 
@@ -108,7 +112,7 @@ def verify(path: str | Path) -> list[str]:
     faults, checkpoints = [], Path(path) / "checkpoint"
     for step in steps_saved(checkpoints):
         try:
-            read(checkpoints / f"step-{step:09d}.safetensors")
+            read(checkpoint_path(checkpoints, step))
         except ValueError as error:
             faults.append(str(error))
     try:
