@@ -393,7 +393,10 @@ def test_all_processes_stop_together_and_keep_the_weights_that_the_first_selects
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ("--engine.evaluate_every 0", r"needs evaluations on val during training; set engine\.evaluate_every above 0"),
+        (
+            "--engine.evaluate_every 0",
+            r"needs evaluations on val during training; set --engine\.evaluate_every",
+        ),
         ("--objective.kind attack", r"an attack trains a patch and no weights .*; leave it out"),
     ],
 )
