@@ -1,6 +1,7 @@
 """DeiT-S trained from JPEG files: decoded on the accelerator, by host workers, and compared with no input at all.
 
-    python benchmarks/jpeg.py [--data imagenette] [--images 4096] [--batch 512] [--steps 40] [--rounds 5] [--smoke]
+    python benchmarks/jpeg.py [--data imagenette] [--images 4096] [--batch 512] [--steps 40] [--rounds 5]
+                              [--decoders 3 6] [--smoke]
 
 synthetic   batches that already lie on the device, two host cores
 jpeg        `--data.loader jpeg`: decoded, cropped and mirrored on the device, two host cores
@@ -47,7 +48,7 @@ from vitrail.data.config import AugmentConfig
 from vitrail.data.dataset import Split
 from vitrail.data.decode import decode
 from vitrail.data.jpeg import first_bytes, jpeg_decoder, jpeg_header
-from vitrail.data.loading.jpeg_loader import AHEAD, Decoder, JpegLoader
+from vitrail.data.loading.jpeg_loader import AHEAD, DECODERS, Decoder, JpegLoader
 from vitrail.data.loading.loader import LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_source
@@ -282,6 +283,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write rows to this file")
     parser.add_argument("--history", action="store_true", help="append the figures to benchmarks/history.jsonl")
+    parser.add_argument("--decoders", type=int, nargs="+", default=[DECODERS], help="batches decoded at the same time")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:
@@ -308,10 +310,13 @@ def all_feeds(options: argparse.Namespace, split: Split, spec: LoaderSpec, stack
         theirs = timm_batches(folder, len(spec.split), options.batch, options.workers, device)
         feeds["timm"] = Feed(theirs, every, PREFETCHED * options.workers + 2)
     if "jpeg" in options.only:
-        loader = stack.enter_context(TimedLoader(spec))
-        for row in range(len(split)):
-            loader.encoded.get(row)  # as after an epoch
-        feeds["jpeg"] = Feed(iter(loader), two, AHEAD + 1, loader.stages)
+        for count in options.decoders:
+            loader = stack.enter_context(TimedLoader(spec))
+            loader.decoders = count
+            for row in range(len(split)):
+                loader.encoded.get(row)  # as after an epoch
+            name = "jpeg" if count == DECODERS else f"jpeg, {count} decoders"
+            feeds[name] = Feed(iter(loader), two, AHEAD * count + 1, loader.stages)
     return feeds
 
 
@@ -321,7 +326,7 @@ def training_rows(speeds: dict[str, list[float]], feeds: dict[str, Feed]) -> Ite
         low, ratio, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
         cores, speed = len(feeds[name].cores), statistics.median(rounds)
         print(
-            f"{name:<12} {cores:>3} cores {speed:>9.0f} images/s {ratio:>7.3f} of synthetic ({low:.3f} .. {high:.3f})"
+            f"{name:<18} {cores:>3} cores {speed:>9.0f} images/s {ratio:>7.3f} of synthetic ({low:.3f} .. {high:.3f})"
         )
         row = {
             "way": name,

@@ -505,6 +505,15 @@ def test_points_of_the_front_are_joined_in_the_order_of_their_cost() -> None:
     assert places[joined[2]] == joined[3]
 
 
+def test_a_limit_is_a_line_between_the_points_within_it_and_those_beyond() -> None:
+    points = [Point("a", 0, 1.0, 0.5), Point("b", 1, 8.0, 0.9)]
+    chart = pareto_chart(points, title="t", x_label="cost", limit=4.0)
+    within, beyond = (float(x) for x in re.findall(r'class="point" cx="([\d.]+)"', chart))
+    (line,) = re.findall(r'class="front" d="M([\d.]+) [\d.]+V', chart)
+    assert float(line) == pytest.approx(within + (beyond - within) * np.log(4) / np.log(8), abs=0.2)
+    assert ">budget<" in chart
+
+
 def test_curves_show_the_mean_inside_its_band() -> None:
     chart = curves_chart({"a": [{1.0: 0.0, 2.0: 0.2}, {1.0: 0.4, 2.0: 0.6}]}, title="t")
     line = re.search(r'class="line v0" d="M([\d.]+) ([\d.]+)L', chart)

@@ -462,7 +462,7 @@ def test_only_a_few_batches_are_made_ahead(squares, monkeypatch):
     for _ in range(3):
         next(batches)
     loader.close()
-    assert max(made) < 3 + jpeg_loader.AHEAD
+    assert max(made) < 3 + jpeg_loader.AHEAD * jpeg_loader.DECODERS
 
 
 def test_images_are_read_once_as_far_as_memory_is_given(squares, monkeypatch):
@@ -545,7 +545,6 @@ def test_a_run_trains_by_it_and_evaluates_with_the_pixels_of_the_host(data):
 def test_auto_takes_what_fits_and_what_is_faster_and_says_why(
     data, monkeypatch, fits, share, faster, crop, chosen, reason
 ):
-    monkeypatch.setattr(jpeg_loader, "AUTOMATIC", True)
     monkeypatch.setattr(data_module, "fits", lambda *_: fits)
     monkeypatch.setattr(EncodedImages, "share", lambda self: share)
     monkeypatch.setattr(jpeg_loader, "compared_with_host", lambda *_: (faster, "5 images/s"))
@@ -563,8 +562,6 @@ def test_auto_takes_the_host_where_the_accelerator_decodes_no_jpeg_or_processes_
 
     monkeypatch.setattr(data_module, "fits", lambda *_: False)
     monkeypatch.setattr(EncodedImages, "share", lambda self: 1.0)
-    assert module(data, device="cuda").notes[0].endswith("--data.loader jpeg, which decodes on cuda, is experimental")
-    monkeypatch.setattr(jpeg_loader, "AUTOMATIC", True)
     monkeypatch.setattr(jpeg_loader, "compared_with_host", without_nvjpeg)
     made = module(data, device="cuda")
     assert made.config.data.loader == "host"

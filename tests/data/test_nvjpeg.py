@@ -33,8 +33,10 @@ SIZES = ((40, 32), (17, 23), (8, 8), (33, 16), (9, 50))
 class FakeLibrary:
     """Decodes by Pillow what it is not told to reject; no two calls of a handle may overlap."""
 
-    def __init__(self, rejects: tuple[bytes, ...] = (), status: int = 4, create: int = 0, together: int = 1) -> None:
-        self.rejects, self.status, self.create = rejects, status, create
+    def __init__(
+        self, rejects: tuple[bytes, ...] = (), status: int = 4, create: int = 0, together: int = 1, state: int = 0
+    ):
+        self.rejects, self.status, self.create, self.state = rejects, status, create, state
         self.meeting = threading.Barrier(together)  # calls that wait for each other
         self.batches: dict[int, int] = {}
         self.calls: list[int] = []
@@ -49,8 +51,7 @@ class FakeLibrary:
 
     def nvjpegJpegStateCreate(self, handle, state):  # noqa: N802
         state._obj.value = 100 + handle.value
-        self.living.append(f"state {state._obj.value}")
-        return 0
+        return self.state
 
     def nvjpegDecodeBatchedInitialize(self, handle, state, count, threads, form):  # noqa: N802
         assert (state.value, form) == (100 + handle.value, 3)
@@ -76,11 +77,7 @@ class FakeLibrary:
         self.busy.remove(handle.value)
         return self.status if bad else 0
 
-    def nvjpegJpegStateDestroy(self, state):  # noqa: N802
-        self.living.remove(f"state {state.value}")
-
     def nvjpegDestroy(self, handle):  # noqa: N802
-        assert f"state {100 + handle.value}" not in self.living
         self.living.remove(f"handle {handle.value}")
 
 
@@ -135,6 +132,9 @@ def test_what_is_no_fault_of_an_image_is_said_in_a_sentence():
 def test_without_engines_torchvision_decodes_and_one_sentence_says_so(monkeypatch):
     with pytest.raises(OSError, match=r"no JPEG engines here \(status 7\)"):
         NvJpeg(FakeLibrary(create=7))
+    with pytest.raises(OSError, match=r"no memory for a decoder here \(status 5\)"):
+        NvJpeg(library := FakeLibrary(state=5))
+    assert library.living == []
     monkeypatch.setattr(torch.cuda, "device", lambda device: threading.Lock())  # any context
     monkeypatch.setattr(nvjpeg, "nvjpeg_library", lambda: FakeLibrary(create=7))
     with pytest.warns(UserWarning, match="decoded by torchvision, one batch at a time, since libnvjpeg opens no JPEG"):
@@ -160,10 +160,10 @@ def test_the_library_of_the_packages_comes_before_that_of_the_system(monkeypatch
     monkeypatch.setattr(nvjpeg.ctypes, "CDLL", opened)
     missing: list[str] = []
     for name in [*map(str, ours), "libnvjpeg.so.13", "libnvjpeg.so.12"]:
-        assert nvjpeg_library() == name
+        assert nvjpeg_library.__wrapped__() == name
         missing.append(name)
     with pytest.raises(OSError, match="libnvjpeg is not installed"):
-        nvjpeg_library()
+        nvjpeg_library.__wrapped__()
 
 
 # in the loader
@@ -190,23 +190,23 @@ def test_three_batches_are_decoded_at_the_same_time_and_come_in_order(split, mon
     ours = list(loader(split))
     assert len(library.calls) == 9
     assert library.made == jpeg_loader.DECODERS == 3
-    assert library.living == []
     for a, b in zip(ours, expected, strict=True):
         assert a.step == b.step
         assert torch.equal(a.index, b.index)
         assert torch.equal(a.images, b.images)
 
 
-def test_decoders_end_when_a_loader_is_closed(split, monkeypatch):
+def test_decoders_are_used_again_when_a_loader_is_closed(split, monkeypatch):
     library = FakeLibrary()
     monkeypatch.setattr(jpeg_loader, "jpeg_decoder", lambda device: NvJpeg(library))
-    with loader(split, stop=50) as made:
-        batches = iter(made)
-        next(batches)
-        assert len(library.living) == 6
-        made.close()
-        assert library.living == []
-    batches.close()
+    for _ in range(3):
+        with loader(split, stop=50) as made:
+            batches = iter(made)
+            next(batches)
+        batches.close()
+    assert library.made == jpeg_loader.DECODERS
+    both = NvJpeg(library), NvJpeg(library)
+    assert both[0]._handle.value != both[1]._handle.value
 
 
 def test_an_image_that_a_decoder_rejects_comes_from_the_host_ever_after(split, monkeypatch):

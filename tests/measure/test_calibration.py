@@ -24,6 +24,7 @@ from vitrail.measure.calibration import (
     Calibration,
     calibration_metrics,
     choose_calibration,
+    fit_robust_temperature,
     fit_temperature,
     fit_vector_scaling,
 )
@@ -319,3 +320,18 @@ def test_bad_input_is_one_sentence() -> None:
             function(logits, target.double())
     with pytest.raises(ValueError, match="between 0 and 1"):
         calibration_metrics(logits, target, probabilities=True)
+
+
+def test_a_few_huge_logits_do_not_make_all_probabilities_equal():
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(5, (400,), generator=generator)
+    logits = 2 * F.one_hot(target, 5).double() + torch.randn(400, 5, generator=generator, dtype=torch.float64)
+    usual = fit_temperature(logits, target)
+    assert fit_robust_temperature(logits, target) == usual
+    logits[0] = 1e6 * (1 - F.one_hot(target[0], 5))  # one image, certain and wrong
+    assert fit_temperature(logits, target) == 100
+    robust = fit_robust_temperature(logits, target)
+    scores = [calibration_metrics(logits / t, target)["brier"] for t in (robust, robust * 1.03, robust / 1.03, 1, 100)]
+    assert scores[0] == min(scores)
+    assert 0.5 * usual < robust < 2 * usual
+    assert choose_calibration(logits, target) == Calibration("temperature", robust)

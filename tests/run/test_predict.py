@@ -26,7 +26,7 @@ from vitrail.data.open import open_data
 from vitrail.files import LaterVersion
 from vitrail.measure.calibration import calibration_metrics, choose_calibration, fit_conformal, set_metrics
 from vitrail.measure.evaluator import Predictions, draw_by_class, read_predictions
-from vitrail.measure.trust import FILE, MADE, Trust, fit_trust, threshold_for
+from vitrail.measure.trust import FILE, MADE, SOFTMAX_SCORES, Trust, fit_trust, threshold_for
 from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.export import to_torch
 from vitrail.recipes import recipe
@@ -262,8 +262,24 @@ def test_the_reject_score_is_the_best_against_given_outliers(trained: Path) -> N
     fitted = fit_trust(model, [batch], [batch], 0, outliers=[white])
     areas = fitted.trust.auroc
     assert set(areas) == {"max_probability", "max_logit", "energy", "neighbours", "mahalanobis"}
-    assert areas[fitted.trust.kind] == max(areas.values())
+    logits = max(areas[kind] for kind in SOFTMAX_SCORES)
     assert max(areas.values()) > 0.9
+    # Embeddings have to be worth their bytes.
+    embeddings = max(areas["neighbours"], areas["mahalanobis"])
+    assert areas[fitted.trust.kind] == (embeddings if embeddings > logits + 0.02 else logits)
+    lean = fit_trust(model, [batch], [batch], 0, outliers=[white], compare=False).trust
+    assert lean.auroc == {kind: areas[kind] for kind in SOFTMAX_SCORES}
+    assert areas[lean.kind] == logits
+
+
+def test_a_reject_score_of_embeddings_must_be_ahead_by_more_than_noise(trained: Path, monkeypatch) -> None:
+    model, rows = vitrail.load(trained), open_data(URI)
+    val = torch.stack([torch.from_numpy(np.array(rows["val"].read(i))).permute(2, 0, 1) for i in range(100)])
+    batch = batch_of(val, torch.from_numpy(rows["val"].labels[:100]))
+    for ahead, chosen in ((0.01, "energy"), (0.03, "mahalanobis")):
+        areas = iter([0.7, 0.71, 0.75, 0.6, 0.75 + ahead])
+        monkeypatch.setattr("vitrail.measure.trust.rejection_metrics", lambda *_, a=areas: {"auroc": next(a)})
+        assert fit_trust(model, [batch], [batch], 0, outliers=[batch]).trust.kind == chosen
 
 
 def test_predict_tells_sets_unknowns_and_bad_files(trained: Path, data: DataSet, pictures: list[Path]) -> None:

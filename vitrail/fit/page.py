@@ -114,7 +114,12 @@ def chart(fitted: FitResult) -> Any:
     ]
     x_label = f"milliseconds per image, {fitted.budget.on}"
     return pareto_chart(
-        points, title="accuracy against latency", x_label=x_label, y_label=f"{fitted.metric} on val", size=(720, 380)
+        points,
+        title="accuracy against latency",
+        x_label=x_label,
+        y_label=f"{fitted.metric} on val",
+        limit=1e3 * fitted.budget.latency,
+        size=(720, 380),
     )
 
 

@@ -82,6 +82,26 @@ def fit_temperature(logits: Scores, target: Scores) -> float:
     return math.exp(-point)
 
 
+def fit_robust_temperature(logits: Scores, target: Scores) -> float:
+    """As `fit_temperature`; where that raises the Brier score, the temperature (0.1 to 10) of least Brier score.
+
+    The log loss of a few images with huge logits can outweigh that of all others, and what lowers it most is to make
+    all probabilities equal. The Brier score of an image is bounded.
+    """
+    logits, target = _usable(logits, target)
+    temperature = fit_temperature(logits, target)
+    if _brier(logits / temperature, target) <= _brier(logits, target):
+        return temperature
+    return min(np.logspace(-1, 1, 201).tolist(), key=lambda value: _brier(logits / value, target))
+
+
+def _brier(logits: Tensor, target: Tensor) -> float:
+    squares = 0.0
+    for rows, labels in _pieces(logits, target):
+        squares += float(_residual(rows.sigmoid() if labels.ndim == 2 else rows.softmax(1), labels).square().sum())
+    return squares / len(logits)
+
+
 def fit_vector_scaling(logits: Scores, target: Scores, *, ridge: float = RIDGE) -> Calibration:
     """Scale and bias of every class of least log loss (Guo et al., 2017, arXiv 1706.04599), by L-BFGS.
 
@@ -117,10 +137,11 @@ def choose_calibration(logits: Scores, target: Scores, seed: int = 0) -> Calibra
     """
     logits, target = _usable(logits, target)
     (images, classes), several = logits.shape, target.ndim == 2
-    temperature = Calibration("temperature", fit_temperature(logits, target))
+    temperature = Calibration("temperature", fit_robust_temperature(logits, target))
     support = target.sum(0) if several else torch.bincount(target, minlength=classes)
     fewest = int((torch.minimum(support, images - support) if several else support).min())
-    if fewest < FEWEST or logits.numel() > MOST_SCORES:
+    robust = temperature.temperature != fit_temperature(logits, target)  # log loss would choose badly here
+    if robust or fewest < FEWEST or logits.numel() > MOST_SCORES:
         return temperature
     draws = uniform(seed_of("folds", seed), np.arange(images))
     order = np.lexsort((draws, np.zeros(images) if several else target.numpy()))

@@ -36,7 +36,7 @@ from vitrail.measure.calibration import (
     chance_ece,
     choose_calibration,
     coverage_interval,
-    fit_temperature,
+    fit_robust_temperature,
     fit_vector_scaling,
     set_metrics,
 )
@@ -59,6 +59,7 @@ LEAST_SHRINKAGE = 1e-6  # so that every covariance can be inverted
 FEWEST_HELD_OUT = 20  # images of each half of val
 OUTLIERS = 2_000  # that are made of each kind, about
 TILES = 4  # by row and by column
+WORTH = 0.02  # of AUROC, by which a reject score of embeddings must be ahead of those of logits
 COVERAGES = (0.9, 0.95, 0.99)  # that are measured
 
 SOFTMAX_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -373,13 +374,15 @@ def fit_trust(
     seed: int,
     *,
     outliers: Iterable[Batch] | None = None,
+    compare: bool = True,
     **where: Unpack[Where],
 ) -> Fitted:
     """Calibration, prediction sets and a reject score from val, which is cut in two, stratified.
 
     The first half gives temperature or vector scaling, and the reject score; the second, the scores of labels. Images
-    of `train` are what embeddings are compared with (none: scores of logits only). The reject score is the one that
-    tells val images best from `outliers`; without any, from tiles of val images in random order and means of two.
+    of `train` are what embeddings are compared with (not `compare`: scores of logits only). The reject score is the one
+    that tells val images best from `outliers`; without any, from tiles of val images in random order and means of two.
+    One of embeddings must be ahead by `WORTH`: it makes a deployed file larger and slower.
     `val` should come in random order. The model stays as it is. Raises `ValueError` for too few images.
     """
     index, target, logits, embeddings = outputs_of(model, val, **where)
@@ -393,7 +396,7 @@ def fit_trust(
     if calibration.kind == "vector":
         other = fit_vector_scaling(logits[~half], target[~half])
     else:
-        other = Calibration("temperature", fit_temperature(logits[~half], target[~half]))
+        other = Calibration("temperature", fit_robust_temperature(logits[~half], target[~half]))
     chances, labels = calibration(logits[~half]).softmax(1), {}
     if not several:
         labels = {name: ConformalRule(name, 0.9, 0, 1).label_scores(chances, target[~half]) for name in METHODS}
@@ -401,7 +404,7 @@ def fit_trust(
     made: list[Iterable[Batch]] = [] if train is None else [outliers] if outliers else [_Made(val, how) for how in MADE]
     unknown = [outputs_of(model, batches_of, **where)[2:] for batches_of in made]
     fitted: dict[str, EmbeddingScore | None] = dict.fromkeys(SOFTMAX_SCORES)
-    if train is not None:
+    if train is not None and compare:
         _, known_target, _, memory = outputs_of(model, train, **where)
         fitted["neighbours"] = fit_neighbours(memory, max(1, min(NEIGHBOURS, len(memory) // 1000)))
         with suppress(ValueError):  # no two images of one class
@@ -415,7 +418,7 @@ def fit_trust(
         for kind, one in each.items()
         if unknown
     }
-    best = max(auroc, key=lambda kind: auroc[kind]) if auroc else "energy"
+    best = max(auroc, key=lambda kind: auroc[kind] - (WORTH if fitted[kind] else 0)) if auroc else "energy"
     trust = replace(each[best], known=known[best].sort().values, auroc=auroc)
     return Fitted(calibration, other, index[half], trust, int(half.sum()))
 

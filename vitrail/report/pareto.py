@@ -42,11 +42,13 @@ def pareto_chart(
     tell_value: Callable[[float], str] = lambda share: percent(share, 2),
     tell_axis: Callable[[float], str] = lambda share: f"{100 * share:.4g} %",
     log_values: bool = False,
+    limit: float | None = None,
     size: tuple[int, int] = (520, 320),
 ) -> Markup:
     """One point per model with its spread, and a line through those that nothing beats.
 
-    Costs (and with `log_values` values) that differ by more than three times are drawn on a logarithmic axis.
+    Costs (and with `log_values` values) that differ by more than three times are drawn on a logarithmic axis. A
+    vertical line marks the largest cost allowed, where a `limit` is given.
     """
     drawn = [p for p in points if math.isfinite(p.cost) and p.cost > 0 and math.isfinite(p.value)]
     width, height = size
@@ -66,13 +68,18 @@ def pareto_chart(
     top = 30.0 if y_label else 16.0
     y = Scale(low, high, bottom, top)
     log_x = max(p.cost for p in drawn) > 3 * min(p.cost for p in drawn)
-    low, high = spread([_position(c, log_x) for p in drawn for c in (p.cost, *(p.quartiles or ()))])
+    costs = [c for p in drawn for c in (p.cost, *(p.quartiles or ()))] + ([] if limit is None else [limit])
+    low, high = spread([_position(c, log_x) for c in costs])
     low, high = low - 0.12 * (high - low), high + 0.12 * (high - low)
     x = Scale(low, high, left, right)
     x_ticks = _log_ticks(low, high) if log_x else [v for v in ticks(low, high, 5) if v >= 0]
     parts = [_grid(y(_position(v, log_y)), left, right, tell_axis(v)) for v in y_ticks]
     parts += [_text(x(_position(v, log_x)), bottom + 17, tell_cost(v), "axis", "middle") for v in x_ticks]
     parts += [_text((left + right) / 2, height - 6, x_label, "axis", "middle"), _text(4, 12, y_label, "axis")]
+    if limit is not None:
+        across = x(_position(limit, log_x))
+        parts.append(Markup('<path class="front" d="M{:.1f} {:.1f}V{:.1f}"/>').format(across, top, bottom))
+        parts.append(_text(across - 5, top + 9, "budget", "axis", "end"))
     places = [(x(_position(p.cost, log_x)), y(_position(p.value, log_y))) for p in drawn]
     best = sorted((p.cost, place) for p, place in zip(drawn, places, strict=True) if p.front)
     if len(best) > 1:
@@ -124,7 +131,8 @@ def _names(points: Sequence[Point], places: Sequence[tuple[float, float]], right
             continue
         name = shorten(p.name, LONGEST_NAME)
         long = CHARACTER * len(name)
-        start = x + 9 if x + 9 + long <= right else x - 9 - long
+        before = x + 9 + long > right
+        start = x - 9 - long if before else x + 9
         others = taken + [(a - 6, a + 6, b + 4) for a, b in places if (a, b) != (x, y)]
         free = (
             y + 4 + move
@@ -133,5 +141,6 @@ def _names(points: Sequence[Point], places: Sequence[tuple[float, float]], right
         )
         height = next(free, y + 4)
         taken.append((start, start + long, height))
-        names.append(_text(start, height, name, f"tag v{p.colour % COLOURS}"))
+        anchor = (x - 9, "end") if before else (start, "start")
+        names.append(_text(anchor[0], height, name, f"tag v{p.colour % COLOURS}", anchor[1]))
     return names

@@ -167,10 +167,8 @@ class ImageModule(DataModule):
         if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
         from vitrail.data.jpeg import EncodedImages
-        from vitrail.data.loading.jpeg_loader import AUTOMATIC, MOSTLY, compared_with_host
+        from vitrail.data.loading.jpeg_loader import MOSTLY, compared_with_host
 
-        if not AUTOMATIC:
-            return "host", f"{reason}; --data.loader jpeg, which decodes on {device}, is experimental"
         if self.group.world > 1:  # each might measure something else
             return "host", f"{reason}, and several processes do not measure; --data.loader jpeg decodes on {device}"
         encoded = EncodedImages(train, self.device)

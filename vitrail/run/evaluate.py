@@ -184,6 +184,7 @@ def fit_on_val(
     evaluation: Callable[[Split], Batches],
     seed: int,
     outliers: DataSet | None = None,
+    compare: bool = True,
     **where: Unpack[Where],
 ) -> Fitted:
     """Calibration, prediction sets and reject score of a model from val; `evaluation` gives the batches of a split.
@@ -202,15 +203,22 @@ def fit_on_val(
         val = open_rows(data["val"], max(2_000, HELD_OUT // len(data.classes)))
         train = None if data.holds_texts else open_rows(data["train"], REFERENCE)
         others = None if outliers is None else open_rows(next(iter(outliers.splits.values())), REFERENCE)
-        return fit_trust(model, val, train, seed, outliers=others, **where)
+        return fit_trust(model, val, train, seed, outliers=others, compare=compare, **where)
 
 
 def calibrate(
-    run: str | Path, data: str | Path | DataSet, *, outliers: str = "", batch: int = 256, device: str = "auto"
+    run: str | Path,
+    data: str | Path | DataSet,
+    *,
+    outliers: str = "",
+    compare: bool = True,
+    batch: int = 256,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Fit calibration, prediction sets and reject score of a saved model on val, and store them with it.
 
-    `outliers` are images of no class (none: they are made of val images). Returns what was fitted, and what it gives on
+    `outliers` are images of no class (none: they are made of val images). Without `compare`, no embeddings are compared
+    with those of train, which a deployed file would have to hold. Returns what was fitted, and what it gives on
     test, where there is one.
     """
     chosen, folder = choose_device(device), model_folder(run)
@@ -227,7 +235,7 @@ def calibrate(
 
     model.calibration = Calibration()
     images = open_source(outliers) if outliers else None
-    fitted = fit_on_val(model, opened, evaluation, int(model.stated.get("seed", 0)), images, **where)
+    fitted = fit_on_val(model, opened, evaluation, int(model.stated.get("seed", 0)), images, compare, **where)
     split = "test" if "test" in opened.splits else "val"
     with evaluation(opened[split]) as loader:
         before = predict_all(model, loader, **where)

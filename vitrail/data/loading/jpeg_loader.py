@@ -31,9 +31,8 @@ from vitrail.data.loading.loader import LoaderSpec, TrainLoader, collated
 from vitrail.data.preprocess import as_tensor
 
 DECODERS = 3  # batches that are decoded at the same time, since each waits often for a device that is busy
-AHEAD = 6  # batches that are decoded or augmented and not yet used up
+AHEAD = 2  # batches per decoder that are decoded or augmented and not yet used up
 _URGENT = -5  # priority of streams, which torch limits to the device's: their kernels are few and short
-AUTOMATIC = False  # whether `auto` may choose this loader on CUDA, where three of its tests failed when last run
 MOSTLY = 0.9  # share of the images that the device should decode: the others are decoded one by one
 # Between the threads: a batch, its images, which of the draws can be read, and of other rows why not.
 Decoded = tuple[BatchIndices, FlatImages | None, NDArray[np.bool_], dict[int, str]]
@@ -55,6 +54,7 @@ class JpegLoader(TrainLoader):
         self.encoded = encoded or EncodedImages(spec.split, self.device)
         self._copies = self._copies and torch.cuda.Stream(self.device, priority=_URGENT)
         self._running: list[ExitStack] = []
+        self.decoders = DECODERS
 
     def close(self) -> None:
         """End the threads and their decoders. Iterating again starts new ones."""
@@ -70,13 +70,13 @@ class JpegLoader(TrainLoader):
         with ExitStack() as running:
             self._running.append(running)
             running.callback(self._running.remove, running)
-            augment, *threads = [ThreadPoolExecutor(1, "vitrail-jpeg") for _ in range(1 + DECODERS)]
+            augment, *threads = [ThreadPoolExecutor(1, "vitrail-jpeg") for _ in range(1 + self.decoders)]
             lanes = deque((thread, self._decoder()) for thread in threads)
             running.callback(lanes.clear)
             for thread in (augment, *threads):
                 running.callback(thread.shutdown, cancel_futures=True)
             while True:
-                for each in islice(indices, AHEAD - len(ahead)):
+                for each in islice(indices, AHEAD * self.decoders - len(ahead)):
                     decoded = lanes[0][0].submit(self._decoded, lanes[0][1], each, used)
                     ahead.append(augment.submit(self._augmented, decoded))
                     lanes.rotate(-1)
