@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import timm
 import torch
@@ -213,3 +215,17 @@ def test_published_weights_bring_their_own_preprocessing(monkeypatch: pytest.Mon
     assert ours.preprocess.mean == published.pretrained_cfg["mean"]
     assert ours.preprocess.size == 192
     assert torch.equal(ours.head.fc.weight, published.head.weight)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv4_conv_small_050", "efficientnet_lite0", "resnet10t"])
+def test_a_new_classifier_of_few_classes_starts_near_the_loss_of_a_guess(name):
+    torch.manual_seed(0)
+    model = create_model(f"timm:{name}", classes=10).train()
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, num_classes=10)
+    images, labels = torch.randn(16, 3, 64, 64), torch.arange(16) % 10
+    with torch.no_grad():
+        assert abs(float(torch.nn.functional.cross_entropy(model(images), labels)) - math.log(10)) < 0.4
+    ours = dict(model.trunk.backbone.named_parameters())
+    changed = [key for key, value in theirs.named_parameters() if not torch.equal(value, ours[key])]
+    assert changed == ([] if name == "resnet10t" else ["classifier.weight"])  # its bias was zero

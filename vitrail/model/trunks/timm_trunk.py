@@ -377,11 +377,26 @@ def build_backbone(
             create = published_backbone if pretrained else timm.create_model
             backbone: Any = create(config.name, num_classes=classes, **options)
         backbone.classifier_is_published = pretrained and backbone.pretrained_cfg.get("num_classes") == classes
+        if not backbone.classifier_is_published:
+            tame_classifier(backbone.get_classifier())
         return backbone, config
     except TypeError as error:
         if "img_size" in options and "img_size" in str(error):  # convolutional models take any size without being told
             return build_backbone(replace(config, image_size=None), classes, pretrained, device)
         raise ValueError(f"timm:{config.name} does not take {', '.join(options)}: {error}") from None
+
+
+def tame_classifier(layer: nn.Module) -> None:
+    """Draw a linear classifier again, as torch does, where its logits would be larger than its features.
+
+    EfficientNets and MobileNets of timm draw it by the number of classes alone: with 10 of them, a loss of 6 to 9 at
+    the start and not log(10).
+    """
+    if not isinstance(layer, nn.Linear) or layer.weight.is_meta:
+        return
+    if float(layer.weight.detach().std()) * layer.in_features**0.5 > 1:
+        layer.reset_parameters()
+        nn.init.zeros_(layer.bias)
 
 
 TRAINING = "vitrail train ... --model.weights FOLDER, or train from scratch (--model.weights none)"
