@@ -190,6 +190,8 @@ class Trainer:
             from vitrail.model.adapters.adapter_file import base_hash
 
             self.base_hash = base_hash(self.model)
+        if config.engine.activation_checkpointing == "blocks":
+            self.model.trunk.checkpoint_blocks()
         tuned, parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
         if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
