@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import run_ranks
 from small import quick_of
 
-from benchmarks.equality import difference, samples, train_cell, weights
+from benchmarks.equality import difference, one_rank, samples, train_cell, weights
 from vitrail.config import validate
 from vitrail.engine import run_folder as checkpoint
-from vitrail.engine.device import ProcessGroup
+from vitrail.engine.device import ProcessGroup, leave
 from vitrail.engine.shard import (
     PartialParameter,
     can_be_partial,
@@ -194,3 +197,25 @@ def test_blocks_whose_start_depends_on_all_of_them_are_built_whole() -> None:
     assert can_be_partial(create_model("vit_tiny_32", depth=2, width=32, heads=2))
     assert not can_be_partial(create_model("vit_tiny_32", depth=2, width=32, heads=2, start="fixup"))
     assert not can_be_partial(create_model("timm:vit_tiny_patch16_224", depth=1, embed_dim=24))
+
+
+def under_torchrun(rank: int, *args: Any) -> None:
+    """One process with the environment that torchrun gives it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
+    try:
+        one_rank(rank, *args)
+    finally:
+        leave()
+
+
+@pytest.mark.slow
+def test_one_process_under_torchrun_shards_its_model_too(tmp_path: Path) -> None:
+    one = train_cell(run_ranks, tmp_path / "one", [(1, None)], **ALONE)
+    (tmp_path / "alone").mkdir()
+    run_ranks(under_torchrun, 1, str(tmp_path / "alone"), FULL, None, world=1)
+    stored = tmp_path / "alone" / "run" / "checkpoint" / "step-000000010"
+    assert [file.name for file in sorted(stored.iterdir())] == ["layout.json", "rank-00000.safetensors"]
+    assert difference(tmp_path / "alone", one) < CLOSE
