@@ -392,7 +392,9 @@ def pack_server(packed: Path) -> Iterator[StaticServer]:
         yield made
 
 
-def test_a_packed_folder_behind_a_url_gives_the_pixels_of_the_local_one(packed: Path, pack_server: StaticServer) -> None:
+def test_a_packed_folder_behind_a_url_gives_the_pixels_of_the_local_one(
+    packed: Path, pack_server: StaticServer
+) -> None:
     local, remote_set = open_source(str(packed)), open_source(f"{pack_server.url}/packed/pack.json")
     assert (local.classes, set(local.splits)) == (remote_set.classes, set(remote_set.splits))
     for here, there in zip(local["train"].index, remote_set["train"].index, strict=True):

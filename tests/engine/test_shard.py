@@ -163,7 +163,9 @@ def test_a_model_that_starts_in_shards_has_the_weights_of_one_that_starts_whole(
     source = "none"
     if weights == "file":
         torch.manual_seed(5)
-        source = str(create_model("vit_tiny_32", classes=7, depth=2, width=30, heads=2, patch=8).save(tmp_path / "other"))
+        source = str(
+            create_model("vit_tiny_32", classes=7, depth=2, width=30, heads=2, patch=8).save(tmp_path / "other")
+        )
     run_ranks(started_in_rows, world, str(tmp_path), source, world=world)
     expected, gathered = small_model(source).state_dict(), torch.load(tmp_path / "gathered.pt", weights_only=True)
     assert expected.keys() == gathered.keys()

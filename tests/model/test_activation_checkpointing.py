@@ -20,7 +20,10 @@ MODELS = {
     "ViT with drop path": ("vit_tiny_32", {**SMALL, "position_drop": 0.2}),
     "parallel blocks": ("vit_tiny_32", {**SMALL, "parallel": 2}),
     "CaiT": ("cait_xxs24", SMALL),
-    "timm": ("timm:vit_tiny_patch16_224", {"depth": 2, "drop_path_rate": 0.5, "image_size": 32, "embed_dim": 24, "classes": 5}),
+    "timm": (
+        "timm:vit_tiny_patch16_224",
+        {"depth": 2, "drop_path_rate": 0.5, "image_size": 32, "embed_dim": 24, "classes": 5},
+    ),
 }
 
 
@@ -73,17 +76,17 @@ def test_a_compiled_model_has_the_same_gradients() -> None:
 
 
 def test_batch_norms_in_blocks_are_rejected() -> None:
-    with pytest.raises(ValueError, match="engine.activation_checkpointing: batch norms"):
+    with pytest.raises(ValueError, match=r"engine\.activation_checkpointing: batch norms"):
         create_model("xcit_t12_p8", **{**SMALL, "drop_path": 0.0}).trunk.checkpoint_blocks()
 
 
 def test_an_adaptive_policy_is_rejected() -> None:
-    with pytest.raises(ValueError, match="engine.activation_checkpointing: an adaptive policy"):
+    with pytest.raises(ValueError, match=r"engine\.activation_checkpointing: an adaptive policy"):
         create_model("vit_tiny_32", **SMALL, adaptive="ats").trunk.checkpoint_blocks()
 
 
 def test_a_trunk_without_blocks_is_rejected() -> None:
-    with pytest.raises(ValueError, match="engine.activation_checkpointing: this trunk"):
+    with pytest.raises(ValueError, match=r"engine\.activation_checkpointing: this trunk"):
         create_model("cifar_resnet20").trunk.checkpoint_blocks()
 
 

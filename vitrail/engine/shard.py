@@ -1,10 +1,10 @@
 """Models that are sharded over processes by FSDP2 (`--engine.shard full`), and their checkpoints.
 
 Parameters, gradients, optimiser state, moving averages and momentum teachers are DTensors, rows of which lie on each
-process; a block of the trunk is gathered while it computes. Every process draws the initial weights of the whole
-model, in the order of an unsharded run, and keeps its rows of a block as soon as the block is built: host memory is that
-of the rows, one block, stem and head. For evaluation, and at the end, every process gathers the weights (not gradients
-or optimiser state) of the model that is kept, because processes evaluate unequally many batches.
+process; a block of the trunk is gathered while it computes. Every process draws all initial weights, in the order of
+an unsharded run, and keeps its rows of a block once the block is built: host memory is that of the rows, one block,
+stem and head. For evaluation, and at the end, every process gathers the weights (not gradients or optimiser state) of
+the model that is kept, because processes evaluate unequally many batches.
 
 A checkpoint is a folder: a safetensors file with the rows of each process, and `layout.json`, which is written last.
 torch.distributed.checkpoint would pickle its metadata, and nothing of a run folder is unpickled.
@@ -182,13 +182,11 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
     for module in (*(block for blocks in lists for block in blocks.children()), objective):
         kept = {n: p.rows for n, p in module.named_parameters() if isinstance(p, PartialParameter)}
         fully_shard(module, **options)
-        if kept:
-            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        for name, rows in kept.items():
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        while kept:
+            name, rows = kept.popitem()
             module.get_parameter(name).data.to_local().copy_(rows)  # type: ignore[attr-defined]
-        if kept:
-            del kept, rows
-            _release()
+        _release()
 
 
 def save_shards(folder: Path, state: State) -> Path:

@@ -306,8 +306,9 @@ class Trainer:
 
 
 def initial_model(config: RunConfig, data: DataSet, group: ProcessGroup) -> tuple[Classifier, list[str]]:
-    """The model with which every process begins, and notes; with `engine.shard full` this process's rows of its blocks,
-    where they can be had."""
+    """The model that every process begins with, and notes; with `engine.shard full` its rows of the blocks where it can
+    be."""
+
     def build(rows: bool) -> Classifier:
         with torch.random.fork_rng(devices=[]), keeping_rows(group) if rows else nullcontext():
             torch.default_generator.manual_seed(config.seed)
@@ -316,15 +317,12 @@ def initial_model(config: RunConfig, data: DataSet, group: ProcessGroup) -> tupl
     if config.engine.shard == "none":
         return build(rows=False), []
     if not can_shard():
-        alone = "warning: engine.shard full divides a model among processes, and this is one; use torchrun"
-        return build(rows=False), [alone]
-    model = build(rows=True)
-    if is_partial(model) and not can_be_partial(model):
-        model = build(rows=False)
-    if is_partial(model):
+        note = "warning: engine.shard full divides a model among processes, and this is one; use torchrun"
+        return build(rows=False), [note]
+    if is_partial(model := build(rows=True)) and can_be_partial(model):
         return model, []
-    why = "only blocks of our own trunks with the default start are initialised in shards"
-    return model, [f"engine.shard full: {config.model.name} is built whole on every process ({why})"]
+    note = "is built whole on every process (blocks of our own trunks with the default start are built in shards)"
+    return build(rows=False), [f"engine.shard full: {config.model.name} {note}"]
 
 
 def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classifier:

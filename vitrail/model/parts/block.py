@@ -231,11 +231,8 @@ def added(x: Tensor, branch: Tensor) -> Tensor:
 
 
 class CheckpointedBlock(nn.Module):
-    """A block that, with `recompute`, keeps only its input and computes its activations again in the backward pass.
-
-    Activation checkpointing (Chen et al. 2016, arXiv 1604.06174): the state of the random generators is kept, too, so
-    that drop path and dropout draw the same. Where intermediates are asked for they are kept.
-    """
+    """With `recompute`, activation checkpointing (Chen et al. 2016, arXiv 1604.06174): only the input and the state of
+    random generators are kept, and backward computes the rest again. Where intermediates are asked for it does not."""
 
     recompute = False
 
