@@ -185,7 +185,7 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         while kept:
             name, rows = kept.popitem()
-            module.get_parameter(name).data.to_local().copy_(rows)  # type: ignore[attr-defined]
+            module.get_parameter(name).data.to_local().copy_(rows)
         _release()
 
 

@@ -242,7 +242,7 @@ class CheckpointedBlock(nn.Module):
     def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         if not self.recompute or probe is not None or not torch.is_grad_enabled():
             return self.compute(tokens, probe)
-        return cast("Tokens", checkpoint(self.compute, tokens, use_reentrant=False))
+        return checkpoint(self.compute, tokens, use_reentrant=False)
 
 
 class Block(CheckpointedBlock):
