@@ -3,7 +3,7 @@
     python benchmarks/memory_estimate.py --device cuda
     python benchmarks/memory_estimate.py --device cpu --only deit --json
 
-Ten configurations with random weights on random images, eager; nothing is downloaded. The peak is that of two steps,
+Eleven configurations with random weights on random images, eager; nothing is downloaded. The peak is that of two steps,
 model, optimiser state and copies included: on CUDA `torch.cuda.max_memory_allocated`, on a CPU the running sum of all
 allocations that torch's profiler records.
 """
@@ -34,6 +34,12 @@ from vitrail.run.estimate import estimate_memory, untrained
 ROWS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "ViT-Ti/4 32 px": ("small-deit", {}, 1000, 64),
     "DeiT-S 224 px": ("deit-300", {"model": {"name": "deit_small"}}, 256, 8),
+    "DeiT-S, checkpointing": (
+        "deit-300",
+        {"model": {"name": "deit_small"}, "engine": {"activation_checkpointing": "blocks"}},
+        256,
+        8,
+    ),
     "ViT-B": ("vit", {"model": {"name": "vit_base"}, "optim": {"name": "lamb"}}, 128, 2),
     "CaiT-XXS24": ("cait-400", {"model": {"name": "cait_xxs24"}}, 128, 4),
     "ResMLP-S12": ("resmlp-400", {"model": {"name": "resmlp_s12"}}, 256, 8),
@@ -53,7 +59,8 @@ def configuration(row: str, device: str, folder: Path) -> RunConfig:
         if not (folder / "model.json").is_file():
             create_model("timm:regnety_016").save(folder)
         settings |= {"objective": {"teacher": str(folder)}}
-    return configured(recipe, {**settings, "engine": {"device": device, "accumulate": 1}})
+    engine = {**settings.get("engine", {}), "device": device, "accumulate": 1}
+    return configured(recipe, {**settings, "engine": engine})
 
 
 def random_batch(objective: Objective, config: RunConfig, device: torch.device) -> Batch:

@@ -148,7 +148,7 @@ def main() -> None:
         tars, packed = Path(folder, "tars"), Path(folder, "packed")
         tars.mkdir()
         write_shards(tars, asked.images, asked.shards, asked.size)
-        command = [sys.executable, __file__, "--serve", str(tars)]
+        command = [sys.executable, __file__, "--serve", folder]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
@@ -162,6 +162,8 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
     pack(open_source(str(tars)), packed, size=0)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
+        served = open_source(f"{url}/packed/pack.json")["train"]
+        url = f"{url}/tars"
         pattern = f"{url}/train-{{000..{asked.shards - 1:03d}}}.tar"
         warm = open_source(pattern)["train"]
         ranged = open_source(f"{pattern}?read=ranged")["train"]
@@ -173,6 +175,7 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
             "read, stream, warm cache": partial(read, warm, order),
             "read, stream, ranged": partial(read, ranged, order),
             "decode, local packed": partial(decode, mapped, order),
+            "decode, stream of packed, warm": partial(decode, served, order),
             "decode, local tars": partial(decode, local, order),
             "decode, stream, warm cache": partial(decode, warm, order),
             "first, download alone": partial(downloaded, *where_from, None),
@@ -195,6 +198,7 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
         "read, stream, warm cache": "read, local tars",
         "read, stream, ranged": "read, local tars",
         "decode, local packed": "decode, local tars",
+        "decode, stream of packed, warm": "decode, local packed",
         "decode, stream, warm cache": "decode, local tars",
         "first, stream, read": "first, download, then read",
         "first, stream, decode": "first, download, then decode",

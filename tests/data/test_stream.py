@@ -24,6 +24,7 @@ from vitrail.data.jpeg import EncodedImages
 from vitrail.data.loading.loader import LoaderSpec, TrainLoader
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.open import open_data, open_source
+from vitrail.data.pack import pack
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.stream import StreamReader
 from vitrail.files import cache_folder
@@ -377,3 +378,44 @@ def test_an_object_of_a_bucket_that_changes_in_mid_epoch_is_named(bucket: str, t
             split.read(EACH)
     finally:
         system.put_file(str(tars / "train-01.tar"), "shards/train-01.tar")
+
+
+@pytest.fixture
+def packed(tars: Path, tmp_path: Path) -> Path:
+    pack(open_source(str(tars)), tmp_path / "packed", size=0)
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def pack_server(packed: Path) -> Iterator[StaticServer]:
+    with serving({f"/packed/{path.name}": path.read_bytes() for path in packed.iterdir()}) as made:
+        yield made
+
+
+def test_a_packed_folder_behind_a_url_gives_the_pixels_of_the_local_one(
+    packed: Path, pack_server: StaticServer
+) -> None:
+    local, remote_set = open_source(str(packed)), open_source(f"{pack_server.url}/packed/pack.json")
+    assert (local.classes, set(local.splits)) == (remote_set.classes, set(remote_set.splits))
+    for here, there in zip(local["train"].index, remote_set["train"].index, strict=True):
+        assert local["train"].read(int(here)).tobytes() == remote_set["train"].read(int(there)).tobytes()
+
+
+def test_a_packed_folder_is_fetched_once(pack_server: StaticServer) -> None:
+    open_source(f"{pack_server.url}/packed/pack.json")
+    before = {path: count for path, count in pack_server.bytes_sent.items() if path.endswith((".bin", ".npy"))}
+    open_source(f"{pack_server.url}/packed/pack.json")
+    assert before
+    assert all(pack_server.bytes_sent[path] == count for path, count in before.items())
+
+
+def test_a_packed_file_that_was_altered_is_named(pack_server: StaticServer) -> None:
+    path = next(path for path in pack_server.files if path.endswith(".bin"))
+    pack_server.files[path] = b"\x01" * len(pack_server.files[path])
+    with pytest.raises(ValueError, match=r"\.bin has other bytes than pack\.json lists"):
+        open_source(f"{pack_server.url}/packed/pack.json")
+
+
+def test_a_packed_folder_larger_than_the_cache_is_rejected(pack_server: StaticServer) -> None:
+    with pytest.raises(ValueError, match="more than the cache; raise"):
+        open_source(f"{pack_server.url}/packed/pack.json?cache=1KB")

@@ -17,6 +17,7 @@ from PIL import Image
 from vitrail.data.check.scan import scan
 from vitrail.data.dataset import BadImage
 from vitrail.data.open import open_data, open_source
+from vitrail.data.sources.webdataset import tar_members
 
 
 def write(path: Path, members: Mapping[str, bytes]) -> Path:
@@ -134,3 +135,28 @@ def test_a_class_of_val_that_train_lacks_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "val.tar", shard(3))
     with pytest.raises(ValueError, match=r"1 classes of val are not in train \(2\)"):
         open_data(tmp_path)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("odd", ["", "long name", "umlaut", "link", "large time"])
+def test_members_are_those_that_tarfile_lists(form: int, odd: str, tmp_path: Path) -> None:
+    names = ["a.jpg", "a.cls", "folder/b.jpg", f"{'deep/' * 24}c.jpg", ".hidden.jpg"]
+    names += {"long name": [f"{'x' * 120}.jpg"] * (form != tarfile.USTAR_FORMAT), "umlaut": ["ä.jpg"]}.get(odd, [])
+    with tarfile.open(tmp_path / "train.tar", "w", format=form) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for i, name in enumerate(names):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = 300 * i + 1, 1.5 if odd == "large time" else 0
+            tar.addfile(member, io.BytesIO(b"7" * member.size))
+        if odd == "link":
+            link = tarfile.TarInfo("d.jpg")
+            link.type, link.linkname = tarfile.SYMTYPE, "a.jpg"
+            tar.addfile(link)
+    with tarfile.open(tmp_path / "train.tar") as tar:
+        images = [m for m in tar if m.isfile() and m.name.endswith(".jpg") and not m.name.startswith(".")]
+    with (tmp_path / "train.tar").open("rb") as stream:
+        found = tar_members(stream, (tmp_path / "train.tar").stat().st_size, "train.tar", "uri")
+    assert [(name, start, size) for name, start, size, _ in found] == [(m.name, m.offset_data, m.size) for m in images]
+    assert found[0][3] == "7" * 301

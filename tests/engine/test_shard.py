@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import run_ranks
 from small import quick_of
 
-from benchmarks.equality import difference, samples, train_cell, weights
+from benchmarks.equality import difference, one_rank, samples, train_cell, weights
 from vitrail.config import validate
 from vitrail.engine import run_folder as checkpoint
+from vitrail.engine.device import ProcessGroup, leave
+from vitrail.engine.shard import (
+    PartialParameter,
+    can_be_partial,
+    gather_into,
+    keeping_rows,
+    shard_objective,
+    without_weights,
+)
+from vitrail.learn.config import SupervisedConfig
+from vitrail.learn.supervised import Supervised
+from vitrail.model.build import create_model
+from vitrail.model.classifier import Classifier
 from vitrail.model.weights import load_model
 from vitrail.recipes import recipe, with_values
 
@@ -112,3 +128,96 @@ def test_a_damaged_sharded_checkpoint_is_reported_and_not_used(fault: str, tmp_p
     state, damaged = checkpoint.newest(tmp_path)
     assert state is None
     assert "is damaged" in damaged[0]
+
+
+def started_in_rows(rank: int, world: int, folder: str, weights: str) -> None:
+    """Shard a model whose blocks kept their rows; the first process stores what all of them gather."""
+    from datetime import timedelta
+
+    meet, limit = f"file://{folder}/meet", timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
+    group = ProcessGroup(rank, world)
+    with keeping_rows(group):
+        objective = Supervised(small_model(weights), SupervisedConfig())
+    block = objective.model.trunk.blocks[0]
+    assert all(parameter.is_meta for parameter in block.parameters())
+    empty = without_weights(objective.model)
+    shard_objective(objective, torch.device("cpu"), None)
+    gather_into(empty, objective.model, torch.device("cpu"))
+    if rank == 0:
+        torch.save(empty.state_dict(), f"{folder}/gathered.pt")
+    torch.distributed.destroy_process_group()
+
+
+def small_model(weights: str = "none") -> Classifier:
+    torch.manual_seed(3)
+    options = {"depth": 2, "width": 30, "heads": 2, "patch": 8}  # three processes have 30, 30 and 30 of 90 rows
+    return create_model("vit_tiny_32", classes=5, weights=weights, **options)
+
+
+@pytest.mark.parametrize("world", quick_of([1, 2, 3, 4], [2]))
+@pytest.mark.parametrize("weights", ["none", "file"])
+def test_a_model_that_starts_in_shards_has_the_weights_of_one_that_starts_whole(
+    world: int, weights: str, tmp_path: Path
+) -> None:
+    source = "none"
+    if weights == "file":
+        torch.manual_seed(5)
+        source = str(
+            create_model("vit_tiny_32", classes=7, depth=2, width=30, heads=2, patch=8).save(tmp_path / "other")
+        )
+    run_ranks(started_in_rows, world, str(tmp_path), source, world=world)
+    expected, gathered = small_model(source).state_dict(), torch.load(tmp_path / "gathered.pt", weights_only=True)
+    assert expected.keys() == gathered.keys()
+    assert all(torch.equal(expected[name], gathered[name]) for name in expected)
+
+
+FAMILIES = ["vit_tiny", "deit3_small", "cait_xxs24", "resmlp_s12", "patchconvnet_s60", "xcit_t12_p8", "sot_tiny"]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "deit_tiny branches"])
+def test_rows_of_all_processes_make_the_initial_weights_of_every_family(name: str) -> None:
+    name, _, head = name.partition(" ")
+    options = {"depth": 3, "width": 48, "heads": 4}
+
+    def build() -> dict[str, torch.nn.Parameter]:
+        torch.manual_seed(1)
+        return dict(create_model(name, classes=3, head=head or None, **options).named_parameters())
+
+    expected, rows = build(), []
+    for rank in range(2):
+        with keeping_rows(ProcessGroup(rank, 2)):
+            rows.append(build())
+    for key, whole in expected.items():
+        parts = [part[key] for part in rows]
+        partial = all(isinstance(part, PartialParameter) for part in parts)
+        assert partial or not key.startswith("trunk.blocks.")
+        assert torch.equal(torch.cat([part.rows for part in parts]) if partial else parts[0], whole)
+
+
+def test_blocks_whose_start_depends_on_all_of_them_are_built_whole() -> None:
+    assert can_be_partial(create_model("vit_tiny_32", depth=2, width=32, heads=2))
+    assert not can_be_partial(create_model("vit_tiny_32", depth=2, width=32, heads=2, start="fixup"))
+    assert not can_be_partial(create_model("cifar_resnet20"))
+
+
+def under_torchrun(rank: int, *args: Any) -> None:
+    """One process with the environment that torchrun gives it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
+    try:
+        one_rank(rank, *args)
+    finally:
+        leave()
+
+
+@pytest.mark.slow
+def test_one_process_under_torchrun_shards_its_model_too(tmp_path: Path) -> None:
+    one = train_cell(run_ranks, tmp_path / "one", [(1, None)], **ALONE)
+    (tmp_path / "alone").mkdir()
+    run_ranks(under_torchrun, 1, str(tmp_path / "alone"), FULL, None, world=1)
+    stored = tmp_path / "alone" / "run" / "checkpoint" / "step-000000010"
+    assert [file.name for file in sorted(stored.iterdir())] == ["layout.json", "rank-00000.safetensors"]
+    assert difference(tmp_path / "alone", one) < CLOSE

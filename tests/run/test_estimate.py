@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def test_the_estimate_is_close_to_the_measured_peak(optimizer: str, ema: float) 
     config = tiny(optimizer, ema)
     objective, _ = untrained(config)
     assert estimated(config).peak == pytest.approx(peak(objective, config), rel=0.15)
+
+
+def test_the_estimate_is_close_with_activation_checkpointing() -> None:
+    plain = tiny()
+    config = replace(plain, engine=replace(plain.engine, activation_checkpointing="blocks"))
+    objective, _ = untrained(config)
+    estimate = estimated(config).peak
+    assert estimate == pytest.approx(peak(objective, config), rel=0.15)
+    assert estimate < 0.7 * (estimated(plain).peak or 0)
 
 
 def test_optimizer_state_is_counted_as_the_optimizer_has_it() -> None:

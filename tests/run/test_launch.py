@@ -102,9 +102,10 @@ def test_a_job_of_two_processes_ends_with_a_finished_run(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_job_that_is_signalled_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    (job,) = submit([arguments(tmp_path / "a", interrupted, 100)], tmp_path / "jobs", "local", Cluster(hours=0.1))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_that_is_signalled_goes_on_and_ends_with_the_same_weights(processes: int, tmp_path: Path) -> None:
+    interrupted, whole, cluster = tmp_path / "interrupted", tmp_path / "whole", Cluster(gpus=processes, hours=0.1)
+    (job,) = submit([arguments(tmp_path / "a", interrupted, 40)], tmp_path / "jobs", "local", cluster)
     metrics = interrupted / "metrics.jsonl"
     wait(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3)
     for task in children(job._process.pid):
@@ -113,10 +114,13 @@ def test_a_job_that_is_signalled_goes_on_and_ends_with_the_same_weights(tmp_path
     log = "".join(path.read_text() for path in (tmp_path / "jobs").glob("*_log.*"))
     assert "Requeued job" in log
     assert "resuming" in log
-    words = arguments(tmp_path / "b", whole, 100)
-    subprocess.run([sys.executable, "-m", "vitrail", "train", *words], check=True, timeout=120, capture_output=True)
+    (job,) = submit([arguments(tmp_path / "b", whole, 40)], tmp_path / "other", "local", cluster)
+    wait(job.done)
     first, second = (load_file(path / "model" / "model.safetensors") for path in (interrupted, whole))
     assert all(torch.equal(first[name], second[name]) for name in second)
+    state, _ = newest(interrupted / "checkpoint")
+    assert state is not None
+    assert state.facts["world"] == processes
 
 
 @pytest.mark.slow

@@ -71,6 +71,9 @@ class EngineConfig:
     shard: Literal["none", "full"] = "none"
     """full: parameters, gradients, optimiser state and moving averages are divided among processes (FSDP2), and
     gathered block by block to compute; for models that do not fit one accelerator. Steps are not compiled."""
+    activation_checkpointing: Literal["none", "blocks"] = "none"
+    """blocks: keep only the input of every block and compute its activations again in the backward pass; less memory
+    for about a third more time. No CUDA graphs."""
     ema: Fraction = 0.0
     """Decay of the moving average of the weights (0: off)."""
     deterministic: bool = False

@@ -125,10 +125,13 @@ class Vote:
         return bool(before[1])
 
 
-def join() -> ProcessGroup:
-    """Join the process group that torchrun describes in the environment, if any."""
+def join(alone: bool = False) -> ProcessGroup:
+    """Join the process group that torchrun describes in the environment, if any.
+
+    `alone`: also where torchrun started a single process, which can shard its model, too.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    if world == 1 and not (alone and "MASTER_ADDR" in os.environ):
         return ProcessGroup()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():

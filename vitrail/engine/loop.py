@@ -23,7 +23,7 @@ from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
-from vitrail.engine.shard import laid_out, save_shards
+from vitrail.engine.shard import can_shard, laid_out, save_shards
 from vitrail.engine.shard import like as sharded_like
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
@@ -141,7 +141,7 @@ class Loop:
             ema=self.engine.ema,
             accumulate=self.engine.accumulate or 1,
             group=self.group,
-            shard=self.engine.shard == "full" and self.group.world > 1,
+            shard=self.engine.shard == "full" and can_shard(),
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped

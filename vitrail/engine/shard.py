@@ -1,10 +1,10 @@
 """Models that are sharded over processes by FSDP2 (`--engine.shard full`), and their checkpoints.
 
 Parameters, gradients, optimiser state, moving averages and momentum teachers are DTensors, rows of which lie on each
-process; a block of the trunk is gathered while it computes. Models are initialised on the host of every process, as
-without sharding, and reach the device in shards, block by block. For evaluation, and at the end, every process gathers
-the weights (not gradients or optimiser state) of the model that is kept, because processes evaluate unequally many
-batches.
+process; a block of the trunk is gathered while it computes. Every process draws all initial weights, in the order of
+an unsharded run, and keeps its rows of a block once the block is built: host memory is that of the rows, one block,
+stem and head. For evaluation, and at the end, every process gathers the weights (not gradients or optimiser state) of
+the model that is kept, because processes evaluate unequally many batches.
 
 A checkpoint is a folder: a safetensors file with the rows of each process, and `layout.json`, which is written last.
 torch.distributed.checkpoint would pickle its metadata, and nothing of a run folder is unpickled.
@@ -13,9 +13,14 @@ torch.distributed.checkpoint would pickle its metadata, and nothing of a run fol
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import re
 import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitrail.engine.device import ProcessGroup
 from vitrail.files import FORMAT_VERSION, parse_json, reject_later, write_text
+from vitrail.model.parts.block import Block, ParallelBlock
 from vitrail.model.store import current_names, write_tensors
+from vitrail.model.trunks.vit import Trunk
 
 if TYPE_CHECKING:
     from vitrail.engine.run_folder import State
@@ -32,6 +40,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 LAYOUT = "layout.json"
 BLOCKS = re.compile(r"(^|\.)trunk(\..*)?\.blocks")
+
+
+def can_shard() -> bool:
+    """Whether this process has joined a group, be it alone."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -60,6 +73,75 @@ def laid_out(tensors: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]
     return {name: like(tensor, there[name]) if name in there else tensor for name, tensor in tensors.items()}
 
 
+class PartialParameter(nn.Parameter):
+    """A parameter without data (meta device) whose rows of this process are kept apart until the model is sharded."""
+
+    rows: Tensor
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, group: ProcessGroup) -> PartialParameter:
+        partial = cls(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        partial.group = group
+        partial.rows = partial.rows_of(parameter.detach()).clone()
+        return partial
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """This process's rows of a whole tensor, divided as FSDP2 divides it."""
+        chunks = tensor.chunk(self.group.world)
+        return chunks[self.group.rank] if self.group.rank < len(chunks) else tensor[:0]
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> PartialParameter:  # weights are loaded through it
+        self.rows.copy_(self.rows_of(source))
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialParameter:  # momentum encoders start as copies
+        partial = PartialParameter(self.data, self.requires_grad)
+        partial.group, partial.rows = self.group, self.rows
+        memo[id(self)] = partial
+        return partial
+
+
+def _release() -> None:
+    """Return freed memory to the system: between tensors that stay, glibc keeps it, and does not use it again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def keeping_rows(group: ProcessGroup) -> Iterator[None]:
+    """Blocks that are built inside keep only the rows of this process; whole weights can be loaded into them."""
+
+    def keep(parent: nn.Module, name: str, block: nn.Module | None) -> None:
+        if isinstance(parent, nn.ModuleList) and isinstance(block, (Block, ParallelBlock)):
+            for part in block.modules():
+                for key, parameter in part._parameters.items():
+                    if parameter is not None and not isinstance(parameter, PartialParameter):
+                        part._parameters[key] = PartialParameter.of(parameter, group)
+            parameter = None
+            _release()
+
+    handle = nn.modules.module.register_module_module_registration_hook(keep)
+    try:
+        with warnings.catch_warnings():  # of torch, which takes the copy for one without effect
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+            yield
+    finally:
+        handle.remove()
+
+
+def is_partial(model: nn.Module) -> bool:
+    """Whether blocks keep only the rows of this process."""
+    return any(isinstance(parameter, PartialParameter) for parameter in model.parameters())
+
+
+def can_be_partial(model: nn.Module) -> bool:
+    """Whether nothing changes the weights of a model's blocks after each was built."""
+    trunk = getattr(model, "trunk", None)
+    return type(trunk) is Trunk and trunk.config.start == "default"
+
+
 def without_weights(model: nn.Module) -> nn.Module:
     """A copy of a model whose parameters have no memory yet; buffers are copied."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
@@ -82,7 +164,7 @@ def gather_into(empty: nn.Module, model: nn.Module, device: torch.device) -> Non
 
 
 def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
-    """Shard every block of a trunk, then the rest; parameters move to the device in shards.
+    """Shard every block of a trunk, then the rest; parameters move to the device in shards, block by block.
 
     With autocast to bf16, weights are gathered in bf16; gradients are reduced in float32.
     """
@@ -90,16 +172,21 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     for parameter in objective.parameters():  # objectives may draw some of theirs differently on each process
-        dist.broadcast(parameter.data, 0)
+        if not isinstance(parameter, PartialParameter):
+            dist.broadcast(parameter.data, 0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh}
     if autocast is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32)
-    for name, module in objective.named_modules():
-        if BLOCKS.search(name) and name.endswith("blocks"):
-            for block in module.children():
-                fully_shard(block, **options)
-    fully_shard(objective, **options)
+    lists = [m for name, m in objective.named_modules() if BLOCKS.search(name) and name.endswith("blocks")]
+    for module in (*(block for blocks in lists for block in blocks.children()), objective):
+        kept = {n: p.rows for n, p in module.named_parameters() if isinstance(p, PartialParameter)}
+        fully_shard(module, **options)
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        while kept:
+            name, rows = kept.popitem()
+            module.get_parameter(name).data.to_local().copy_(rows)
+        _release()
 
 
 def save_shards(folder: Path, state: State) -> Path:

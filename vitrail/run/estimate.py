@@ -1,8 +1,9 @@
 """Memory of a training run, estimated before it begins: what is stored, and what a step keeps for its backward pass.
 
 Activations are counted in one forward pass of the objective on tensors without data (`FakeTensorMode`), which computes
-nothing: autograd reports every tensor that it keeps. So autocast, fused attention, several views, teachers, frozen
-layers and activation checkpointing count as they are. It is an estimate of eager steps; `torch.compile` keeps less.
+nothing: autograd reports every tensor that it keeps. So autocast, fused attention, several views, teachers and frozen
+layers count as they are. With activation checkpointing the inputs of blocks are kept, and what else a block keeps is
+there while its own backward pass runs. It is an estimate of eager steps; `torch.compile` keeps less.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from vitrail.engine.optimizer import choose_tuned, make_schedule, parameter_grou
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.assemble import class_names
 from vitrail.model.build import create_model
+from vitrail.model.parts.block import CheckpointedBlock
 from vitrail.model.zoo import ZOO
 from vitrail.quantities import duration, memory
 from vitrail.run.run_data import open_run
@@ -164,6 +166,19 @@ def _traced(
                 events.append((storage.nbytes(), ()))
             return tensor
 
+        spans: dict[int, int] = {}  # of events inside blocks that are computed again: last -> first
+
+        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            pack(getattr(inputs[0], "sequence", inputs[0]))
+            spans[-1] = len(events)
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            spans[len(events) - 1] = spans.pop(-1)
+
+        for block in _computed_again(fake):
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
+
         def used(module: nn.Module, _: Any, __: Any) -> None:
             if trained := tuple(p for p in module._parameters.values() if p is not None and p.requires_grad):
                 events.append((0, trained))
@@ -179,17 +194,31 @@ def _traced(
             hook.remove()
         given = _size(examples.tensors())
         trained = [p for p in fake.parameters() if p.requires_grad]
-    activations = sum(size for size, _ in events)
+    again = {last: sum(size for size, _ in events[first : last + 1]) for last, first in spans.items()}
+    activations = sum(size for size, _ in events) - sum(again.values())
     gradients = _size(trained) if pieces > 1 else 0  # those of the pieces before
     now = most = activations + gradients
     seen: set[int] = set()
-    for size, parameters in reversed(events):  # backward frees activations and makes gradients
+    for place, (size, parameters) in reversed(list(enumerate(events))):  # backward frees activations, makes gradients
+        now += again.get(place, 0)
         fresh = [] if pieces > 1 else [p for p in parameters if id(p) not in seen]
         seen.update(map(id, fresh))
         now += _size(fresh) - size
         most = max(most, now)
     # Beside what is kept, the largest tensor's gradient.
     return given + activations, given + most + max((size for size, _ in events), default=0)
+
+
+def _computed_again(objective: Objective) -> list[nn.Module]:
+    """Blocks under activation checkpointing, which is switched off, so that what they keep is seen."""
+    blocks: list[nn.Module] = [m for m in objective.modules() if isinstance(m, CheckpointedBlock) and m.recompute]
+    for block in blocks:
+        block.recompute = False  # type: ignore[assignment]
+    for module in objective.modules():
+        if getattr(module, "grad_checkpointing", False):  # timm's name
+            cast("Any", module).grad_checkpointing = False
+            blocks += getattr(module, "blocks", nn.ModuleList()).children()
+    return blocks
 
 
 def _storages(tensors: Any) -> Iterator[int]:
@@ -276,6 +305,8 @@ def untrained(config: RunConfig) -> tuple[Objective, DataSet | None]:
     rows = Split("train", lambda _: Image.new("RGB", (1, 1)), every, [""] * len(every), every % named)
     stand_in = DataSet("", class_names(named), {"train": rows})
     model = build_model(replace(config.model, weights="none"), config, data or stand_in)
+    if config.engine.activation_checkpointing == "blocks":
+        model.trunk.checkpoint_blocks()
     choose_tuned(model, config.optim.tune)
     train = (data or stand_in)["train"]
     facts = TrainingFacts(train.labels, train.index, augment=config.data.augment, generated=train.generated)

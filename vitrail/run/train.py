@@ -6,7 +6,7 @@ import gc
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vitrail.engine.device import ProcessGroup, choose_device, choose_precision,
 from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, free_name
+from vitrail.engine.shard import can_be_partial, can_shard, is_partial, keeping_rows
 from vitrail.files import reject_unwritable, write_text
 from vitrail.learn.objective import TrainingFacts, build_objective
 from vitrail.learn.supervised import class_counts
@@ -180,14 +181,17 @@ class Trainer:
         self.device = choose_device(config.engine.device, group)
         self.precision = choose_precision(config.engine.precision, self.device)
         compiles = prepare(config.engine, config.seed, self.device, group)
-        with torch.random.fork_rng(devices=[]):  # all processes begin with the same weights
-            torch.default_generator.manual_seed(config.seed)
-            self.model = build_model(config.model, config, data)
+        sharded = config.engine.shard == "full"
+        if sharded:
+            join(alone=True)
+        self.model, shard_notes = initial_model(config, data, group)
         self.base_hash = ""
         if config.model.adapter is not None:
             from vitrail.model.adapters.adapter_file import base_hash
 
             self.base_hash = base_hash(self.model)
+        if config.engine.activation_checkpointing == "blocks":
+            self.model.trunk.checkpoint_blocks()
         tuned, parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
         if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
@@ -212,10 +216,7 @@ class Trainer:
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen
-        sharded = config.engine.shard == "full"
-        shard_notes = ["warning: engine.shard full divides a model among processes, and this is one; use torchrun"]
-        if group.world > 1:
-            shard_notes = ["engine.shard full: steps are not compiled"] if compiles else []
+        shard_notes += ["engine.shard full: steps are not compiled"] if compiles and sharded else []
         compiles = compiles and not sharded
         self.compile = compiles and (self.module.compiles or bool(config.engine.compile))
         self.reference: Batches | None = None  # training examples as evaluation sees them
@@ -224,8 +225,7 @@ class Trainer:
         group.say(quiet, *filter(None, [loaded]))
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
         self.reading = "" if data.unlabelled else self.objective.reading
-        notes += shard_notes if sharded else []
-        group.say(quiet, *notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
+        group.say(quiet, *notes, *shard_notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
 
     def print_estimate(self) -> None:
         """Print how much memory a step takes, on the main process."""
@@ -303,6 +303,26 @@ class Trainer:
         for name in evaluators:
             metrics |= part("evaluator", name)(model, data, device=self.device, autocast=self.precision)["numbers"]
         return metrics
+
+
+def initial_model(config: RunConfig, data: DataSet, group: ProcessGroup) -> tuple[Classifier, list[str]]:
+    """The model that every process begins with, and notes; with `engine.shard full` its rows of the blocks where it can
+    be."""
+
+    def build(rows: bool) -> Classifier:
+        with torch.random.fork_rng(devices=[]), keeping_rows(group) if rows else nullcontext():
+            torch.default_generator.manual_seed(config.seed)
+            return build_model(config.model, config, data)
+
+    if config.engine.shard == "none":
+        return build(rows=False), []
+    if not can_shard():
+        note = "warning: engine.shard full divides a model among processes, and this is one; use torchrun"
+        return build(rows=False), [note]
+    if is_partial(model := build(rows=True)) and can_be_partial(model):
+        return model, []
+    note = "is built whole on every process (blocks of our own trunks with the default start are built in shards)"
+    return build(rows=False), [f"engine.shard full: {config.model.name} {note}"]
 
 
 def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classifier:

@@ -2,6 +2,7 @@
 
     s3://BUCKET/train-{000..999}.tar        also {train-{000..999},val-{00..09}}.tar
     https://HOST/train-{000..009}.tar       a server of plain files that knows ranges
+    https://HOST/FOLDER/pack.json           a folder of `vitrail pack`: mirrored into the cache whole, then mapped
 
 Each shard is indexed once: offset, length, name and label of every image. A later run asks for length and ETag and uses
 the index again. A run draws images of all shards from its first batch on, so shards are fetched whole into a bounded
@@ -28,10 +29,11 @@ from typing import Any
 
 from vitrail.data.dataset import DataSet, Location, Source
 from vitrail.data.remote import RemoteObject, filesystem, identify, read_range, without_secrets
-from vitrail.data.shard_cache import ShardCache
+from vitrail.data.shard_cache import BLOCK, ShardCache
 from vitrail.data.sources import webdataset
 from vitrail.data.sources.folder import natural
-from vitrail.files import cache_folder, json_text, parse_json, write_text
+from vitrail.data.sources.packed import LISTING, PackedFile, open_packed, read_pack
+from vitrail.files import cache_folder, checksum, file_size, json_text, parse_json, replacing, write_text
 from vitrail.quantities import memory
 
 CACHE = "50GB"  # unless the URI says otherwise
@@ -126,6 +128,8 @@ def open_stream(location: Location) -> DataSet:
     """The labelled images of remote shards. Raises `ValueError` or `OSError` in a sentence without secrets."""
     uri, urls, bound, read = _taken_apart(location.uri)
     filesystem(urls[0])  # whose packages may be missing
+    if urls[0].partition("?")[0].endswith(f"/{LISTING}"):
+        return _open_pack(uri, urls[0], bound)
     with ThreadPoolExecutor(_IDENTIFIED) as pool:
         shards = tuple(pool.map(identify, sorted(urls, key=lambda url: natural(without_secrets(url)))))
     cache, total = ShardCache(cache_folder() / "streams", bound), sum(shard.size for shard in shards)
@@ -180,13 +184,40 @@ def _taken_apart(text: str) -> tuple[str, list[str], int, str]:
             raise ValueError(f"cache is a size such as 50GB, not {options['cache']!r}")
         if options["read"] not in ("", "whole", "ranged"):
             raise ValueError(f"read is whole or ranged, not {options['read']!r}")
-        if not address.endswith(".tar"):
-            raise ValueError("it names no .tar file; write .../train-{000..999}.tar")
+        if not address.endswith((".tar", f"/{LISTING}")):
+            raise ValueError(f"it names no .tar file; write .../train-{{000..999}}.tar, or .../{LISTING}")
         urls = [path + f"?{rest}" * bool(rest) for path in expand(address)]
     except ValueError as error:
         raise ValueError(f"{without_secrets(address)}: {error}") from None
     uri = "?".join([without_secrets(address), "&".join(ours)][: 1 + bool(ours)])
     return uri, urls, int(size[1]) * _UNITS[size[2]], options["read"]
+
+
+def _open_pack(uri: str, url: str, bound: int) -> DataSet:
+    """A packed folder, every file of which is fetched unless it is there, and compared with its checksum."""
+    listing, cache = identify(url), ShardCache(cache_folder() / "streams", bound)
+    folder = cache.file(listing, "-packed")
+    address, mark, query = url.partition("?")
+
+    def fetch(stored: PackedFile) -> None:
+        remote = identify(f"{address.rpartition('/')[0]}/{stored.file}{mark}{query}")
+        with replacing(folder / stored.file) as temporary:
+            with temporary.open("wb") as stream:
+                for start in range(0, remote.size, BLOCK):
+                    stream.write(read_range(remote, start, min(start + BLOCK, remote.size)))
+            if checksum(temporary) != stored.crc32:
+                fault = f"has other bytes than {LISTING} lists"
+                raise ValueError(f"{without_secrets(remote.url)} {fault}; upload the packed folder again")
+
+    with cache.locked(folder.name) as lock, ThreadPoolExecutor(_FETCHED) as pool:
+        if not (folder / LISTING).is_file():
+            write_text(folder / LISTING, read_range(listing, 0, listing.size).decode("utf-8"))
+        files = [file for split in read_pack(folder).splits for file in (*split.shards, *split.arrays)]
+        if (total := sum(file.bytes for file in files)) > bound:
+            raise ValueError(f"{uri}: the packed folder has {memory(total)}, more than the cache; raise ?cache=")
+        for _ in pool.map(fetch, [file for file in files if file_size(folder / file.file) != file.bytes]):
+            lock.touch()
+    return open_packed(folder, uri)
 
 
 def _indexed(cache: ShardCache, uri: str, whole: bool, shard: RemoteObject) -> list[webdataset.Member]:

@@ -150,22 +150,20 @@ def tar_members(file: IO[bytes], length: int, called: str, uri: str) -> list[Mem
     images: list[tuple[str, str, int, int]] = []
     labels: dict[str, str] = {}
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if member.issparse() or member.offset_data + member.size > length:
-                    raise ValueError(f"{member.name} is sparse, or longer than the file")
-                name = PurePosixPath(member.name)
-                if not member.isfile() or name.name.startswith("."):
-                    continue
-                stem = (name.parent / name.name.partition(".")[0]).as_posix()  # WebDataset: up to the first dot
-                if has_image_suffix(name):
-                    images.append((member.name, stem, member.offset_data, member.size))
-                elif name.suffix in (".cls", ".json"):
-                    if member.size > LONGEST_LABEL:
-                        raise ValueError(f"{member.name} is no label, it has {member.size} bytes")
-                    stream = tar.extractfile(member)
-                    assert stream is not None  # a plain file
-                    labels[stem] = _label(stream, member.name) or labels.get(stem, "")
+        for member, start, size in _plain_files(file) or _any_files(file):
+            if start + size > length:
+                raise ValueError(f"{member} is longer than the file")
+            folder, slash, name = member.removeprefix("./").rpartition("/")
+            if name.startswith("."):
+                continue
+            stem = folder + slash + name.partition(".")[0]  # WebDataset: up to the first dot
+            if has_image_suffix(PurePosixPath(name)):
+                images.append((member, stem, start, size))
+            elif name.endswith((".cls", ".json")):
+                if size > LONGEST_LABEL:
+                    raise ValueError(f"{member} is no label, it has {size} bytes")
+                file.seek(start)
+                labels[stem] = _label(file.read(size), member) or labels.get(stem, "")
         if twice := repeated([name for name, *_ in images]):
             raise ValueError(f"{twice[0]} is there twice")
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
@@ -178,8 +176,39 @@ def tar_members(file: IO[bytes], length: int, called: str, uri: str) -> list[Mem
     ]
 
 
-def _label(stream: IO[bytes], name: str) -> str:
-    text = stream.read().decode("utf-8").strip()
+def _any_files(file: IO[bytes]) -> list[tuple[str, int, int]]:
+    """Name, first byte and bytes of every file of a tar."""
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        if odd := next((member.name for member in tar if member.issparse()), None):
+            raise ValueError(f"{odd} is sparse")
+        return [(member.name, member.offset_data, member.size) for member in tar if member.isfile()]
+
+
+def _plain_files(file: IO[bytes]) -> list[tuple[str, int, int]] | None:
+    """The same of a tar without extended headers (ustar), three times as fast as tarfile; none where it is another."""
+    files: list[tuple[str, int, int]] = []
+    at = 0
+    while True:
+        file.seek(at)
+        header = file.read(tarfile.BLOCKSIZE)
+        if header.count(0) == tarfile.BLOCKSIZE:
+            return files
+        kind, checked = header[156:157], b"%06o" % (sum(header) - sum(header[148:156]) + 8 * 32)
+        if header[257:262] != b"ustar" or kind not in b"05" or header[148:156].strip(b"\0 ") != checked:
+            return None
+        try:
+            name, folder, size = (header[a:b].partition(b"\0")[0] for a, b in ((0, 100), (345, 500), (124, 136)))
+            path, length = (folder + b"/" * bool(folder) + name).decode("utf-8"), int(size, 8)
+        except ValueError:
+            return None
+        if kind == b"0":
+            files.append((path, at + tarfile.BLOCKSIZE, length))
+        at += tarfile.BLOCKSIZE * (1 + -(-length // tarfile.BLOCKSIZE))
+
+
+def _label(content: bytes, name: str) -> str:
+    text = content.decode("utf-8").strip()
     if name.endswith(".cls"):
         return text
     stored = parse_json(text)

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitrail.kernels.gelu import Gelu
 from vitrail.kernels.packing import pack
@@ -229,7 +230,22 @@ def added(x: Tensor, branch: Tensor) -> Tensor:
     return (x + branch).to(x.dtype)
 
 
-class Block(nn.Module):
+class CheckpointedBlock(nn.Module):
+    """With `recompute`, activation checkpointing (Chen et al. 2016, arXiv 1604.06174): only the input and the state of
+    random generators are kept, and backward computes the rest again. Where intermediates are asked for it does not."""
+
+    recompute = False
+
+    def compute(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+        raise NotImplementedError
+
+    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+        if not self.recompute or probe is not None or not torch.is_grad_enabled():
+            return self.compute(tokens, probe)
+        return checkpoint(self.compute, tokens, use_reentrant=False)
+
+
+class Block(CheckpointedBlock):
     """A mixing branch and a channel branch, each norm -> operation -> gain -> drop path -> add (pre-norm).
 
     The channel branch is absent where `mlp_ratio` is 0 (PatchConvNet). Between them stands local patch interaction
@@ -259,7 +275,7 @@ class Block(nn.Module):
     def mixers(self) -> list[Mixer]:
         return [self.attn]
 
-    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+    def compute(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
         keep = (None, None) if probe is None else probe.keep(self.layer)
         if tokens.offsets is not None:
@@ -308,7 +324,7 @@ class ParallelBranch(nn.Module):
         return self.drop_path(self.ls(self.operation(self.norm(x), *context)))
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(CheckpointedBlock):
     """Parallel mixing branches, then parallel channel branches (Touvron et al. 2022, arXiv 2203.09795).
 
     Captured and replaced intermediates are those of the first mixing branch.
@@ -331,7 +347,7 @@ class ParallelBlock(nn.Module):
     def mixers(self) -> list[Mixer]:
         return [cast("Mixer", cast("ParallelBranch", branch).operation) for branch in self.attns]
 
-    def forward(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
+    def compute(self, tokens: Tokens, probe: Probe | None = None) -> Tokens:
         x = tokens.sequence
         mixed = [branch(x, tokens, self.layer, None if i else probe) for i, branch in enumerate(self.attns)]
         x = added(x, torch.stack(mixed).sum(0))

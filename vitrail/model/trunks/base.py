@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from vitrail.model.parts.tokens import Given, Tokens
 
+CHECKPOINTING = "engine.activation_checkpointing"
+
 
 class BaseTrunk(nn.Module):
     """Images to tokens: `encode(embed(images))`.
@@ -21,6 +23,7 @@ class BaseTrunk(nn.Module):
     layers: int = 0
     own_head: tuple[str, ...] = ()
     takes_prompts: bool = False
+    host_decision: str = ""
     opaque: str = "this trunk gives no intermediates"
 
     def embed(self, images: Tensor) -> Tokens:
@@ -43,6 +46,16 @@ class BaseTrunk(nn.Module):
     def intermediates(self) -> Sequence[str]:
         """Every name that `want` knows."""
         return ()
+
+    def checkpoint_blocks(self) -> None:
+        """Compute activations of every block again in the backward pass. Raises `ValueError` where it cannot be."""
+        raise ValueError(f"{CHECKPOINTING}: this trunk has no blocks that can be computed again; use none")
+
+    def allow_checkpointing(self, part: nn.Module) -> None:
+        """Raises `ValueError` where computing `part` again would count a batch twice; else there is no CUDA graph."""
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in part.modules()):
+            raise ValueError(f"{CHECKPOINTING}: batch norms would update their statistics twice per step; use none")
+        self.host_decision = "activation checkpointing sets random generators"
 
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay; 0 is the embedding."""

@@ -233,6 +233,16 @@ class TimmTrunk(BaseTrunk):
         if form != _form(self.backbone):
             cast("Any", self.backbone).form_of_features = form
 
+    def checkpoint_blocks(self) -> None:
+        switch = getattr(self.backbone, "set_grad_checkpointing", None)
+        if switch is None or self.gather is not None:
+            super().checkpoint_blocks()
+        self.allow_checkpointing(self.backbone)
+        try:
+            cast("Any", switch)(True)
+        except (AssertionError, NotImplementedError):  # how timm says that a model has none
+            super().checkpoint_blocks()
+
     def encode(
         self,
         tokens: Tokens,

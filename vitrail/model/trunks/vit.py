@@ -14,7 +14,7 @@ from vitrail.model.config import AdaptiveConfig, TrunkConfig
 from vitrail.model.parts.block import STARTS, Block, ParallelBlock, drop_path_rates, make_norm
 from vitrail.model.parts.stems import FourierPositions, build_stem, resize_positions, sinusoid
 from vitrail.model.parts.tokens import AdaptivePolicy, Given, Probe, Tokens
-from vitrail.model.trunks.base import BaseTrunk
+from vitrail.model.trunks.base import CHECKPOINTING, BaseTrunk
 
 if TYPE_CHECKING:
     from vitrail.model.adapters.methods import Prompts
@@ -203,6 +203,13 @@ class Trunk(BaseTrunk):
 
     def forward(self, images: Tensor) -> Tokens:
         return self.encode(self.embed(images))[0]
+
+    def checkpoint_blocks(self) -> None:
+        if self.policy is not None:
+            raise ValueError(f"{CHECKPOINTING}: an adaptive policy runs parts of blocks by itself; use none")
+        self.allow_checkpointing(self.blocks)
+        for block in self._blocks():
+            block.recompute = True
 
     def layer_of(self, name: str) -> int:
         """Depth of a parameter for layer-wise decay: 0 for stem and positions, i + 1 for block i.
