@@ -22,18 +22,28 @@ MOST_TOKENS = 256
 _TRITON = find_spec("triton") is not None
 
 
-def packed_attention(qkv: Tensor) -> Tensor:
-    """softmax(q kᵀ / √dim) v; the kernel where it is able, else its plain twin."""
-    if able(qkv):
-        out: Tensor = torch.ops.vitrail.attention(qkv, torch.is_grad_enabled() and qkv.requires_grad)[0]
+def packed_attention(qkv: Tensor, size: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √dim) v; the kernel where it is able, else its plain twin.
+
+    `size` [batch, tokens], float32: each key counts as so many, which have no gradient (none: once). With sizes the
+    kernel is for inference.
+    """
+    graded = torch.is_grad_enabled() and qkv.requires_grad
+    if able(qkv) and not (graded and size is not None):
+        out: Tensor
+        if size is None:
+            out = torch.ops.vitrail.attention(qkv, graded)[0]
+        else:
+            out = torch.ops.vitrail.sized_attention(qkv, size)
         return out
-    return plain_packed_attention(qkv)
+    return plain_packed_attention(qkv, size)
 
 
-def plain_packed_attention(qkv: Tensor) -> Tensor:
+def plain_packed_attention(qkv: Tensor, size: Tensor | None = None) -> Tensor:
     """The same by PyTorch's own attention."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    bias = None if size is None else size.log()[:, None, None].to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
 def able(qkv: Tensor) -> bool:
@@ -62,6 +72,14 @@ def _attention(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
     return attention_triton.forward(qkv)
 
 
+@torch.library.custom_op("vitrail::sized_attention", mutates_args=(), device_types="cuda")
+def _sized_attention(qkv: Tensor, size: Tensor) -> Tensor:
+    """Attention whose keys count as so many; PyTorch's own leaves its fast kernels for such a bias."""
+    from vitrail.kernels import attention_triton
+
+    return attention_triton.forward(qkv.contiguous(), size.contiguous())[0]
+
+
 @torch.library.custom_op("vitrail::attention_backward", mutates_args=(), device_types="cuda")
 def _attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
     """The gradient of `qkv`, laid out as `qkv`."""
@@ -76,6 +94,7 @@ def _no_sums(qkv: Tensor) -> Tensor:
 
 
 _attention.register_fake(lambda qkv, sums: (qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), _no_sums(qkv)))
+_sized_attention.register_fake(lambda qkv, size: qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]))
 _attention_backward.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 

@@ -102,7 +102,9 @@ def _merge(
         weight = tl.where(goes[None, :] == slot[:, None], size[None, :], 0.0)
         inside = (n[:, None] < tokens) & (channel[None, :] < width)
         place = n[:, None] * width + channel[None, :]
-        x = tl.load(X + place, mask=inside, other=0.0) + tl.load(BRANCH + place, mask=inside, other=0.0)
+        x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(BRANCH + place, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(X.dtype.element_ty)  # rounded as an addition of its own would round it
         total += tl.sum(weight, 1)
         sums = tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
     place = (image * left + slot[:, None]) * width + channel[None, :]
@@ -133,5 +135,6 @@ def merge(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: i
     rows, channels = min(128, power_of_two(left)), min(64, power_of_two(width))
     grid = (batch, triton.cdiv(left, rows), triton.cdiv(width, channels))
     tensors = (x, branch, slots if size is None else size, slots, out, total)
-    _merge[grid](*tensors, tokens, left, width, SIZED=size is not None, M=rows, N=ROWS, C=channels, num_warps=4)
+    sizes = {"M": rows, "N": ROWS, "C": channels, "num_warps": 8 if rows == 128 else 4}
+    _merge[grid](*tensors, tokens, left, width, SIZED=size is not None, **sizes)
     return out, total
