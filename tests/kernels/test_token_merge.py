@@ -68,10 +68,10 @@ def test_a_cpu_uses_the_plain_twins() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "prefix", "r"), [(197, 1, 13), (197, 1, 98), (50, 2, 24), (256, 0, 100), (20, 1, 4)])
-def test_the_kernels_equal_their_twins_on_an_accelerator(
-    tokens: int, prefix: int, r: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "prefix", "r"), [(197, 1, 13), (197, 1, 98), (50, 2, 24), (256, 0, 100), (20, 1, 4)]
+)
+def test_the_kernels_equal_their_twins_on_an_accelerator(tokens: int, prefix: int, r: int, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     qkv = torch.randn(33, tokens, 3, 3, 64, device="cuda").to(dtype)
     k = qkv.permute(2, 0, 3, 1, 4)[1]

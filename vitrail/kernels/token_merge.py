@@ -49,21 +49,19 @@ def match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = None) ->
 
 def plain_match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same by PyTorch's own operations."""
+    batch, _, tokens, _ = k.shape
     with torch.no_grad(), without_autocast(k):
         # Not divided by the number of heads: cosines have no scale.
         keys = k[:, :, prefix:].to(torch.promote_types(k.dtype, torch.float32)).sum(1)
-        source, target = bipartite_matching(keys, r, prefix % 2)
-    batch, patches = keys.shape[:2]
-    kept = torch.ones(batch, patches, dtype=torch.int64, device=k.device).scatter(1, source, 0)
+        source, target = (pair + prefix for pair in bipartite_matching(keys, r, prefix % 2))
+    kept = torch.ones(batch, tokens, dtype=torch.int64, device=k.device).scatter(1, source, 0)
     place = kept.cumsum(1) - 1
-    slots = place.scatter(1, source, place.gather(1, target)) + prefix
-    first = torch.arange(prefix, device=k.device).expand(batch, -1)
+    slots = place.scatter(1, source, place.gather(1, target))
     if index is None:
-        index = torch.arange(patches, device=k.device).expand(batch, -1)
-    # One column more, for those that are merged away.
-    column = place.scatter(1, source, patches - r)
-    left = index.new_zeros(batch, patches - r + 1).scatter(1, column, index)[:, : patches - r]
-    return torch.cat([first, slots], 1), left
+        index = torch.arange(tokens - prefix, device=k.device).expand(batch, -1)
+    column = place.scatter(1, source, tokens - r)[:, prefix:] - prefix  # those that are merged away: the last
+    left = tokens - prefix - r
+    return slots, index.new_zeros(batch, left + 1).scatter(1, column, index)[:, :left]
 
 
 def merge_tokens(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: int) -> tuple[Tensor, Tensor]:
@@ -87,8 +85,10 @@ def plain_merge_tokens(
     size = torch.ones(slots.shape, device=x.device) if size is None else size
     total = size.new_zeros(len(x), left).scatter_add(1, slots, size)
     share = (size / total.gather(1, slots)).to(x.dtype)  # exactly 1 of a token that stays alone
-    merged = x.new_zeros(len(x), left, x.shape[-1])
-    return merged.scatter_add(1, slots[..., None].expand_as(x), x * share[..., None]), total
+    rows = slots + left * torch.arange(len(x), device=x.device)[:, None]
+    merged = x.new_zeros(len(x) * left, x.shape[-1])
+    merged = merged.index_add(0, rows.flatten(), (x * share[..., None]).flatten(0, 1))
+    return merged.view(len(x), left, -1), total
 
 
 def able(*tensors: Tensor) -> bool:

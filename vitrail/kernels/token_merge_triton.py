@@ -52,7 +52,7 @@ def _match(
     b = b / tl.maximum(tl.sqrt(tl.sum(b * b, 1)), 1e-12)[:, None]
     similar = tl.dot(a, tl.trans(b), input_precision="tf32x3")
     # What is no number is the least similar, so that as many merge in every image.
-    similar = tl.where(is_target[None, :] & (similar == similar), similar, float("-inf"))
+    similar = tl.where(is_target[None, :] & (similar >= -2.0), similar, float("-inf"))
     best, nearest = tl.max(similar, 1, return_indices=True, return_indices_tie_break_left=True)
 
     column = i[None, :]
