@@ -11,7 +11,7 @@ of train), then evaluated on test and timed. Nothing is trained here. A-ViT and 
 A-ViT reads its halting scores from a channel that must learn them, AdaViT's decisions have weights of their own, and
 before training both keep everything. They, and any other policy, are fine-tuned by
 
-    vitrail train --config RUN/config.yaml --model.weights RUN --optim.epochs 10 --optim.learning_rate 1e-4 \\
+    vitrail train --config RUN/config.yaml --model.weights RUN --optim.epochs 10 --optim.lr 1e-4 \\
         --model.trunk.adaptive.kind avit --out TUNED      (adavit; tome and .r; evit and .keep; ats and .cap, .sampling)
 
 and `--tuned` measures such runs as they are, next to the dense model of the first RUN.

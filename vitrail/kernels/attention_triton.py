@@ -224,10 +224,8 @@ def power_of_two(number: int) -> int:
 
 
 def forward(qkv: Tensor, size: Tensor | None = None, *, warps: int = 4, rows: int = 64) -> tuple[Tensor, Tensor]:
-    """Attention [batch, tokens, heads, dim] and the base-2 logarithm of each query's sum [batch, heads, tokens].
-
-    `size` [batch, tokens], float32: each key counts as so many (none: once).
-    """
+    """Attention [batch, tokens, heads, dim] and the base-2 logarithm of each query's sum [batch, heads, tokens]; keys
+    count `size` [batch, tokens] times."""
     batch, tokens, _, heads, dim = qkv.shape
     out = qkv.new_empty(batch, tokens, heads, dim)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)

@@ -35,20 +35,24 @@ def bipartite_matching(metric: Tensor, r: int, first: int = 0) -> tuple[Tensor, 
     return 2 * source + first, 2 * nearest.gather(1, source) + 1 - first
 
 
-def match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Slots [batch, tokens] after r merges by keys k [batch, heads, tokens, dim], and which patch each token left is.
+def merge_similar(
+    x: Tensor, branch: Tensor, k: Tensor, r: int, prefix: int, size: Tensor | None = None, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch [batch, tokens, width] with its r most similar pairs merged, by keys k [batch, heads, tokens, dim].
 
-    `index` [batch, patches] is which patch each token was (none: patch i is token prefix + i); what is returned has r
-    columns less. The first `prefix` tokens never merge; r is at most half of the others.
+    size [batch, tokens], float32, is how many patches each token stands for (none: 1), and index [batch, patches] which
+    patch it is (none: that of its place). Returns tokens, sizes and index of those that are left. The first `prefix`
+    tokens never merge; r is at most half of the others.
     """
-    if able(k):
-        slots, left = torch.ops.vitrail.match_tokens(k, index, r, prefix)
-        return slots, left
-    return plain_match_tokens(k, r, prefix, index)
+    if able(x, branch, k):
+        merged, total, left = torch.ops.vitrail.merge_similar(x, branch, k, r, prefix, size, index)
+        return merged, total, left
+    slots, left = match_tokens(k, r, prefix, index)
+    return *merge_tokens(x, branch, size, slots, x.shape[1] - r), left
 
 
-def plain_match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's own operations."""
+def match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Slots [batch, tokens] and the index of tokens that are left, by PyTorch's own operations."""
     batch, _, tokens, _ = k.shape
     with torch.no_grad(), without_autocast(k):
         # Not divided by the number of heads: cosines have no scale.
@@ -65,22 +69,7 @@ def plain_match_tokens(k: Tensor, r: int, prefix: int, index: Tensor | None = No
 
 
 def merge_tokens(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Means of x + branch [batch, tokens, width] over the tokens of each slot, weighted by size, and the new sizes.
-
-    size [batch, tokens], float32 (none: 1 each) -> [batch, left, width] and [batch, left].
-    """
-    if slots.dtype == torch.int32:  # of the kernel
-        if x.dtype == branch.dtype and able(x, branch):
-            merged, total = torch.ops.vitrail.merge_tokens(x, branch, size, slots, left)
-            return merged, total
-        slots = slots.long()
-    return plain_merge_tokens(x, branch, size, slots, left)
-
-
-def plain_merge_tokens(
-    x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: int
-) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's own operations."""
+    """Means of x + branch over the tokens of each slot, weighted by size, and new sizes, by the same."""
     x = (x + branch).to(x.dtype)
     size = torch.ones(slots.shape, device=x.device) if size is None else size
     total = size.new_zeros(len(x), left).scatter_add(1, slots, size)
@@ -91,43 +80,29 @@ def plain_merge_tokens(
     return merged.view(len(x), left, -1), total
 
 
-def able(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors [..., tokens, channels]: half precision, on CUDA, few tokens, no gradient."""
-    half = all(x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
-    plain = not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    return _TRITON and half and plain and tensors[0].shape[-2] <= MOST_TOKENS and tensors[0].shape[-1] <= 1024
+def able(x: Tensor, branch: Tensor, k: Tensor) -> bool:
+    """Whether the kernels take these tensors: half precision of one kind, on CUDA, few tokens, no gradient wanted."""
+    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.dtype == branch.dtype == k.dtype
+    graded = torch.is_grad_enabled() and (x.requires_grad or branch.requires_grad)
+    return _TRITON and half and not graded and x.shape[1] <= MOST_TOKENS
 
 
-# Operators are declared here and call Triton when they run: torch.compile can see them without importing it.
+# The operator is declared here and calls Triton when it runs: torch.compile can see it without importing it.
 
 
-@torch.library.custom_op("vitrail::match_tokens", mutates_args=(), device_types="cuda")
-def _match_tokens(k: Tensor, index: Tensor | None, r: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """Slots [batch, tokens], int32, and the patches of the tokens that are left."""
+@torch.library.custom_op("vitrail::merge_similar", mutates_args=(), device_types="cuda")
+def _merge_similar(
+    x: Tensor, branch: Tensor, k: Tensor, r: int, prefix: int, size: Tensor | None, index: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, sizes and index of those that are left."""
     from vitrail.kernels import token_merge_triton
 
-    return token_merge_triton.match(k, index, r, prefix)
+    slots, left = token_merge_triton.match(k, index, r, prefix)
+    return *token_merge_triton.merge(x, branch, size, slots, x.shape[1] - r), left
 
 
-@torch.library.custom_op("vitrail::merge_tokens", mutates_args=(), device_types="cuda")
-def _merge_tokens(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Means [batch, left, width] and sizes [batch, left]."""
-    from vitrail.kernels import token_merge_triton
-
-    size = None if size is None else size.contiguous()
-    return token_merge_triton.merge(x.contiguous(), branch.contiguous(), size, slots, left)
-
-
-def _fake_match(k: Tensor, index: Tensor | None, r: int, prefix: int) -> tuple[Tensor, Tensor]:
-    batch, _, tokens, _ = k.shape
-    slots = k.new_empty(batch, tokens, dtype=torch.int32)
-    return slots, k.new_empty(batch, tokens - prefix - r, dtype=torch.int64)
-
-
-_match_tokens.register_fake(_fake_match)
-_merge_tokens.register_fake(
-    lambda x, branch, size, slots, left: (
-        x.new_empty(len(x), left, x.shape[-1]),
-        x.new_empty(len(x), left, dtype=torch.float32),
-    )
-)
+@_merge_similar.register_fake
+def _(x: Tensor, branch: Tensor, k: Tensor, r: int, prefix: int, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    merged = torch.empty_like(x[:, r:], memory_format=torch.contiguous_format)
+    index = merged.new_empty(len(x), merged.shape[1] - prefix, dtype=torch.int64)
+    return merged, merged.new_empty(merged.shape[:2], dtype=torch.float32), index

@@ -13,26 +13,25 @@ from torch import Tensor
 
 from vitrail.kernels.attention_triton import power_of_two
 
-ROWS = 64
-"""Tokens that the merging kernel adds at once."""
+CHANNELS, ROWS = 32, 64
+"""Channels that the matching kernel reads at once, and tokens that the merging kernel adds."""
 
 
 @triton.jit
-def _keys(K, at, inside, heads, head_stride, token_stride, D: tl.constexpr, DP: tl.constexpr):
-    """Keys of tokens `at`, summed over heads, [T, DP] in float32; zeros where not `inside`."""
-    d = tl.arange(0, DP)
+def _keys(K, at, inside, d, heads, head_stride, token_stride, D: tl.constexpr):
+    """Channels d of keys of tokens `at`, summed over heads, in float32; zeros where not `inside`."""
+    place = K + at[:, None] * token_stride + d[None, :]
     mask = inside[:, None] & (d[None, :] < D)
-    total = tl.zeros([at.shape[0], DP], tl.float32)
+    total = tl.zeros(place.shape, tl.float32)
     for head in range(heads):
-        place = K + head * head_stride + at[:, None] * token_stride + d[None, :]
-        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(place + head * head_stride, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def _match(
     K, INDEX, SLOTS, LEFT, heads, tokens, r, image_stride, head_stride, token_stride,
-    PREFIX: tl.constexpr, INDEXED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+    PREFIX: tl.constexpr, INDEXED: tl.constexpr, D: tl.constexpr, C: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """One program: an image of at most 2 T patches. Sources are patches FIRST, FIRST + 2, ..., targets the others."""
     FIRST: tl.constexpr = PREFIX % 2
@@ -46,11 +45,16 @@ def _match(
     source, target = 2 * i + FIRST, 2 * i + 1 - FIRST
     is_source, is_target = source < patches, target < patches
 
-    a = _keys(K, source + PREFIX, is_source, heads, head_stride, token_stride, D, DP)
-    b = _keys(K, target + PREFIX, is_target, heads, head_stride, token_stride, D, DP)
-    a = a / tl.maximum(tl.sqrt(tl.sum(a * a, 1)), 1e-12)[:, None]
-    b = b / tl.maximum(tl.sqrt(tl.sum(b * b, 1)), 1e-12)[:, None]
-    similar = tl.dot(a, tl.trans(b), input_precision="tf32x3")
+    similar = tl.zeros([T, T], tl.float32)
+    norm_a, norm_b = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
+    for channel in range(0, D, C):
+        d = channel + tl.arange(0, C)
+        a = _keys(K, source + PREFIX, is_source, d, heads, head_stride, token_stride, D)
+        b = _keys(K, target + PREFIX, is_target, d, heads, head_stride, token_stride, D)
+        norm_a += tl.sum(a * a, 1)
+        norm_b += tl.sum(b * b, 1)
+        similar = tl.dot(a, tl.trans(b), similar, input_precision="tf32x3")
+    similar /= tl.maximum(tl.sqrt(norm_a), 1e-12)[:, None] * tl.maximum(tl.sqrt(norm_b), 1e-12)[None, :]
     # What is no number is the least similar, so that as many merge in every image.
     similar = tl.where(is_target[None, :] & (similar >= -2.0), similar, float("-inf"))
     best, nearest = tl.max(similar, 1, return_indices=True, return_indices_tie_break_left=True)
@@ -120,9 +124,9 @@ def match(k: Tensor, index: Tensor | None, r: int, prefix: int) -> tuple[Tensor,
     batch, heads, tokens, dim = k.shape
     slots = torch.empty(batch, tokens, dtype=torch.int32, device=k.device)
     left = torch.empty(batch, tokens - prefix - r, dtype=torch.int64, device=k.device)
-    sizes = {"D": dim, "DP": power_of_two(dim), "T": power_of_two((tokens - prefix + 1) // 2)}
+    sizes = {"D": dim, "C": min(CHANNELS, power_of_two(dim)), "T": power_of_two((tokens - prefix + 1) // 2)}
     shown = slots if index is None else index.contiguous()  # not read where there is none
-    flags = {"PREFIX": prefix, "INDEXED": index is not None, "P": power_of_two(max(1, prefix))}
+    flags = {"PREFIX": prefix, "INDEXED": index is not None, "P": power_of_two(prefix)}
     _match[(batch,)](k, shown, slots, left, heads, tokens, r, *k.stride()[:3], **flags, **sizes, num_warps=8)
     return slots, left
 
@@ -134,7 +138,7 @@ def merge(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, left: i
     total = torch.empty(batch, left, dtype=torch.float32, device=x.device)
     rows, channels = min(128, power_of_two(left)), min(64, power_of_two(width))
     grid = (batch, triton.cdiv(left, rows), triton.cdiv(width, channels))
-    tensors = (x, branch, slots if size is None else size, slots, out, total)
+    tensors = (x.contiguous(), branch.contiguous(), slots if size is None else size.contiguous(), slots, out, total)
     sizes = {"M": rows, "N": ROWS, "C": channels, "num_warps": 8 if rows == 128 else 4}
     _merge[grid](*tensors, tokens, left, width, SIZED=size is not None, **sizes)
     return out, total

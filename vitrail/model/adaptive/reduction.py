@@ -97,8 +97,7 @@ class ReducingPassage(Passage):
         return tokens
 
     def _count(self, tokens: Tokens) -> Tensor:
-        batch, count = tokens.sequence.shape[:2]
-        return self.numbers[count].expand(batch)
+        return self.numbers[tokens.sequence.shape[1]].expand(len(tokens.sequence))
 
     def _reduced(self, block: Block, i: int, tokens: Tokens, left: int, probe: Probe | None) -> Tokens:
         mixer, x = block.attn, tokens.sequence
@@ -108,7 +107,7 @@ class ReducingPassage(Passage):
         keep = (None, None) if probe is None else probe.keep(i)
         shown = probe if probe is not None and probe.concerns(*(f"{kind}.{i}" for kind in mixer.shows)) else None
         mixed, q, k = mixer.mixed(block.norm1(x), tokens, i, shown)
-        tokens = self.reduce(tokens, block.mixing_branch(mixed, keep[0]), left, q, k)
+        tokens = self.reduce(tokens, block.drop_path(block.ls1(mixed), keep[0]), left, q, k)
         x = block.after_channels(tokens.sequence, keep[1])
         return tokens.but(x if probe is None else probe(f"tokens.{i}", x))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from vitrail.kernels.token_merge import match_tokens, merge_tokens
+from vitrail.kernels.token_merge import merge_similar
 from vitrail.model.adaptive.reduction import MILLION, ROUNDING, ReducingPassage, ReducingPolicy
 from vitrail.model.config import Tome, TrunkConfig
 from vitrail.model.parts.block import Block
@@ -56,8 +56,7 @@ class TomePolicy(ReducingPolicy):
         return tuple(i for i in range(self.depth) if self.merges(i))
 
     def levels(self, patches: int) -> list[float]:
-        count = len(self.layers)
-        return [total / count for total in range(patches * count, -1, -1)]
+        return [total / len(self.layers) for total in range(patches * len(self.layers), -1, -1)]
 
     def left(self, i: int, patches: int) -> int:
         return patches - min(self.merges(i), patches // 2)
@@ -72,11 +71,9 @@ class _Merging(ReducingPassage):
     size: Tensor | None = None
 
     def reduce(self, tokens: Tokens, branch: Tensor, left: int, q: Tensor, k: Tensor) -> Tokens:
-        x, prefix = tokens.sequence, tokens.prefix
-        slots, index = match_tokens(k, x.shape[1] - prefix - left, prefix, tokens.index)
-        x, self.size = merge_tokens(x, branch, self.size, slots, prefix + left)
-        weighs = self.size if self.policy.config.proportional else None
-        return replace(tokens, sequence=x, index=index, size=weighs)
+        r = tokens.sequence.shape[1] - tokens.prefix - left
+        x, self.size, index = merge_similar(tokens.sequence, branch, k, r, tokens.prefix, self.size, tokens.index)
+        return replace(tokens, sequence=x, index=index, size=self.size if self.policy.config.proportional else None)
 
     def end(self, tokens: Tokens) -> Tokens:
         return super().end(replace(tokens, size=self.size))  # for heads that pool

@@ -279,12 +279,7 @@ class Block(nn.Module):
 
     def after_mixing(self, x: Tensor, mixed: Tensor, keep: Tensor | None = None) -> Tensor:
         """x with the mixing branch added; `keep` is what drop path multiplies it by (none: it draws)."""
-        return added(x, self.mixing_branch(mixed, keep))
-
-    def mixing_branch(self, mixed: Tensor, keep: Tensor | None = None) -> Tensor:
-        """What is added: times the gain and what drop path multiplies it by."""
-        branch: Tensor = self.drop_path(self.ls1(mixed), keep)
-        return branch
+        return added(x, self.drop_path(self.ls1(mixed), keep))
 
     def after_channels(self, x: Tensor, keep: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
         """x with the channel branch added, times `gate` where given; x itself where there is no such branch."""
