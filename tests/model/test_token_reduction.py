@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from small import quick_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.cli import run
 from vitrail.kernels.token_merge import bipartite_matching, match_tokens, merge_tokens
@@ -457,6 +460,40 @@ def test_an_optimised_copy_gives_the_same(images: Tensor, adaptive: dict[str, An
     model = vit(adaptive)
     with torch.no_grad():
         torch.testing.assert_close(model.optimize("float32")(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not any(word in func.name() for word in ("empty", "unsafe_view", "detach", "prim::")):
+            self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched_on_cuda(adaptive: dict[str, Any] | None) -> Counter[str]:
+    """Operators of a pass in bfloat16 on a GPU that need not be there: shapes are computed and nothing else."""
+    model = create_model("deit_tiny", image_size=112, patch=8, depth=DEPTH, adaptive=adaptive, device="meta").eval()
+    model.requires_grad_(False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        weights = {name: torch.empty(p.shape, **half) for name, p in model.named_parameters()}
+        images = torch.empty(2, 3, 112, 112, **half)
+        with torch.no_grad(), Launches() as launches:
+            torch.func.functional_call(model, weights, (images,))
+    return launches.names
+
+
+@pytest.mark.slow
+def test_on_cuda_a_merge_is_one_operator_that_takes_the_place_of_the_addition() -> None:
+    pytest.importorskip("triton")
+    more, less = (launched_on_cuda(a) for a in ({"kind": "tome", "r": 10}, None))
+    assert more - less == Counter({"vitrail::merge_similar": DEPTH, "aten::arange": 1, "aten::full_like": 2})
+    assert less - more == Counter({"aten::add.Tensor": DEPTH})
 
 
 @pytest.mark.parametrize("adaptive", BOTH)
