@@ -1,20 +1,30 @@
-"""Accuracy against milliseconds: policies that leave out tokens, without training, on one trained dense run.
+"""Accuracy against milliseconds: policies that leave out or merge tokens, on trained dense runs.
 
-    python benchmarks/milliseconds.py RUN --data DATA [--json FILE] [--device cuda] [--batch 1 1024]
-        [--shares 0.9 0.8 0.7 0.6 0.5] [--policies tome evit ...] [--tuned RUN ...] [--minutes 9]
+    python benchmarks/milliseconds.py RUN [RUN ...] --data DATA [--json FILE] [--device cuda] [--batch 1 1024]
+        [--compile off auto] [--shares 0.5 0.6 ...] [--policies tome-3 evit ...] [--tuned RUN ...] [--seconds 150]
 
-RUN is a run or model folder of a plain ViT with a class token. ToMe (also with fewer merges block by block, and without
-proportional attention), EViT, and ATS with inverse, top-K and uniform sampling are set to each share of the dense
-model's multiply-accumulates by the budget dial (ATS: on images of val, or of train), then evaluated on test and timed.
-`--tuned` names runs that were fine-tuned under a policy; they are measured as they are.
+Each RUN is a run or model folder of a plain ViT with a class token; several are seeds of one configuration, and the
+table has their mean and standard deviation. ToMe (in every block, and in 3, 4 and 6 of them with more merges in each;
+with fewer merges block by block, and without proportional attention), EViT, and ATS with inverse, top-K and uniform
+sampling are set to each share of the dense model's multiply-accumulates by the budget dial (ATS: on images of val, or
+of train), then evaluated on test and timed. Nothing is trained here. A-ViT and AdaViT cannot be put on a dense model:
+A-ViT reads its halting scores from a channel that must learn them, AdaViT's decisions have weights of their own, and
+before training both keep everything. They, and any other policy, are fine-tuned by
 
-Every model is optimised (on CUDA: bf16, compiled, one CUDA graph; ATS inverse packed, with room calibrated for the
-batch). Each takes turns with the dense model, call by call in rounds; a speed-up is the median of the rounds' ratios.
-What cannot be compiled is measured as a graph alone, or without one, and says so.
+    vitrail train --config RUN/config.yaml --model.weights RUN --optim.epochs 10 --optim.lr 1e-4 \\
+        --model.trunk.adaptive.kind avit --out TUNED      (adavit; tome and .r; evit and .keep; ats and .cap, .sampling)
 
-Each point is one JSON line in FILE as soon as it is known. A point that fails is a line with its error; the next call
-with the same FILE measures failed and missing points only, so that `--minutes` may cut the work into parts. The table
-at the end is of all lines of the file: points within 0.5 of the dense accuracy are set in bold.
+and `--tuned` measures such runs as they are, next to the dense model of the first RUN.
+
+Every model is optimised (on CUDA: bf16, one CUDA graph; ATS inverse packed, with room calibrated for the batch).
+`--compile off`: graphs alone, `auto`: compiled as well (a minute per model and batch size); both may be given, and are
+rows of their own. Each model takes turns with the dense one of the same kind, call by call in rounds; a speed-up is the
+median of the rounds' ratios. What cannot be compiled is measured as a graph alone, or without one, and says so.
+
+Each point is one JSON line in FILE as soon as it is known, those that decide most first. A point that fails is a line
+with its error; the next call with the same FILE measures failed and missing points only, so that `--seconds` may cut
+the work into parts. The table at the end is of all lines of the file: points within 0.5 of the dense accuracy are set
+in bold.
 """
 
 from __future__ import annotations
@@ -22,10 +32,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,16 +59,29 @@ from vitrail.run.data_module import evaluation_batches
 from vitrail.run.evaluate import load
 from vitrail.run.run_data import open_for
 
-POLICIES: dict[str, AdaptiveConfig] = {
-    "tome": Tome(),
-    "evit": Evit(),
-    "ats-inverse": Ats(),
-    "ats-top": Ats(sampling="top"),
-    "ats-uniform": Ats(sampling="uniform"),
-    "tome-decreasing": Tome(schedule="decreasing"),
-    "tome-plain-attention": Tome(proportional=False),
+Key = tuple[str, str, float | None, str]
+"""Run, policy, share, and whether it is compiled (auto, off)."""
+
+
+def layers(depth: int, *shares: float) -> tuple[int, ...]:
+    """Blocks at these shares of the depth."""
+    return tuple(sorted({int(depth * share) for share in shares}))
+
+
+POLICIES: dict[str, Callable[[int], AdaptiveConfig]] = {  # those first that decide most, should time run out
+    "tome-3": lambda depth: Tome(layers=layers(depth, 1 / 6, 1 / 3, 1 / 2)),
+    "evit": lambda depth: Evit(),
+    "tome": lambda depth: Tome(),
+    "ats-uniform": lambda depth: Ats(sampling="uniform"),
+    "ats-inverse": lambda depth: Ats(),
+    "tome-4": lambda depth: Tome(layers=layers(depth, 1 / 12, 1 / 4, 5 / 12, 7 / 12)),
+    "tome-6": lambda depth: Tome(layers=tuple(range(0, depth, 2))),
+    "tome-3-late": lambda depth: Tome(layers=layers(depth, 1 / 4, 1 / 2, 3 / 4)),
+    "ats-top": lambda depth: Ats(sampling="top"),
+    "tome-decreasing": lambda depth: Tome(schedule="decreasing"),
+    "tome-plain-attention": lambda depth: Tome(proportional=False),
 }
-SHARES = (0.7, 0.5, 0.9, 0.6, 0.8)  # those first that decide most, should time run out
+SHARES = (0.5, 0.6, 0.7, 0.9, 0.8)
 CLOSE = 0.005  # of accuracy: what may be lost
 TUNING = 512  # images on which ATS finds its points
 CHUNK = 64  # images at a time where shapes are not fixed: dial, cost, and accuracy on a CPU
@@ -68,13 +92,21 @@ class Bench:
     """The dense model, the images, and how things are measured."""
 
     options: argparse.Namespace
+    run: Path
     device: torch.device
     dense: Classifier
     test: Tensor
     labels: Tensor
     tuning: list[Tensor]
     gmacs: float
-    ready: dict[int, Optimized] = field(default_factory=dict)  # the dense model by batch size
+    ready: dict[tuple[int, str], Optimized] = field(default_factory=dict)  # the dense model by batch size and compile
+
+    def dense_for(self, size: int, compiled: str) -> Optimized:
+        if (size, compiled) not in self.ready:
+            self.ready[size, compiled], reason = optimised(self, self.dense, size, compiled)
+            if reason:
+                print(f"dense, batch {size}: {reason}", flush=True)
+        return self.ready[size, compiled]
 
     def batches(self, size: int) -> list[Tensor]:
         """Up to four batches of test images of one size, some images twice where there are too few."""
@@ -110,14 +142,14 @@ def autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def optimised(bench: Bench, model: Classifier, size: int) -> tuple[Optimized, str]:
+def optimised(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[Optimized, str]:
     """A copy for batches of this size that has run once, and why it is not compiled or captured; empty where it is."""
     if isinstance(model.policy, AtsPolicy) and not model.policy.even and bench.device.type == "cuda":
         with autocast(bench.device):
             calibrate(model, [part.float() for part in bench.tuning], batch=size)
     example, reasons = bench.batches(size)[0], []
     tries: Sequence[dict[str, Any]] = ({}, {"compile": False}, {"compile": False, "graph": False})
-    if bench.options.compile == "off":
+    if compiled == "off":
         tries = tries[1:]
     for settings in tries if bench.device.type == "cuda" else ({},):
         try:
@@ -159,18 +191,18 @@ def timed(bench: Bench, works: dict[str, Optimized], size: int) -> dict[str, Tim
         return Way(lambda i: model(batches[i % len(batches)]), size)
 
     ways = {name: way(model) for name, model in works.items()}
-    return in_turns(ways, bench.device, rounds=bench.options.rounds, seconds=bench.options.seconds)
+    return in_turns(ways, bench.device, rounds=bench.options.rounds, seconds=bench.options.seconds_each)
 
 
-def figures(bench: Bench, model: Classifier, size: int) -> tuple[dict[str, Any], Optimized]:
+def figures(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[dict[str, Any], Optimized]:
     """Time of one batch size, next to the dense model's in the same rounds."""
     if model is bench.dense:
-        ready, reason = bench.ready[size], ""
+        ready, reason = bench.dense_for(size, compiled), ""
         found = timed(bench, {"policy": ready}, size)
         faster: dict[str, Any] = {"speedup": 1.0}
     else:
-        ready, reason = optimised(bench, model, size)
-        found = timed(bench, {"dense": bench.ready[size], "policy": ready}, size)
+        ready, reason = optimised(bench, model, size, compiled)
+        found = timed(bench, {"dense": bench.dense_for(size, compiled), "policy": ready}, size)
         gain = ratio(found["policy"], found["dense"])
         faster = {"speedup": gain.median, "quartiles": [gain.low, gain.high], "dense_ms": 1e3 * found["dense"].seconds}
     row = {"ms": 1e3 * found["policy"].seconds, "images_per_second": found["policy"].images_per_second, **faster}
@@ -179,14 +211,14 @@ def figures(bench: Bench, model: Classifier, size: int) -> tuple[dict[str, Any],
     return {**row, "fell_back": reason} if reason else row, ready
 
 
-def point(bench: Bench, model: Classifier) -> dict[str, Any]:
+def point(bench: Bench, model: Classifier, compiled: str) -> dict[str, Any]:
     """Accuracy, cost and times of a model; a batch size that fails has its error in place of times."""
     row: dict[str, Any] = {"gmacs": gmacs_of(bench, model), "batches": {}}
     row["mac_share"] = row["gmacs"] / bench.gmacs
     row["adaptive"] = model.spec["trunk"].get("adaptive")
-    for size in sorted(bench.ready, reverse=True):
+    for size in sorted(bench.options.batch, reverse=True):
         try:
-            row["batches"][str(size)], ready = figures(bench, model, size)
+            row["batches"][str(size)], ready = figures(bench, model, size, compiled)
             if "top1" not in row:
                 row["top1"] = accuracy(bench, ready, size if bench.device.type == "cuda" else CHUNK)
         except Exception as error:
@@ -196,67 +228,78 @@ def point(bench: Bench, model: Classifier) -> dict[str, Any]:
 
 
 def at_share(bench: Bench, policy: str, share: float) -> Classifier:
-    model = make_adaptive(bench.dense, POLICIES[policy])
+    model = make_adaptive(bench.dense, POLICIES[policy](len(list(bench.dense.trunk.blocks))))  # type: ignore[arg-type]
     with autocast(bench.device):
         model.set_budget(share=share, images=[part.float() for part in bench.tuning])
     return model
 
 
-def works(bench: Bench) -> dict[tuple[str, float | None], Callable[[], Classifier]]:
-    """How each point gets its model, the dense one first."""
-    points: dict[tuple[str, float | None], Callable[[], Classifier]] = {("dense", None): lambda: bench.dense}
-    for run in bench.options.tuned:
-        points[str(run), None] = lambda run=run: load(run).to(bench.device).eval()  # type: ignore[misc]
-    for share in bench.options.shares:
-        for policy in bench.options.policies:
-            points[policy, share] = lambda p=policy, s=share: at_share(bench, p, s)  # type: ignore[misc]
+def works(bench: Bench) -> dict[Key, Callable[[], Classifier]]:
+    """How each point of a run gets its model, the dense one first; all without compilation before any with it."""
+    options, run, points = bench.options, str(bench.run), {}
+    for compiled in sorted(options.compile, reverse=True) if bench.device.type == "cuda" else ["off"]:
+        points[run, "dense", None, compiled] = lambda: bench.dense
+        for tuned in options.tuned if bench.run == options.run[0] else []:
+            points[run, str(tuned), None, compiled] = lambda tuned=tuned: load(tuned).to(bench.device).eval()
+        for share in options.shares:
+            for policy in options.policies:
+                points[run, policy, share, compiled] = lambda p=policy, s=share: at_share(bench, p, s)
     return points
 
 
-def prepared(options: argparse.Namespace) -> Bench:
+def prepared(options: argparse.Namespace, run: Path) -> Bench:
     device = choose_device(options.device)
-    dense = load(options.run).to(device).eval()
+    dense = load(run).to(device).eval()
     if dense.policy is not None:
-        raise SystemExit(f"{options.run} is adaptive already; name the dense run that it comes from")
+        raise SystemExit(f"{run} is adaptive already; name the dense run that it comes from")
     data = open_for(dense, options.data)
     test, labels = images_of(dense, data["test" if "test" in data.splits else "val"], options.images, device)
     split = data["val" if "val" in data.splits and "test" in data.splits else "train"]
     tuning = in_parts(images_of(dense, split, TUNING, device)[0], CHUNK)
-    bench = Bench(options, device, dense, test, labels, tuning, cost(dense).macs / 1e9)
-    for size in options.batch:
-        bench.ready[size], reason = optimised(bench, dense, size)
-        if reason:
-            print(f"dense, batch {size}: {reason}", flush=True)
-    return bench
+    return Bench(options, run, device, dense, test, labels, tuning, cost(dense).macs / 1e9)
 
 
-def known(file: Path | None) -> dict[tuple[str, float | None], dict[str, Any]]:
+def known(file: Path | None) -> dict[Key, dict[str, Any]]:
     """Points that are in the file without an error."""
     lines = file.read_text().splitlines() if file is not None and file.exists() else []
-    rows = {(row["policy"], row["share"]): row for row in map(json.loads, lines)}
+    rows = {(row["run"], row["policy"], row["share"], row["compile"]): row for row in map(json.loads, lines)}
     return {key: row for key, row in rows.items() if "error" not in row and "top1" in row}
 
 
-def table(rows: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[str]:
-    """All points, and those of each batch size that lose no more than `CLOSE`, the fastest first."""
-    dense = next((row["top1"] for row in rows if row["policy"] == "dense"), None)
-    columns = ["policy", "share", "top-1, %", "points", "MACs", *(f"batch {s}: ms | times dense" for s in sizes)]
-    lines = [f"| {' | '.join(columns)} |", "|---" * (len(columns) + len(sizes)) + "|"]
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean, and the standard deviation where there are several."""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}"
 
-    def close(row: dict[str, Any]) -> bool:
-        return dense is not None and row["top1"] >= dense - CLOSE - 1e-9
 
-    for row in rows:
-        cells = [row["policy"], "" if row["share"] is None else f"{row['share']:g}", f"{100 * row['top1']:.2f}"]
-        cells += ["" if dense is None else f"{100 * (row['top1'] - dense):+.2f}", f"{row['mac_share']:.3f}"]
+def table(rows: Mapping[Key, dict[str, Any]], sizes: Sequence[int]) -> list[str]:
+    """All points, means over runs, and those of each batch size that lose no more than `CLOSE`, the fastest first."""
+    times = [f"batch {s}: {what}" for s in sizes for what in ("ms", "times dense")]
+    columns = ["policy", "share", "compile", "runs", "top-1, %", "points", "MACs", *times]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    groups: dict[tuple[str, float | None, str], list[dict[str, Any]]] = {}
+    for (_, *group), row in rows.items():
+        groups.setdefault(tuple(group), []).append(row)  # type: ignore[arg-type]
+    fastest: dict[int, list[tuple[float, str]]] = {size: [] for size in sizes}
+    for (policy, share, compiled), group in groups.items():
+        pairs = [(row, rows.get((row["run"], "dense", None, compiled))) for row in group]
+        points = [100 * (row["top1"] - dense["top1"]) for row, dense in pairs if dense is not None]
+        close = bool(points) and statistics.fmean(points) >= -100 * CLOSE - 1e-9
+        cells = [policy, "" if share is None else f"{share:g}", compiled, str(len(group))]
+        cells += [spread([100 * row["top1"] for row in group], ".2f"), spread(points, "+.2f") if points else ""]
+        cells += [f"{statistics.fmean(row['mac_share'] for row in group):.3f}"]
         for size in sizes:
-            times = row["batches"].get(str(size), {})
-            cells += [f"{times['ms']:.3f}", f"{times['speedup']:.2f}"] if "ms" in times else ["", ""]
-        lines.append(f"| {' | '.join(f'**{c}**' if close(row) and c else c for c in cells)} |")
-    for size in sizes:
-        kept = [r for r in rows if close(r) and r["policy"] != "dense" and "ms" in r["batches"].get(str(size), {})]
-        kept.sort(key=lambda r: -r["batches"][str(size)]["speedup"])
-        best = [f"{r['policy']} at {r['mac_share']:.2f}: {r['batches'][str(size)]['speedup']:.2f}" for r in kept[:5]]
+            found = [row["batches"][str(size)] for row in group if "ms" in row["batches"].get(str(size), {})]
+            cells += [
+                spread([t[what] for t in found], f".{d}f") if found else "" for what, d in (("ms", 3), ("speedup", 2))
+            ]
+            if found and close and policy != "dense":
+                fastest[size].append(
+                    (statistics.fmean(t["speedup"] for t in found), f"{policy} at {cells[6]} ({compiled})")
+                )
+        lines.append(f"| {' | '.join(f'**{c}**' if close and c else c for c in cells)} |")
+    for size, found in fastest.items():
+        best = [f"{name}: {gain:.2f}" for gain, name in sorted(found, reverse=True)[:5]]
         lines.append(
             f"batch {size}, within {100 * CLOSE:g} points of dense, times as fast: {', '.join(best) or 'none'}"
         )
@@ -266,7 +309,7 @@ def table(rows: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[str]:
 def main() -> None:
     keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="+", help="dense runs: seeds of one configuration")
     parser.add_argument("--data", required=True)
     parser.add_argument("--json", type=Path, help="file of rows, which a second call completes")
     parser.add_argument("--device", default="auto")
@@ -276,33 +319,42 @@ def main() -> None:
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="runs fine-tuned under a policy")
     parser.add_argument("--images", type=int, help="at most so many of test (none: all)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each model and batch size, about")
-    parser.add_argument("--compile", choices=["auto", "off"], default="auto", help="off: graphs alone, minutes saved")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further point after so many")
+    parser.add_argument("--seconds_each", type=float, default=0.7, help="timing of each model and batch size, about")
+    parser.add_argument(
+        "--compile", choices=["off", "auto"], nargs="+", default=["off"], help="CUDA: rows of each kind"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a run: begin no further point after")
     parser.add_argument("--threads", type=int, help="of the CPU")
     options = parser.parse_args()
-    began = time.monotonic()
     if options.threads:
         torch.set_num_threads(options.threads)
     # Otherwise torch stops compiling after the eighth model: every one runs the same lines of code.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     warnings.filterwarnings("ignore", message=".*computed again.*")  # rows count them
-    bench = prepared(options)
-    about = {"machine": where(bench.device), "run": str(options.run), "data": options.data, "images": len(bench.test)}
-    print(f"{about['machine']}, {options.run}, {len(bench.test)} images, {bench.gmacs:.4f} GMACs dense\n", flush=True)
     rows = known(options.json)
+    for run in options.run:
+        measured(options, run, rows)
+    print("\n" + "\n".join(table(rows, options.batch)), flush=True)
+
+
+def measured(options: argparse.Namespace, run: Path, rows: dict[Key, dict[str, Any]]) -> None:
+    """Add the points of a run that are missing."""
+    began = time.monotonic()
+    bench = prepared(options, run)
+    about = {"machine": where(bench.device), "data": options.data, "images": len(bench.test)}
+    print(f"{about['machine']}, {run}, {len(bench.test)} images, {bench.gmacs:.4f} GMACs dense\n", flush=True)
     points = works(bench)
-    for key in points:
+    for key, model in points.items():
         if key in rows:
             continue
-        if (time.monotonic() - began) / 60 > options.minutes:
+        if time.monotonic() - began > options.seconds:
             missing = sum(key not in rows for key in points)
-            print(f"{options.minutes:g} minutes are over: {missing} points are left for another call", flush=True)
+            print(f"{options.seconds:g} seconds are over: {missing} points are left for another call", flush=True)
             break
-        row: dict[str, Any] = {"policy": key[0], "share": key[1], **about}
+        row: dict[str, Any] = dict(zip(("run", "policy", "share", "compile"), key, strict=True)) | about
         start = time.monotonic()
         try:
-            row |= point(bench, points[key]())
+            row |= point(bench, model(), key[3])
         except Exception as error:
             traceback.print_exc()
             row["error"] = short(error)
@@ -317,7 +369,6 @@ def main() -> None:
         gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    print("\n" + "\n".join(table(list(rows.values()), options.batch)), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from vitrail.kernels import (  # noqa: E402
     attention_triton,
     ragged_attention_triton,
     sima_attention_triton,
+    token_merge_triton,
 )
 
 Kernel = Callable[[int, int, torch.dtype], None]
@@ -55,7 +56,13 @@ class Hopper:
 
 def forget() -> None:
     """What was compiled for another device."""
-    for module in (attention_match_triton, attention_triton, ragged_attention_triton, sima_attention_triton):
+    for module in (
+        attention_match_triton,
+        attention_triton,
+        ragged_attention_triton,
+        sima_attention_triton,
+        token_merge_triton,
+    ):
         for value in vars(module).values():
             if isinstance(value, jit.JITFunction):
                 value.device_caches.clear()
@@ -113,6 +120,17 @@ def of_attention(tokens: int, dim: int, dtype: torch.dtype) -> None:
     attention_triton.backward(qkv, out, lse, out)
 
 
+def of_sized_attention(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    attention_triton.forward(torch.zeros(2, tokens, 3, 2, dim, dtype=dtype), torch.ones(2, tokens))
+
+
+def of_merging(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    x = torch.zeros(2, tokens, 3 * dim, dtype=dtype)
+    slots, _ = token_merge_triton.match(torch.zeros(2, 3, tokens, dim, dtype=dtype), None, tokens // 4, 1)
+    for size in (None, torch.ones(2, tokens)):
+        token_merge_triton.merge(x, x, size, slots, tokens - tokens // 4)
+
+
 def of_match(tokens: int, dim: int, dtype: torch.dtype) -> None:
     q, k, teacher = (torch.zeros(2, 2, tokens, dim, dtype=dtype) for _ in range(3))
     _, _, lse, lse_t = attention_match_triton.forward(q, k, teacher, teacher)
@@ -127,8 +145,9 @@ def of_ragged(tokens: int, dim: int, dtype: torch.dtype) -> None:
 
 SIZES = ((197, 64), (577, 32), (577, 128))  # tokens, channels of a head
 CALLS = (of_sima, of_ragged_sima, of_ragged, of_match)
-CASES = [*((call, *size) for call in CALLS for size in SIZES), *((of_attention, tokens, 64) for tokens in (65, 197))]
-QUICK = [*((call, 197, 64) for call in CALLS), (of_attention, 65, 64)]  # every kernel at its usual size
+SHORT = (of_attention, of_sized_attention, of_merging)  # kernels of at most 256 tokens
+CASES = [*((c, *size) for c in CALLS for size in SIZES), *((c, tokens, 64) for c in SHORT for tokens in (65, 197))]
+QUICK = [*((c, 197, 64) for c in CALLS), (of_attention, 65, 64), (of_merging, 197, 64)]  # every kernel, usual size
 
 
 @pytest.mark.parametrize(("call", "tokens", "dim"), quick_of(CASES, QUICK))

@@ -32,6 +32,12 @@ for tokens, heads, dim in ((5, 2, 16), (16, 1, 32), (65, 2, 32), (64, 1, 64), (3
     assert (out - expected).abs().max() < 2e-6, tokens
     assert (lse * 0.6931471805599453 - sums).abs().max() < 5e-6, tokens
     assert (made - gradient).abs().max() < 1e-5, tokens
+    # Keys that count as several are as many keys.
+    size = torch.randint(1, 4, (1, tokens))
+    many_k, many_v = (part.repeat_interleave(size[0], 2) for part in (k, v))
+    expected = ((q @ many_k.transpose(-2, -1)) * dim**-0.5).softmax(-1).matmul(many_v).transpose(1, 2)
+    out, _ = attention_triton.forward(qkv.detach(), size.expand(2, -1).float().contiguous())
+    assert (out - expected).abs().max() < 2e-6, tokens
 print("attention is right")
 x = torch.randn(9, 100) * 3
 small, scale = gelu_quantise(x)
@@ -48,6 +54,15 @@ print("quantisation is right")
 
 def test_triton_kernels_equal_float64_in_the_interpreter(interpreted: Callable[[str], str]) -> None:
     assert "attention is right\nquantisation is right\n" in interpreted(INTERPRETED)
+
+
+def test_a_key_of_size_n_counts_as_n_equal_keys() -> None:
+    qkv = torch.randn(2, 7, 3, 2, 8, generator=torch.Generator().manual_seed(0))
+    size = torch.tensor([1, 3, 1, 2, 1, 5, 1])
+    found = packed_attention(qkv, size.expand(2, -1).float())
+    many = plain_packed_attention(qkv.repeat_interleave(size, 1))  # queries are repeated, too
+    firsts = size.cumsum(0) - size
+    torch.testing.assert_close(found, many[:, firsts], rtol=1e-5, atol=1e-5)
 
 
 def test_kernels_of_triton_are_not_imported_on_a_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from small import quick_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.cli import run
+from vitrail.kernels.token_merge import bipartite_matching, match_tokens, merge_tokens
 from vitrail.learn.attack import reject_unfit
 from vitrail.learn.attack_config import AttackConfig
 from vitrail.measure.attention_maps import AttentionCollector, stages
 from vitrail.measure.compute import worst_case
 from vitrail.model.adaptive.budget import calibrate, mean_gmacs, trace_macs
-from vitrail.model.adaptive.tome import bipartite_matching, merge
 from vitrail.model.build import create_model, make_adaptive
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -30,6 +33,7 @@ from vitrail.model.weights import load_model
 
 DEPTH, PATCHES = 4, 36
 BOTH = ({"kind": "tome", "r": 4}, {"kind": "evit", "keep": 0.6})
+SOME = {"kind": "tome", "r": 9, "layers": (0, 2)}
 
 
 def vit(adaptive: dict[str, Any] | None = None, **changes: Any) -> Classifier:
@@ -138,6 +142,20 @@ def test_merging_is_the_papers_five_steps_one_image_at_a_time(
         assert (logits - make_adaptive(model, None)(images)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(("layers", "merges"), [((0, 2), (9, 0, 9, 0)), ((1,), (0, 9, 0, 0))])
+def test_chosen_blocks_merge_as_the_paper_does_and_no_others(
+    images: Tensor, layers: tuple[int, ...], merges: tuple[int, ...]
+) -> None:
+    model = vit({"kind": "tome", "r": 9, "layers": layers})
+
+    def reduce(i: int, x: Tensor, size: list[float], row: Tensor, keys: Tensor) -> tuple[Tensor, list[float]]:
+        return merged_by_hand(x, keys, size, merges[i], 1, 1)
+
+    with torch.no_grad():
+        for image, found in zip(images, model(images), strict=True):
+            torch.testing.assert_close(found, logits_by_hand(model, image, reduce), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.75])
 def test_fusing_keeps_the_patches_that_the_class_token_attends_to_and_adds_up_the_rest(
     images: Tensor, keep: float
@@ -164,12 +182,27 @@ def test_fusing_keeps_the_patches_that_the_class_token_attends_to_and_adds_up_th
 def test_merged_tokens_are_means_weighted_by_size_and_sizes_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
     x, size = torch.randn(2, 7, 3, generator=generator), torch.tensor([[1.0, 2, 1, 4, 1, 1, 3]]).expand(2, -1)
-    source, target = torch.tensor([[1, 3], [1, 5]]), torch.tensor([[0, 0], [2, 4]])
-    found, total = merge(x, size, source, target)
-    torch.testing.assert_close(found[0, 0], (x[0, 0] + 2 * x[0, 1] + 4 * x[0, 3]) / 7)
-    torch.testing.assert_close(found[1, 2], (x[1, 2] + 2 * x[1, 1]) / 3)
-    torch.testing.assert_close(found[:, 6], x[:, 6], rtol=0, atol=0)
-    assert total.tolist() == [[7, 2, 1, 4, 1, 1, 3], [1, 2, 3, 4, 2, 1, 3]]
+    branch = torch.randn(2, 7, 3, generator=generator)
+    slots = torch.tensor([[0, 0, 1, 0, 2, 3, 4], [0, 1, 1, 2, 3, 3, 4]])
+    found, total = merge_tokens(x, branch, size, slots, 5)
+    y = x + branch
+    torch.testing.assert_close(found[0, 0], (y[0, 0] + 2 * y[0, 1] + 4 * y[0, 3]) / 7)
+    torch.testing.assert_close(found[1, 1], (y[1, 2] + 2 * y[1, 1]) / 3)
+    torch.testing.assert_close(found[:, 4], y[:, 6], rtol=0, atol=0)
+    assert total.tolist() == [[7, 1, 1, 1, 3], [1, 3, 4, 2, 3]]
+
+
+@pytest.mark.parametrize(("prefix", "tokens"), [(0, 8), (1, 9), (1, 10), (2, 9)])
+def test_slots_are_those_of_the_tokens_that_stay_in_their_order(prefix: int, tokens: int) -> None:
+    k = torch.randn(5, 2, tokens, 4, generator=torch.Generator().manual_seed(tokens))
+    patch_of = torch.arange(100, 100 + tokens - prefix).expand(5, -1)
+    slots, left = match_tokens(k, 3, prefix, patch_of)
+    source, target = bipartite_matching(k[:, :, prefix:].mean(1), 3, prefix % 2)
+    for image in range(5):
+        joins = dict(zip((source[image] + prefix).tolist(), (target[image] + prefix).tolist(), strict=True))
+        stay = [n for n in range(tokens) if n not in joins]
+        assert slots[image].tolist() == [stay.index(joins.get(n, n)) for n in range(tokens)]
+        assert left[image].tolist() == [100 + n - prefix for n in stay[prefix:]]
 
 
 def test_only_pairs_across_the_two_sets_merge_and_the_most_similar_first() -> None:
@@ -192,7 +225,9 @@ def test_sizes_add_up_to_the_patches_and_class_tokens_stay_alone(images: Tensor,
     assert tokens.size.max() > 2
 
 
-@pytest.mark.parametrize("adaptive", [{"kind": "tome", "r": 0}, {"kind": "evit", "keep": 1}])
+@pytest.mark.parametrize(
+    "adaptive", [{"kind": "tome", "r": 0}, {"kind": "tome", "r": 0, "layers": (1,)}, {"kind": "evit", "keep": 1}]
+)
 def test_what_reduces_nothing_is_the_dense_model_bit_for_bit(images: Tensor, adaptive: dict[str, Any]) -> None:
     dense = vit()
     with torch.no_grad():
@@ -218,6 +253,9 @@ def test_merging_equal_tokens_changes_nothing() -> None:
         ({"r": 2.5}, [2, 3, 2, 3]),
         ({"r": 3, "schedule": "decreasing"}, [6, 4, 2, 0]),
         ({"r": 100}, [18, 9, 4, 2]),
+        ({"r": 100, "layers": (1, 3)}, [0, 18, 0, 9]),
+        ({"r": 2.5, "layers": (3, 0)}, [2, 0, 0, 3]),
+        ({"r": 3, "layers": (0, 1, 2), "schedule": "decreasing"}, [6, 3, 0, 0]),
     ],
 )
 def test_every_image_loses_as_many_as_the_schedule_says(
@@ -243,7 +281,7 @@ def test_fusing_is_at_a_quarter_half_and_three_quarters_and_rounds_up() -> None:
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("head", ["class_token", "distilled"])
-@pytest.mark.parametrize("adaptive", BOTH)
+@pytest.mark.parametrize("adaptive", [*BOTH, SOME])
 def test_a_trace_counts_what_a_profiler_counts(
     images: Tensor, adaptive: dict[str, Any], head: str, norms: bool
 ) -> None:
@@ -282,7 +320,7 @@ def test_deit_small_costs_what_the_papers_print(adaptive: dict[str, Any], giga: 
     assert round(cost(create_model("deit_small", device="meta", adaptive=adaptive)).macs / 1e9, 1) == giga
 
 
-@pytest.mark.parametrize("adaptive", BOTH)
+@pytest.mark.parametrize("adaptive", [*BOTH, SOME])
 def test_the_dial_sets_a_share_of_the_dense_cost_and_is_saved(
     images: Tensor, adaptive: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -417,11 +455,45 @@ def test_the_command_line_trains_evaluates_and_benches_it(
     assert run(["bench", str(tmp_path / "run"), "--seconds", "0.1", "--rounds", "1", "--batch", "2", "--json"]) == 0
 
 
-@pytest.mark.parametrize("adaptive", BOTH)
+@pytest.mark.parametrize("adaptive", [*BOTH, SOME])
 def test_an_optimised_copy_gives_the_same(images: Tensor, adaptive: dict[str, Any]) -> None:
     model = vit(adaptive)
     with torch.no_grad():
         torch.testing.assert_close(model.optimize("float32")(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not any(word in func.name() for word in ("empty", "unsafe_view", "detach", "prim::")):
+            self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched_on_cuda(adaptive: dict[str, Any] | None) -> Counter[str]:
+    """Operators of a pass in bfloat16 on a GPU that need not be there: shapes are computed and nothing else."""
+    model = create_model("deit_tiny", image_size=112, patch=8, depth=DEPTH, adaptive=adaptive, device="meta").eval()
+    model.requires_grad_(False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        weights = {name: torch.empty(p.shape, **half) for name, p in model.named_parameters()}
+        images = torch.empty(2, 3, 112, 112, **half)
+        with torch.no_grad(), Launches() as launches:
+            torch.func.functional_call(model, weights, (images,))
+    return launches.names
+
+
+@pytest.mark.slow
+def test_on_cuda_a_merge_is_one_operator_that_takes_the_place_of_the_addition() -> None:
+    pytest.importorskip("triton")
+    more, less = (launched_on_cuda(a) for a in ({"kind": "tome", "r": 10}, None))
+    assert more - less == Counter({"vitrail::merge_similar": DEPTH, "aten::arange": 1, "aten::full_like": 2})
+    assert less - more == Counter({"aten::add.Tensor": DEPTH})
 
 
 @pytest.mark.parametrize("adaptive", BOTH)
@@ -470,6 +542,8 @@ def test_its_compute_cannot_be_attacked(adaptive: dict[str, Any]) -> None:
         ({"adaptive": {"kind": "evit", "layers": (4,)}}, "blocks are 0 to 3"),
         ({"adaptive": {"kind": "evit", "keep": 0}}, "more than 0 and at most 1"),
         ({"adaptive": {"kind": "tome", "r": -1}}, "at least 0"),
+        ({"adaptive": {"kind": "tome", "layers": (4,)}}, "blocks are 0 to 3"),
+        ({"adaptive": {"kind": "tome", "layers": (1, 1)}}, "each at most once"),
         ({"adaptive": {"kind": "tome"}, "mixer": "sima"}, "must be softmax"),
         ({"adaptive": {"kind": "evit"}, "mixer": "talking_heads"}, "must be softmax"),
         ({"adaptive": {"kind": "tome"}, "parallel": 2}, "parallel must be 1"),

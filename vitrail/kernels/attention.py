@@ -22,18 +22,21 @@ MOST_TOKENS = 256
 _TRITON = find_spec("triton") is not None
 
 
-def packed_attention(qkv: Tensor) -> Tensor:
-    """softmax(q kᵀ / √dim) v; the kernel where it is able, else its plain twin."""
-    if able(qkv):
-        out: Tensor = torch.ops.vitrail.attention(qkv, torch.is_grad_enabled() and qkv.requires_grad)[0]
+def packed_attention(qkv: Tensor, size: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √dim) v, in which keys count `size` [batch, tokens] times (none: once; float32, no gradient); the
+    kernel where it is able (with sizes: in inference), else its plain twin."""
+    graded = torch.is_grad_enabled() and qkv.requires_grad
+    if able(qkv) and not (graded and size is not None):
+        out: Tensor = torch.ops.vitrail.attention(qkv, graded, size)[0]
         return out
-    return plain_packed_attention(qkv)
+    return plain_packed_attention(qkv, size)
 
 
-def plain_packed_attention(qkv: Tensor) -> Tensor:
+def plain_packed_attention(qkv: Tensor, size: Tensor | None = None) -> Tensor:
     """The same by PyTorch's own attention."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    bias = None if size is None else size.log()[:, None, None].to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
 def able(qkv: Tensor) -> bool:
@@ -46,7 +49,7 @@ def able(qkv: Tensor) -> bool:
 
 
 @torch.library.custom_op("vitrail::attention", mutates_args=(), device_types="cuda")
-def _attention(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+def _attention(qkv: Tensor, sums: bool, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention, and the base-2 logarithm of every query's sum of exponentials [batch, heads, tokens].
 
     Without `sums` (inference) the latter need not be filled.
@@ -54,6 +57,8 @@ def _attention(qkv: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
     from vitrail.kernels import attention_triton
 
     qkv = qkv.contiguous()
+    if size is not None:
+        return attention_triton.forward(qkv, size.contiguous())
     if qkv.shape[1] > attention_triton.WHOLE_TOKENS and torch.cuda.get_device_capability(qkv.device) >= (9, 0):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, sums)
@@ -75,16 +80,16 @@ def _no_sums(qkv: Tensor) -> Tensor:
     return qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-_attention.register_fake(lambda qkv, sums: (qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), _no_sums(qkv)))
+_attention.register_fake(lambda qkv, *_: (qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), _no_sums(qkv)))
 _attention_backward.register_fake(lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, bool, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], *output)
 
 
-def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-    return _attention_backward(*ctx.saved_tensors, grad), None
+def _gradient(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+    return _attention_backward(*ctx.saved_tensors, grad), None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_save)

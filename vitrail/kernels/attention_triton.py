@@ -34,18 +34,21 @@ def _store(at, value, first, count: tl.constexpr, tokens, row, D: tl.constexpr, 
 
 
 @triton.jit
-def _scores(q, k, first, count: tl.constexpr, tokens, scale):
+def _scores(q, k, SIZE, first, count: tl.constexpr, tokens, scale, SIZED: tl.constexpr):
     n = first + tl.arange(0, count)
-    return tl.where(n[None, :] < tokens, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    scores = tl.dot(q, tl.trans(k)) * scale
+    if SIZED:
+        scores += tl.log2(tl.load(SIZE + n, mask=n < tokens, other=1.0))[None, :]
+    return tl.where(n[None, :] < tokens, scores, float("-inf"))
 
 
 @triton.jit
-def _attend(q, ka, va, kb, vb, tokens, scale, A: tl.constexpr, B: tl.constexpr):
+def _attend(q, ka, va, kb, vb, SIZE, tokens, scale, A: tl.constexpr, B: tl.constexpr, SIZED: tl.constexpr):
     """Attention of some queries to all keys, and the base-2 logarithm of each query's sum."""
-    sa = _scores(q, ka, 0, A, tokens, scale)
+    sa = _scores(q, ka, SIZE, 0, A, tokens, scale, SIZED)
     top = tl.max(sa, 1)
     if B > 0:
-        sb = _scores(q, kb, A, B, tokens, scale)
+        sb = _scores(q, kb, SIZE, A, B, tokens, scale, SIZED)
         top = tl.maximum(top, tl.max(sb, 1))
         pb = tl.exp2(sb - top[:, None])
     pa = tl.exp2(sa - top[:, None])
@@ -59,11 +62,13 @@ def _attend(q, ka, va, kb, vb, tokens, scale, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _forward_whole(
-    QKV, OUT, LSE, tokens, heads, scale, D: tl.constexpr, DP: tl.constexpr, A: tl.constexpr, B: tl.constexpr
-):
+    QKV, SIZE, OUT, LSE, tokens, heads, scale,
+    D: tl.constexpr, DP: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SIZED: tl.constexpr,
+):  # fmt: skip
     """One program: a whole head of at most A + B tokens."""
     which = tl.program_id(0)
     image, head = which // heads, which % heads
+    SIZE += image.to(tl.int64) * tokens
     row = 3 * heads * D
     base = QKV + image.to(tl.int64) * tokens * row + head * D
     out = OUT + (image.to(tl.int64) * tokens * heads + head) * D
@@ -75,13 +80,13 @@ def _forward_whole(
         kb = _load(base + heads * D, A, B, tokens, row, D, DP)
         vb = _load(base + 2 * heads * D, A, B, tokens, row, D, DP)
     qa = _load(base, 0, A, tokens, row, D, DP)
-    oa, la = _attend(qa, ka, va, kb, vb, tokens, scale, A, B)
+    oa, la = _attend(qa, ka, va, kb, vb, SIZE, tokens, scale, A, B, SIZED)
     _store(out, oa, 0, A, tokens, heads * D, D, DP)
     m = tl.arange(0, A)
     tl.store(lse + m, la, mask=m < tokens)
     if B > 0:
         qb = _load(base, A, B, tokens, row, D, DP)
-        ob, lb = _attend(qb, ka, va, kb, vb, tokens, scale, A, B)
+        ob, lb = _attend(qb, ka, va, kb, vb, SIZE, tokens, scale, A, B, SIZED)
         _store(out, ob, A, B, tokens, heads * D, D, DP)
         n = A + tl.arange(0, B)
         tl.store(lse + n, lb, mask=n < tokens)
@@ -89,18 +94,20 @@ def _forward_whole(
 
 @triton.jit
 def _forward_rows(
-    QKV, OUT, LSE, tokens, heads, scale, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr
-):
+    QKV, SIZE, OUT, LSE, tokens, heads, scale,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SIZED: tl.constexpr,
+):  # fmt: skip
     """One program: M queries of one head against all of its keys, at most N."""
     which = tl.program_id(0)
     first = tl.program_id(1) * M
     image, head = which // heads, which % heads
+    SIZE += image.to(tl.int64) * tokens
     row = 3 * heads * D
     base = QKV + image.to(tl.int64) * tokens * row + head * D
     k = _load(base + heads * D, 0, N, tokens, row, D, DP)
     v = _load(base + 2 * heads * D, 0, N, tokens, row, D, DP)
     q = _load(base, first, M, tokens, row, D, DP)
-    out, lse = _attend(q, k, v, k, v, tokens, scale, N, 0)
+    out, lse = _attend(q, k, v, k, v, SIZE, tokens, scale, N, 0, SIZED)
     _store(OUT + (image.to(tl.int64) * tokens * heads + head) * D, out, first, M, tokens, heads * D, D, DP)
     m = first + tl.arange(0, M)
     tl.store(LSE + which.to(tl.int64) * tokens + m, lse, mask=m < tokens)
@@ -216,20 +223,19 @@ def power_of_two(number: int) -> int:
     return max(16, triton.next_power_of_2(number))
 
 
-def forward(qkv: Tensor, *, warps: int = 4, rows: int = 64) -> tuple[Tensor, Tensor]:
-    """Attention [batch, tokens, heads, dim] and the base-2 logarithm of each query's sum [batch, heads, tokens]."""
+def forward(qkv: Tensor, size: Tensor | None = None, *, warps: int = 4, rows: int = 64) -> tuple[Tensor, Tensor]:
+    """Attention [batch, tokens, heads, dim] and the base-2 logarithm of each query's sum [batch, heads, tokens]; keys
+    count `size` [batch, tokens] times."""
     batch, tokens, _, heads, dim = qkv.shape
     out = qkv.new_empty(batch, tokens, heads, dim)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
-    sizes = (tokens, heads, LOG2E * dim**-0.5)
+    arguments = (qkv, lse if size is None else size, out, lse, tokens, heads, LOG2E * dim**-0.5)
+    common = {"D": dim, "DP": power_of_two(dim), "SIZED": size is not None, "num_warps": warps}
     if tokens <= WHOLE_TOKENS:
         a, b = parts(tokens)
-        _forward_whole[(batch * heads,)](qkv, out, lse, *sizes, D=dim, DP=power_of_two(dim), A=a, B=b, num_warps=warps)
+        _forward_whole[(batch * heads,)](*arguments, A=a, B=b, **common)
     else:
-        grid = (batch * heads, triton.cdiv(tokens, rows))
-        _forward_rows[grid](
-            qkv, out, lse, *sizes, D=dim, DP=power_of_two(dim), M=rows, N=power_of_two(tokens), num_warps=warps
-        )
+        _forward_rows[(batch * heads, triton.cdiv(tokens, rows))](*arguments, M=rows, N=power_of_two(tokens), **common)
     return out, lse
 
 

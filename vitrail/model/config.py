@@ -345,16 +345,18 @@ class Adavit:
 
 @dataclass(frozen=True)
 class Tome:
-    """Token merging: in every block the most similar patches become one (ToMe, arXiv 2210.09461).
+    """Token merging: the most similar patches become one (ToMe, arXiv 2210.09461).
 
     It has no parameters and can be switched on in any trained ViT. Every image has as many tokens as any other.
     """
 
     kind: Literal["tome"] = "tome"
     r: NotNegative = 8.0
-    """Patches merged away in a block, mean over blocks (8.5: 8 and 9 in turn); never more than half of those there."""
+    """Patches merged away in a block, mean over merging blocks (8.5: 8 and 9 in turn); at most half of those there."""
+    layers: tuple[Whole, ...] = ()
+    """Blocks that merge, counted from 0 (none: all, as published). Fewer with a larger r spend less time on merging."""
     schedule: Literal["constant", "decreasing"] = "constant"
-    """`decreasing`: linearly from 2 r in the first block to 0 in the last."""
+    """`decreasing`: linearly from 2 r in the first merging block to 0 in the last."""
     proportional: bool = True
     """Proportional attention: a merged token gets as much attention as the patches that it stands for."""
 

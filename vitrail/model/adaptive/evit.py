@@ -13,7 +13,7 @@ from vitrail.kernels.packing import kept_first
 from vitrail.kernels.sampling import class_attention, top_sample
 from vitrail.model.adaptive.reduction import MILLION, ROUNDING, ReducingPassage, ReducingPolicy, gathered
 from vitrail.model.config import Evit, TrunkConfig
-from vitrail.model.parts.block import Block
+from vitrail.model.parts.block import Block, added
 from vitrail.model.parts.tokens import Passage, Tokens
 
 
@@ -26,14 +26,13 @@ class EvitPolicy(ReducingPolicy):
 
     def __init__(self, config: Evit, trunk: TrunkConfig, blocks: Sequence[Block], prefix: int) -> None:
         super().__init__(config, trunk, blocks, prefix)
-        self.at = config.layers or tuple(sorted({self.depth // 4, self.depth // 2, 3 * self.depth // 4}))
-        if max(self.at) >= self.depth or len(set(self.at)) < len(self.at):
-            raise ValueError(f"adaptive.layers: {self.at}, but blocks are 0 to {self.depth - 1}, each at most once")
+        usual = tuple(sorted({self.depth // 4, self.depth // 2, 3 * self.depth // 4}))
+        self.at = self.checked(config.layers) or usual
         if not prefix:
             raise ValueError("evit asks the class token which patches matter; use a head with one: class_token")
 
     def begin(self, tokens: Tokens) -> Passage:
-        return _Fusing(self)
+        return _Fusing(self, tokens)
 
     def levels(self, patches: int) -> list[float]:
         # Ten for each patch, because what one layer rounds up the next one rounds again.
@@ -49,8 +48,8 @@ class EvitPolicy(ReducingPolicy):
 
 
 class _Fusing(ReducingPassage):
-    def reduce(self, tokens: Tokens, left: int, q: Tensor, k: Tensor) -> Tokens:
-        x, prefix = tokens.sequence, tokens.prefix
+    def reduce(self, tokens: Tokens, branch: Tensor, left: int, q: Tensor, k: Tensor) -> Tokens:
+        x, prefix = added(tokens.sequence, branch), tokens.prefix
         attention = class_attention(q, k).mean(1)[:, prefix:]
         places = kept_first(top_sample(attention, left - 1))
         kept, others = places[:, : left - 1], places[:, left - 1 :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from vitrail.model.config import TrunkConfig
@@ -53,6 +54,12 @@ class ReducingPolicy(AdaptivePolicy):
     def static(self) -> bool:
         return True
 
+    def checked(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The same in order. Raises `ValueError` where one is no block, or there twice."""
+        if layers and (max(layers) >= self.depth or len(set(layers)) < len(layers)):
+            raise ValueError(f"adaptive.layers: {layers}, but blocks are 0 to {self.depth - 1}, each at most once")
+        return tuple(sorted(layers))
+
     @property
     def at(self) -> tuple[int, ...]:
         """Blocks that reduce."""
@@ -75,17 +82,22 @@ class ReducingPolicy(AdaptivePolicy):
 class ReducingPassage(Passage):
     """`reduce` is called after the mixing branch of a block that reduces."""
 
-    def __init__(self, policy: ReducingPolicy) -> None:
+    def __init__(self, policy: ReducingPolicy, tokens: Tokens) -> None:
         super().__init__()
         self.policy = policy
+        # Counts are views of these: in a graph of small kernels, one fill for every count of every block is felt.
+        self.numbers = torch.arange(tokens.sequence.shape[1] + 1.0, device=tokens.sequence.device)
 
     def run(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> Tokens:
-        entering, patches = tokens.counts(), tokens.sequence.shape[1] - tokens.prefix
+        entering, patches = self._count(tokens), tokens.sequence.shape[1] - tokens.prefix
         left = self.policy.left(i, patches)
         tokens = block(tokens, probe) if left == patches else self._reduced(block, i, tokens, left, probe)
-        self.used(block, entering, tokens.counts())
+        self.used(block, entering, self._count(tokens))
         show_kept(probe, i, tokens)
         return tokens
+
+    def _count(self, tokens: Tokens) -> Tensor:
+        return self.numbers[tokens.sequence.shape[1]].expand(len(tokens.sequence))
 
     def _reduced(self, block: Block, i: int, tokens: Tokens, left: int, probe: Probe | None) -> Tokens:
         mixer, x = block.attn, tokens.sequence
@@ -95,12 +107,12 @@ class ReducingPassage(Passage):
         keep = (None, None) if probe is None else probe.keep(i)
         shown = probe if probe is not None and probe.concerns(*(f"{kind}.{i}" for kind in mixer.shows)) else None
         mixed, q, k = mixer.mixed(block.norm1(x), tokens, i, shown)
-        tokens = self.reduce(tokens.but(block.after_mixing(x, mixed, keep[0])), left, q, k)
+        tokens = self.reduce(tokens, block.drop_path(block.ls1(mixed), keep[0]), left, q, k)
         x = block.after_channels(tokens.sequence, keep[1])
         return tokens.but(x if probe is None else probe(f"tokens.{i}", x))
 
-    def reduce(self, tokens: Tokens, left: int, q: Tensor, k: Tensor) -> Tokens:
-        """The same with so many patch tokens; q and k [batch, heads, tokens, dim] are those of the mixing branch."""
+    def reduce(self, tokens: Tokens, branch: Tensor, left: int, q: Tensor, k: Tensor) -> Tokens:
+        """The mixing branch added, and so many patch tokens left; q and k [batch, heads, tokens, dim] are its own."""
         raise NotImplementedError
 
 

@@ -64,11 +64,10 @@ class SoftmaxMixer(QkvMixer):
 
     def mixed(self, x: Tensor, tokens: Tokens, layer: int, probe: Probe | None) -> tuple[Tensor, Tensor, Tensor]:
         """The branch of tokens that are not packed, and its q and k."""
-        even = tokens.mask is None and tokens.size is None
-        if probe is None and self.fused and even and not (self.attention_drop and self.training):
+        if probe is None and self.fused and tokens.mask is None and not (self.attention_drop and self.training):
             qkv = self.packed(x)
             q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            return self.proj(packed_attention(qkv).flatten(2)), q, k
+            return self.proj(packed_attention(qkv, tokens.size).flatten(2)), q, k
         q, k, v = self.shown(x, tokens, layer, probe)
         wanted = None if probe is None else probe.map(f"attention.{layer}", lambda: self.attention(q, k, tokens))
         return self.mix((q, k, v), tokens, wanted), q, k

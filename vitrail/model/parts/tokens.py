@@ -212,6 +212,7 @@ class Passage:
         self.blocks: list[BlockUse] = []
         self.losses: dict[str, Tensor] = {}
         self.overflow: Tensor | None = None
+        self._constants: dict[float, Tensor] = {}
 
     def run(self, block: Block, i: int, tokens: Tokens, probe: Probe | None) -> Tokens:
         raise NotImplementedError
@@ -230,10 +231,16 @@ class Passage:
         branches: Tensor | None = None,
     ) -> None:
         """Record one block; all heads and both branches [batch, 2] were used where they are not given."""
-        ones = torch.ones_like(entering)
-        heads = ones * float(getattr(block.attn, "heads", 1)) if heads is None else heads
+        ones = self._filled(1.0, entering)
+        heads = self._filled(float(getattr(block.attn, "heads", 1)), entering) if heads is None else heads
         mixing, channels = (ones, ones) if branches is None else branches.unbind(1)
         self.blocks.append(BlockUse(entering, leaving, heads, mixing, channels))
+
+    def _filled(self, value: float, like: Tensor) -> Tensor:
+        """This value for every image, filled in once for all blocks."""
+        if value not in self._constants:
+            self._constants[value] = torch.full_like(like, value)
+        return self._constants[value]
 
 
 def show_kept(probe: Probe | None, i: int, tokens: Tokens) -> None:
