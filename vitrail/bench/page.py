@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -54,7 +55,7 @@ def save_chart(bench: Bench, path: str | Path) -> Path:
     ]
     quality = "top-1 accuracy" if accurate else "MACs per image, 10⁹"
     forms = "hollow: eager, filled: optimized" if any(row.form != "eager" for row in bench.rows) else "eager"
-    axes = {} if accurate else {"tell_value": number, "tell_axis": "{:g}".format}
+    axes: dict[str, Any] = {} if accurate else {"tell_value": number, "tell_axis": "{:g}".format}
     chart = pareto_chart(
         points,
         title=f"{quality} against time per image",
