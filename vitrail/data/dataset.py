@@ -116,6 +116,11 @@ class DataSet:
         return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
 
     @property
+    def form(self) -> Any:
+        """Channels and depth of the images (`vitrail.data.stack.StackForm`); none: RGB of eight bits."""
+        return next((form for s in self.splits.values() if (form := getattr(s.reader, "form", None))), None)
+
+    @property
     def holds_texts(self) -> bool:
         """Whether the examples are texts; all others are images."""
         return self.things == "texts"

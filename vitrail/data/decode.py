@@ -82,7 +82,7 @@ def decode(
         raise
     except Exception as error:  # damaged files make Pillow raise nearly every exception type there is
         raise_if_of_the_machine(error, key)
-        raise BadImage(key, _reason(error)) from None
+        raise BadImage(key, reason_of(error)) from None
 
 
 def raise_if_of_the_machine(error: Exception, key: object) -> None:
@@ -214,7 +214,8 @@ def _from_wide(values: NDArray[np.generic]) -> NDArray[np.uint8]:
     return np.round(numbers).astype(np.uint8)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """One plain reason why a file could not be read."""
     text = " ".join(str(error).split())
     if isinstance(error, FileNotFoundError):
         return "no such file"

@@ -145,19 +145,35 @@ class Classifier(nn.Module):
         self.files: dict[str, str] = {}  # name -> text that is saved with the weights: the tokenizer of a text model
 
     def _images(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:
+        if images.dtype not in (torch.uint8, torch.uint16):
             return images
         # As `Preprocess.normalize`, but nothing is copied to the device, so a graph can be captured, and torch.compile
         # makes all of it part of the first kernel.
-        channel = torch.arange(3, device=images.device).view(3, 1, 1)
+        channel = torch.arange(self.channels, device=images.device).view(-1, 1, 1)
 
-        def by_channel(values: tuple[float, float, float]) -> Tensor:
+        def by_channel(values: tuple[float, ...]) -> Tensor:
             wide = torch.full_like(channel, values[0], dtype=torch.float32)
-            return wide.masked_fill(channel == 1, values[1]).masked_fill(channel == 2, values[2])
+            for number, value in enumerate(values[1:], 1):
+                wide = wide.masked_fill(channel == number, value)
+            return wide
 
-        scaled = images.to(torch.float32) / 255
+        scaled = images.to(torch.float32) / self.preprocess.maximum
         normalized = (scaled - by_channel(self.preprocess.mean)) / by_channel(self.preprocess.std)
         return normalized.to(next(self.parameters()).dtype)
+
+    @property
+    def channels(self) -> int:
+        """Of an input image."""
+        return len(self.preprocess.mean)
+
+    def opened(self, source: Path | bytes, key: str) -> Image.Image:
+        """An image file as the model takes it: RGB, or its own channels in their depth. Raises `BadImage`."""
+        from vitrail.data.decode import decode
+        from vitrail.data.stack import StackForm, read_pixels
+
+        if self.channels == 3 and self.preprocess.maximum == 255:
+            return decode(source, key)
+        return StackForm(self.channels, self.preprocess.maximum).image(read_pixels(source, key), key)
 
     def tokens(self, images: Tensor) -> Tokens:
         """Final tokens of a batch of images, in a form that the head takes."""
@@ -239,7 +255,8 @@ class Classifier(nn.Module):
     def predict(
         self, images: Picture | Sequence[Picture], *, top: int = 5, batch: int = 64, errors: str = "raise"
     ) -> list[Prediction]:
-        """Classify paths, PIL images, byte arrays `[height, width(, 3)]` or byte tensors `[3, height, width]`.
+        """Classify paths, PIL images, byte arrays `[height, width(, 3)]` or byte tensors `[3, height, width]`; a model
+        of other channels takes arrays and tensors of those, in their depth.
 
         Each is preprocessed as the model was evaluated. `errors="return"` reports unreadable files in their place
         instead of raising `BadImage`.
@@ -262,7 +279,7 @@ class Classifier(nn.Module):
                 failures: dict[int, str] = {}
                 for i, picture in enumerate(pictures[start : start + batch]):
                     try:
-                        pixels.append(preprocess(_open(picture)))
+                        pixels.append(preprocess(self._picture(picture)))
                     except BadImage as error:
                         if errors == "raise":
                             raise
@@ -274,6 +291,17 @@ class Classifier(nn.Module):
         finally:
             self.train(was_training)
         return predictions
+
+    def _picture(self, picture: Picture) -> Image.Image:
+        if isinstance(picture, (str, Path)):
+            return self.opened(Path(picture), str(picture))
+        if isinstance(picture, Tensor) and self.channels != 3 and picture.ndim == 3:
+            picture = picture.cpu().permute(1, 2, 0).numpy()
+        if isinstance(picture, np.ndarray) and (self.channels != 3 or self.preprocess.maximum > 255):
+            from vitrail.data.stack import StackForm
+
+            return StackForm(self.channels, self.preprocess.maximum).image(picture, "the array")
+        return _open(picture)
 
     def predictions(self, inputs: Tensor, top: int) -> list[Prediction]:
         """Predictions of one batch of inputs as the trunk takes them, on any device. Raises `ValueError` for NaN."""
@@ -374,11 +402,7 @@ def _as_list(images: Picture | Sequence[Picture]) -> list[Picture]:
     return list(images)
 
 
-def _open(picture: Picture) -> Image.Image:
-    from vitrail.data.decode import decode
-
-    if isinstance(picture, (str, Path)):
-        return decode(Path(picture), str(picture))
+def _open(picture: Image.Image | NDArray[Any] | Tensor) -> Image.Image:
     if isinstance(picture, Tensor):
         if picture.dtype != torch.uint8:
             raise ValueError("predict takes byte tensors (uint8); call the model itself on float images")

@@ -145,6 +145,8 @@ class ImageModule(DataModule):
         chosen, train, self.sampler = self.config.data, self.data["train"], sampler
         self.augment = Augment(chosen.augment, self.model.preprocess)
         self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
+        if self.data.form is not None and chosen.loader in ("device", "jpeg"):
+            raise ValueError(f"data.loader: {chosen.loader} keeps RGB of eight bits; set host for other channels")
         if chosen.loader == "auto":
             loader, reason = self._choice()
             self.notes = (f"data.loader: {loader}, since {reason}",)
@@ -160,6 +162,8 @@ class ImageModule(DataModule):
     def _choice(self) -> tuple[Literal["host", "device", "jpeg"], str]:
         """The loader that suits these images and this device, and why."""
         train, device = self.data["train"], self.device.type
+        if self.data.form is not None:
+            return "host", "the other loaders keep RGB of eight bits"
         alike = stored_alike([self.augment, *self.augments])
         if alike and fits(train, self.preprocess, self.device, self.config.data.augment):
             return "device", f"the decoded images fit on {device}"

@@ -45,6 +45,8 @@ def export_onnx(
     """
     script, text = path.with_name("predict.py"), TEMPLATE.read_text(encoding="utf-8")
     if with_predict:
+        if model.channels != 3 or model.preprocess.maximum != 255:
+            raise ValueError("--with_predict: predict.py reads RGB images of eight bits, and this model takes others")
         if not {("input", "float"), ("output", "logits")}.isdisjoint(options.items()):
             raise ValueError("predict.py takes a file of bytes and probabilities; leave out --input and --output")
         if script.exists() and script.read_text("utf-8", "replace")[:50] != text[:50]:

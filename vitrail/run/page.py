@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.stack import composite
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import parse_json
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
@@ -173,7 +174,7 @@ def attention_pictures(
         collector.add(image[None].to(device))
     maps, pictures = collector.result(), []
     for i, image in enumerate(images):
-        pixels, guess = image.permute(1, 2, 0).numpy(), int(maps.probabilities[i].argmax())
+        pixels, guess = composite(image.permute(1, 2, 0).numpy()), int(maps.probabilities[i].argmax())
         # The class token's row, mean over heads; without one, what patches attend to on average.
         attention = maps.class_maps[i, -1].mean(0).reshape(maps.grid)
         said: tuple[str, float, str, bool] = ("", 0.0, "", False)
@@ -200,7 +201,7 @@ def kept_tokens(
     collector = AttentionCollector(model, most)
     for start in range(0, len(images), 16):
         collector.add(torch.stack(images[start : start + 16]).to(device))
-    pixels = [image.permute(1, 2, 0).numpy() for image in images[:most]]
+    pixels = [composite(image.permute(1, 2, 0).numpy()) for image in images[:most]]
     maps = collector.result()
     return kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8), maps
 
@@ -208,7 +209,7 @@ def kept_tokens(
 def _readable(
     model: Classifier, data: DataSet, split: str, rows: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Those rows that can be read, and their images as the model takes them, bytes [3, size, size]."""
+    """Those rows that can be read, and their images as the model takes them, [channels, size, size]."""
     preprocess, pairs = Preprocess(model.preprocess), []
     for row in rows:
         with suppress(BadImage):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
-from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.progress import Progress
 from vitrail.kernels.similarity import top_rows
@@ -149,7 +148,7 @@ def predict(
         read: list[tuple[str, str]] = []  # path, and why it cannot be read
         for path in map(str, paths[start : start + BATCH]):
             try:
-                pixels.append(preprocess(decode(Path(path), path)))
+                pixels.append(preprocess(model.opened(Path(path), path)))
                 read.append((path, ""))
             except BadImage as error:
                 read.append((path, error.reason))

@@ -51,7 +51,7 @@ def fits(
     pixels. They are counted at the size in which `augment` wants them kept; without it, as for evaluation.
     """
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or getattr(split.reader, "form", None):
         return False
     size = stored_size(split, augment, preprocess)
     if size is None:

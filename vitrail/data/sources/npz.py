@@ -1,7 +1,8 @@
 """Arrays of images in one .npz file: x_train, y_train, x_test, y_test and the like, never more in memory than is read.
 
-Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3]; labels are whole
-numbers [images], or 0/1 [images, classes] where several may hold. `classes`, `coarse_*` and `coarse_classes` may be
+Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3], or with
+`data.channels` any number of channels of uint8 or uint16; labels are whole numbers [images], or 0/1 [images, classes]
+where several may hold, or floats [images], which are values to predict. `classes`, `coarse_*` and `coarse_classes` may be
 given, and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
 stable index counts through train, val and test in that order.
 """
@@ -24,6 +25,7 @@ from PIL import Image
 
 from vitrail.data.dataset import FINEST, SPLIT_NAMES, DataSet, Location, Source, Split, stacked, with_finest
 from vitrail.data.sources.table import repeated
+from vitrail.data.stack import StackForm, form_of
 
 MOST_LABEL = 1000  # above ten times the number of images, from which on a label is taken for a mistake
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, tokenize.TokenError, SyntaxError)
@@ -35,13 +37,14 @@ class ArrayReader:
 
     def __init__(self, path: str, members: tuple[str, ...], starts: tuple[int, ...]) -> None:
         self.path, self.members, self.starts = path, members, starts
-        self._arrays: dict[str, NDArray[np.uint8]] = {}
+        self.form: StackForm | None = None  # channels and depth that images keep; none: RGB of eight bits
+        self._arrays: dict[str, NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": {}}
 
-    def pixels(self, index: int) -> NDArray[np.uint8]:
-        """[height, width] or [height, width, 3]"""
+    def pixels(self, index: int) -> NDArray[Any]:
+        """[height, width] or [height, width, channels]"""
         which = int(np.searchsorted(self.starts, index, side="right")) - 1
         member = self.members[which]
         if member not in self._arrays:
@@ -50,7 +53,27 @@ class ArrayReader:
         return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[-1] == 1 else pixels
 
     def __call__(self, index: int) -> Image.Image:
+        if self.form is not None:
+            return self.form.image(self.pixels(index), str(index))
         return Image.fromarray(self.pixels(index)).convert("RGB")
+
+    raw = pixels
+
+    def formed(self, form: StackForm) -> ArrayReader:
+        """A reader of the same arrays that keeps their channels and depth."""
+        reader = ArrayReader(self.path, self.members, self.starts)
+        reader.form = form
+        return reader
+
+    def check_rgb(self, uri: str) -> None:
+        """Raises `ValueError` where images are neither grey nor RGB of eight bits, and so need `data.channels`."""
+        channels, bits = form_of(self.pixels(0), "x_train")
+        if channels not in (1, 3) or bits != 8:
+            deep = f" --data.maximum {2**bits - 1}" if channels == 3 else ""
+            raise ValueError(
+                f"{uri} has images of {channels} channels of {bits} bits; read them as they are with --data.channels "
+                f"{channels}{deep}"
+            )
 
 
 def mapped(path: Path, member: str) -> NDArray[Any]:
@@ -164,11 +187,11 @@ def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, i
     ]:
         return [f"{name} must have a row per image, and is a single value" for name in flat]
     problems = []
-    if x.dtype != np.uint8:
-        problems.append(f"x_{split} must be uint8, not {x.dtype}")
-    if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+    if x.dtype not in (np.uint8, np.uint16):
+        problems.append(f"x_{split} must be uint8 or uint16, not {x.dtype}")
+    if x.ndim not in (3, 4):
         shape = "x".join(map(str, x.shape))
-        problems.append(f"x_{split} must be [images, height, width] with 1, 3 or no channels at the end, not {shape}")
+        problems.append(f"x_{split} must be [images, height, width] with channels or none at the end, not {shape}")
     if x.size == 0:
         problems.append(f"x_{split} is empty" if len(x) == 0 else f"x_{split} has images without pixels, {x.shape[1:]}")
     for stem, count in counts.items():
