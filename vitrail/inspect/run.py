@@ -146,7 +146,7 @@ def _collect(inspection: Inspection, source: ImageSource, most: int, quiet: bool
             for subject, prepare in zip(subjects, preprocess, strict=True):
                 inputs.append(torch.stack([prepare(image) for _, image in batch]))
                 kept = max(0, room - len(subject.pixels))
-                subject.pixels += [composite(image.permute(1, 2, 0).numpy()) for image in inputs[-1][:kept]]
+                subject.pixels += [image.permute(1, 2, 0).numpy() for image in inputs[-1][:kept]]
                 subject.boxes += [source.box(row, subject.model) for row, _ in batch[:kept]]
             images = ImageBatch([tensor.to(inspection.device) for tensor in inputs])
             for section in inspection.sections:
