@@ -54,6 +54,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     },
     "objective": {
         "supervised": "learn.config:SupervisedConfig learn.supervised:Supervised",
+        "regression": "learn.regression_config:RegressionConfig learn.regression:Regression",
         "distillation": "learn.config:DistillationConfig learn.distillation:Distillation",
         "grafit": "learn.config:GrafitConfig learn.grafit:Grafit",
         "one": "learn.config:OneConfig learn.distillation:One",
@@ -79,6 +80,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     },
     "evaluator": {
         "classification": "measure.evaluator:classify",
+        "regression": "measure.parity:evaluate_regression",
         "knn": "measure.retrieval:evaluate_neighbours",
         "retrieval": "measure.retrieval:evaluate_retrieval",
         "members": "measure.ensembles:evaluate_members",

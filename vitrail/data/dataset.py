@@ -54,9 +54,15 @@ class Split:
     boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
     generated: NDArray[np.bool_] | None = None  # [images] made by a model, no photograph; none: all are real
     groups: NDArray[np.str_] | None = None  # [images] name of the group that each is counted with
+    values: NDArray[np.float32] | None = None  # [images] value to predict; classes then mean nothing
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def targets(self) -> NDArray[Any]:
+        """What is learned: labels, or values."""
+        return self.labels if self.values is None else self.values
 
     def read(self, row: int) -> Image.Image:
         """The image of a row, as RGB, upright. Raises `BadImage`; `ValueError` where the data set is of texts."""
@@ -78,6 +84,7 @@ class Split:
             boxes=None if self.boxes is None else self.boxes[rows],
             generated=None if self.generated is None else self.generated[rows],
             groups=None if self.groups is None else self.groups[rows],
+            values=None if self.values is None else self.values[rows],
         )
 
     def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:
@@ -114,6 +121,11 @@ class DataSet:
     def things(self) -> str:
         """What a person calls the examples: `images`, unless a reader that gives something else says what."""
         return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether images have values to predict, and no classes."""
+        return any(split.values is not None for split in self.splits.values())
 
     @property
     def form(self) -> Any:

@@ -67,10 +67,10 @@ def open_data(
     """
     data = open_source(str(uri))
     completions = data.holds_completions  # they have no classes
-    if len(data.classes) < 2 and not completions and not data.unlabelled:
+    if len(data.classes) < 2 and not completions and not data.unlabelled and not data.numeric:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    missing = "classes" if completions else "labels" if data.unlabelled else ""
-    if missing and (shots is not None or long_tail is not None or label_noise or level or fold):
+    missing = "classes" if completions or data.numeric else "labels" if data.unlabelled else ""
+    if missing and (shots is not None or long_tail is not None or label_noise or level or (fold and not data.numeric)):
         raise ValueError(
             f"{uri} has no {missing}: data.shots, long_tail, label_noise, level and fold mean nothing there"
         )

@@ -189,8 +189,6 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     has another form, and for sources that hold RGB only.
     """
     if channels == 3 and maximum is None:
-        for split in data.splits.values():
-            getattr(split.reader, "check_rgb", lambda uri: None)(data.uri)
         return data
     if not all(hasattr(split.reader, "form") for split in data.splits.values()):
         raise ValueError(f"data.channels: {data.uri} holds RGB images; other channels are for folders, tables and .npz")

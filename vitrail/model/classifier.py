@@ -114,10 +114,13 @@ class Prediction:
     probability: float
     top: tuple[tuple[str, float], ...]  # most likely classes first; where several may hold, those above one half
     error: str | None = None  # why the image could not be read
+    value: float | None = None  # of a regression, in the units of its data; there are no classes then
 
     def to_json(self) -> dict[str, Any]:
         if self.error is not None:
             return {"error": self.error}
+        if self.value is not None:
+            return {"value": self.value}
         return {"label": self.label, "probability": self.probability, "top": [list(pair) for pair in self.top]}
 
 
@@ -233,9 +236,21 @@ class Classifier(nn.Module):
         return self.calibration(logits) if self.chosen is None else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Calibrated: softmax, or one sigmoid per class where several classes may hold."""
+        """Calibrated: softmax, or one sigmoid per class where several classes may hold. Of a regression the value."""
         logits = self.calibrated(logits)
+        if self.regression:
+            return logits
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+
+    @property
+    def regression(self) -> bool:
+        """Whether its one output is a value, and no class."""
+        return "regression" in self.stated
+
+    def reject_regression(self, what: str) -> None:
+        """Raises `ValueError` for a model that predicts values, where `what` is of classes."""
+        if self.regression:
+            raise ValueError(f"{what}: it needs classes, and this model predicts values (objective regression)")
 
     @property
     def unlabelled(self) -> bool:
@@ -316,6 +331,8 @@ class Classifier(nn.Module):
         return [self._prediction(row, top) for row in probabilities]
 
     def _prediction(self, row: Tensor, top: int) -> Prediction:
+        if self.regression:
+            return Prediction(f"{float(row[0]):.6g}", 1.0, (), value=float(row[0]))
         held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are listed, however few were asked for
         best = row.topk(min(max(top, held), len(row)))
         pairs = tuple((self.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))

@@ -88,8 +88,9 @@ def to_torch(
 ) -> Exported:
     """Write `model` as `.pt2`, for `torch.export.load(path).module()`; reading it takes torch and no vitrail.
 
-    With `input="bytes"` the file takes uint8 (uint16, where the model does) and normalises it, with `"float"` it takes normalised float32. It computes
-    in float32 on the CPU; the model itself is left as it is. The description is JSON, `extra_files["vitrail.json"]`.
+    With `input="bytes"` the file takes uint8 (uint16, where the model does) and normalises it, with `"float"` it
+    takes normalised float32. It computes in float32 on the CPU; the model itself is left as it is. The description
+    is JSON, `extra_files["vitrail.json"]`.
     Example inputs would be a pickle and are left out: AOTInductor wants them set again (`program.example_inputs`).
 
     Raises `ValueError`, and leaves a file of that name as it was, where the result would differ from the model.
@@ -125,7 +126,7 @@ def describe(model: Classifier, takes: Input, gives: Output) -> dict[str, Any]:
     return {
         "vitrail": __version__,
         "input": takes,
-        "output": gives,
+        "output": "values" if model.regression and gives == "probabilities" else gives,
         "classes": list(model.classes),
         "multilabel": model.multilabel,
         "preprocess": plain(model.preprocess),
@@ -324,7 +325,7 @@ def _as_logits(model: Classifier, values: Tensor, gives: Output) -> Tensor:
     Probabilities as they are hide mistakes: of a thousand classes each has a thousandth, and near 0 and 1 nothing
     moves. They are cut off where float32 cannot go back: below 1e-20; sigmoids, below 0.01 and above 0.99.
     """
-    if gives == "logits":
+    if gives == "logits" or model.regression:
         return values
     return values.logit(eps=0.01) if model.multilabel else values.clamp(min=1e-20).log()
 

@@ -116,10 +116,10 @@ AUTOENCODER = ("trunk.decoder_", "trunk.mask_token")  # in files of masked autoe
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours, as timm's or as ports of CIFAR ResNets, into `model`; returns what was adapted.
 
-    Positions and matrices over patches are resized to the model's grid, and a first convolution of RGB images is adapted
-    to the model's channels. A head that the weights do not have, or of
-    another number of classes, keeps its new weights, and so do an adaptive policy and prompts. Any other difference
-    raises `ValueError` that lists all of them.
+    Positions and matrices over patches are resized to the model's grid, and a first convolution of RGB images is
+    adapted to the model's channels. A head that the weights do not have, or of another number of classes, keeps its
+    new weights, and so do an adaptive policy and prompts. Any other difference raises `ValueError` that lists all
+    of them.
     """
     if any(k.startswith("trunk.") for k in state):
         named = dict(state)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
+from vitrail.measure.parity import SCORES, RegressionFigures
 from vitrail.quantities import number, percent, shorten
 from vitrail.registry import part
 
@@ -40,6 +41,10 @@ def headline(figures: Figures, title: str = "") -> Table:
         if len(figures.classes) == 2:
             table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
+    elif isinstance(figures, RegressionFigures):
+        for name, value, low, high in figures.rows():
+            table.add_row(name, f"{number(value, 4)}  (95 % interval {number(low, 4)} to {number(high, 4)})")
+        return table
     elif hasattr(figures, "perplexity"):
         language = cast("LanguageFigures", figures)
         table.add_row("perplexity", f"{number(language.perplexity, 4)}  (over {language.tokens:,} tokens)")
@@ -163,8 +168,9 @@ NAMES = {
     **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
     **{"bleu": "BLEU", "sequence_accuracy": "seq. acc.", "perplexity": "perplexity"},  # of language models
     "loss": "loss",
+    **SCORES,
 }
-NO_SHARE = ("perplexity", "loss")  # numbers of which less is better
+NO_SHARE = ("perplexity", "loss", "mae", "rmse")  # numbers of which less is better
 
 
 def sweep_table(rows: Sequence[Any]) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
@@ -20,11 +21,13 @@ from vitrail.files import parse_json
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import AnyPredictions, UnlabelledFigures, worst_mistakes
+from vitrail.measure.parity import RegressionFigures
 from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import memory, number
-from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, ModelCost, Report, write_report
+from vitrail.report.charts import parity_chart
+from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, Fragment, ModelCost, Report, write_report
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
 
 UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
@@ -87,6 +90,20 @@ def report_run(run: RunSummary) -> None:
             "verdict": f"{verdict}neighbours are on the page of vitrail inspect.",
             "tiles": tiles,
             "unfit": UNFIT,
+        }
+    elif isinstance(figures, RegressionFigures):
+        tiles = [
+            (f"{split} {name}", number(v), f"95 %: {number(a)} to {number(b)}") for name, v, a, b in figures.rows()
+        ]
+        chart = parity_chart(figures.true, figures.predicted, title=f"Predicted and true values of {split} images")
+        hint = "Each point is an image. On the dashed line, predictions are right."
+        content = Markup('<p>{}</p><div class="card">{}</div>').format(hint, chart)
+        without = {
+            "verdict": f"Predicted values of {figures.count:,} {split} images are {tiles[1][1]} off on average (MAE) and "
+            f"explain {tiles[0][1]} of the variance of the true ones (R2; 1 is perfect, 0 is their mean).",
+            "tiles": tiles,
+            "unfit": UNFIT,
+            "fragments": [Fragment("parity plot", "Parity plot", content)],
         }
     write_report(
         run.folder.report,
@@ -178,7 +195,7 @@ def attention_pictures(
         # The class token's row, mean over heads; without one, what patches attend to on average.
         attention = maps.class_maps[i, -1].mean(0).reshape(maps.grid)
         said: tuple[str, float, str, bool] = ("", 0.0, "", False)
-        if not model.unlabelled:
+        if not model.unlabelled and not model.regression:
             label = data[split].labels[rows[i]]
             wrong = not (label[guess] if np.ndim(label) else label == guess)
             said = data.classes[guess], float(maps.probabilities[i, guess]), data.label_text(label), wrong

@@ -48,6 +48,7 @@ class ImageAnswer:
         if self.prediction.error:
             return f"cannot be read: {self.prediction.error}"
         words = "  ".join(f"{label} {100 * p:.1f} %" for label, p in self.prediction.top)
+        words = words if self.prediction.value is None else self.prediction.label
         if self.classes is not None:
             words = f"{{{', '.join(label for label, _ in self.classes)}}}  {words}"
         below = [f"\n  {cosine:.3f}  {label}  {key}" for key, label, cosine in self.neighbours or ()]
@@ -139,6 +140,8 @@ def predict(
         model.check_classifies_images()
     if (coverage is not None or keep is not None) and trust is None:
         raise ValueError("prediction sets and rejection need `trust`: Trust.read(model_folder(run))")
+    if coverage is not None or keep is not None:
+        model.reject_regression("--coverage and --keep")
     rule = None if trust is None or coverage is None else trust.rule(coverage, sets)
     limit = None if trust is None or keep is None else threshold_for(trust.known, keep)
     preprocess, device = Preprocess(model.preprocess), next(model.parameters()).device

@@ -50,6 +50,12 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
             f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
             "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
         )
+    if data.numeric != (config.objective.kind == "regression"):
+        values = f"{chosen.uri} has values to predict, and no classes; set --objective.kind regression"
+        classes = f"objective.kind: regression needs values, and {chosen.uri} has classes; name a table with a column"
+        raise ValueError(
+            values if data.numeric else f"{classes} value (TABLE.csv?value=COLUMN) or float labels of .npz"
+        )
     if "val" not in data.splits and "test" not in data.splits:
         raise ValueError(
             f"{chosen.uri} has neither val nor test {data.things} to evaluate on; set --data.val_fraction above 0"
@@ -91,7 +97,7 @@ def fingerprint(data: DataSet) -> str:
     train = data["train"]
     digest.update(repr((data.classes, len(train))).encode())
     digest.update(train.index.tobytes())
-    digest.update(train.labels.tobytes())
+    digest.update(train.targets.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -181,7 +187,9 @@ def learned_before(config: RunConfig, data: DataSet) -> list[str]:
         stated = _stated(Path(path)) if path else {}
         theirs = {name: value for name, value in stated.get("division", {}).items() if name in DIVISION}
         form = {name: getattr(config.data, name) for name in FORM}
-        if stated.get("data") != data.uri or theirs == {n: v for n, v in division(config.data).items() if n in DIVISION}:
+        if stated.get("data") != data.uri or theirs == {
+            n: v for n, v in division(config.data).items() if n in DIVISION
+        }:
             continue
         learned = open_data(data.uri, **theirs, **form)["train"].index
         held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])

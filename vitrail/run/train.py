@@ -39,7 +39,14 @@ from vitrail.recipes.row import flat
 from vitrail.registry import part
 from vitrail.run.data_module import Batches, make_data_module, reject_other_kind, reject_other_task
 from vitrail.run.finish import Run, finish
-from vitrail.run.preflight import check_machine, check_output, check_settings, missing_parts, warnings_before
+from vitrail.run.preflight import (
+    check_machine,
+    check_output,
+    check_settings,
+    missing_parts,
+    warnings_before,
+    without_unfit,
+)
 from vitrail.run.run_data import check_contents, fingerprint, learned_before, own_data_of, read_data
 from vitrail.schema import ConfigError, plain
 
@@ -55,7 +62,9 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     """
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
+    config, adapted = without_unfit(config)
     group = join()
+    group.say(quiet, *adapted)
     continued = any(group.gather(continued))  # restarts of torchrun are counted by node
     if continued and config.out is None:
         raise ConfigError(["--resume auto continues the run of --out FOLDER; name one"])
@@ -194,13 +203,13 @@ class Trainer:
         train = data["train"]
         if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
             self.model.stated["template"] = template
-        if data.classes and not data.multilabel:  # real images tell which classes are rare
+        if data.classes and not data.multilabel and not data.numeric:  # real images tell which classes are rare
             real = train.labels if train.generated is None else train.labels[~train.generated]
             self.model.stated[CLASS_COUNTS] = class_counts(real, len(data.classes)).tolist()
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
         self.module = make_data_module(config, data, self.model, self.device, group)
         facts = TrainingFacts(
-            train.labels,
+            train.targets,
             train.index,
             self.schedule.steps,
             config.data.augment,
@@ -316,7 +325,9 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
     if data.form is not None and data.form.channels != 3:
         if chosen.name in ZOO and not hasattr(ZOO[chosen.name].trunk, "channels"):
-            raise ValueError(f"data.channels: {chosen.name} takes RGB images; choose another --model.name, such as vit_*")
+            raise ValueError(
+                f"data.channels: {chosen.name} takes RGB images; choose another --model.name, such as vit_*"
+            )
         overrides["in_chans" if chosen.name.startswith("timm:") else "channels"] = data.form.channels
     if data.holds_texts:
         from vitrail.data.sources.text import texts_of

@@ -64,7 +64,7 @@ class _Collated(Dataset[CollatedBatch]):
 
 def collated(split: Split, indices: BatchIndices, views: Any, rows: Any, places: Any, skipped: Any) -> CollatedBatch:
     """Views of rows, which are at these places of the global batch, with their labels."""
-    label = torch.from_numpy(split.labels[rows])
+    label = torch.from_numpy(split.targets[rows])
     return CollatedBatch(
         indices,
         views,

@@ -2,8 +2,8 @@
 
 Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3], or with
 `data.channels` any number of channels of uint8 or uint16; labels are whole numbers [images], or 0/1 [images, classes]
-where several may hold, or floats [images], which are values to predict. `classes`, `coarse_*` and `coarse_classes` may be
-given, and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
+where several may hold, or floats [images], values to predict. `classes`, `coarse_*` and `coarse_classes` may be given,
+and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
 stable index counts through train, val and test in that order.
 """
 
@@ -53,9 +53,12 @@ class ArrayReader:
         return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[-1] == 1 else pixels
 
     def __call__(self, index: int) -> Image.Image:
-        if self.form is not None:
-            return self.form.image(self.pixels(index), str(index))
-        return Image.fromarray(self.pixels(index)).convert("RGB")
+        pixels = self.pixels(index)
+        channels, bits = form_of(pixels, str(index))
+        if self.form is None and (channels not in (1, 3) or bits != 8):
+            how = f"--data.channels {channels}" + (f" --data.maximum {2**bits - 1}" if channels == 3 else "")
+            raise ValueError(f"{self.path} has images of {channels} channels of {bits} bits; read them with {how}")
+        return Image.fromarray(pixels).convert("RGB") if self.form is None else self.form.image(pixels, str(index))
 
     raw = pixels
 
@@ -64,16 +67,6 @@ class ArrayReader:
         reader = ArrayReader(self.path, self.members, self.starts)
         reader.form = form
         return reader
-
-    def check_rgb(self, uri: str) -> None:
-        """Raises `ValueError` where images are neither grey nor RGB of eight bits, and so need `data.channels`."""
-        channels, bits = form_of(self.pixels(0), "x_train")
-        if channels not in (1, 3) or bits != 8:
-            deep = f" --data.maximum {2**bits - 1}" if channels == 3 else ""
-            raise ValueError(
-                f"{uri} has images of {channels} channels of {bits} bits; read them as they are with --data.channels "
-                f"{channels}{deep}"
-            )
 
 
 def mapped(path: Path, member: str) -> NDArray[Any]:
@@ -112,12 +105,15 @@ def open_arrays(location: Location) -> DataSet:
     if "x_train" not in arrays or "y_train" not in arrays:
         raise ValueError(f"{uri} needs the arrays x_train and y_train; it has {', '.join(members) or 'none'}")
     present = tuple(s for s in SPLIT_NAMES if f"x_{s}" in arrays)
-    labels = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
-    classes = _names(arrays.get("classes"), labels, f"{uri}: y")
+    given = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
+    numeric = all(y.dtype.kind == "f" and y.ndim == 1 and np.isfinite(y).all() for y in given.values())
+    labels = {s: np.zeros(len(y), np.int64) for s, y in given.items()} if numeric else given
+    arrays |= {f"y_{s}": y for s, y in labels.items()}
+    classes = ("value",) if numeric else _names(arrays.get("classes"), labels, f"{uri}: y")
     coarser = {}
     for name, stem in levels.items():
-        given = {s: np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays}
-        coarser[name] = _names(arrays.get(f"{stem}_classes"), given, f"{uri}: {stem}")
+        coarse = {s: np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays}
+        coarser[name] = _names(arrays.get(f"{stem}_classes"), coarse, f"{uri}: {stem}")
     counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
     problems = [p for s in SPLIT_NAMES for p in _misfits(s, arrays, counts)]
     problems += [f"classes has {name!r} twice" for name in repeated(classes)]
@@ -133,7 +129,8 @@ def open_arrays(location: Location) -> DataSet:
         at_levels = [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values() if f"{stem}_{s}" in arrays]
         stack = stacked(labels[s], at_levels) if len(at_levels) == len(levels) else None
         keys = [f"{s}/{i}" for i in range(b - a)]
-        splits[s] = Split(s, reader, np.arange(a, b), keys, labels[s].astype(np.int64), stack)
+        values = given[s].astype(np.float32) if numeric else None
+        splits[s] = Split(s, reader, np.arange(a, b), keys, labels[s].astype(np.int64), stack, values=values)
     multilabel = labels["train"].ndim == 2
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, coarser), multilabel)
 

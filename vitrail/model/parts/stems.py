@@ -138,7 +138,7 @@ class SotEmbed(nn.Module):
 
 
 class Stem(nn.Module):
-    """images [batch, channels, height, width] -> tokens [batch, rows * columns, width]; a patch is `patch` pixels wide."""
+    """images [batch, channels, height, width] -> tokens [batch, rows * columns, width]; patches are `patch` wide."""
 
     patch: int
 

@@ -28,9 +28,7 @@ class CifarResNetTrunk(BaseTrunk):
     prefix = 0
     opaque = "a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)"
 
-    def __init__(
-        self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None, inputs: int = 3
-    ) -> None:
+    def __init__(self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None, inputs: int = 3) -> None:
         super().__init__()
         layers = 3 if bottleneck else 2
         count, rest = divmod(depth - 2, 3 * layers)
