@@ -110,12 +110,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def stored_mode(path: Path) -> str:
-    """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...); empty where it is no image."""
+    """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...), with the number of pages of a TIFF
+    stack (`I;16, 5 pages`); empty where it is no image."""
     try:
         if odd_kind(path):
             return ""
         with QUIET, path.open("rb") as stream, _open(stream) as image:
-            return image.mode
+            pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+            return image.mode if pages == 1 else f"{image.mode}, {pages} pages"
     except Exception:  # as in `decode`
         return ""
 

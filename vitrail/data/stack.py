@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +77,7 @@ class StackImage(Image.Image):
         import torch
         from torchvision.transforms.v2.functional import gaussian_blur
 
-        sigma = float(np.max(filter.radius))  # type: ignore[arg-type]
+        sigma = float(np.max(filter.radius))
         largest = min(self.pixels.shape[:2])
         size = min(2 * int(np.ceil(3 * sigma)) + 1, largest - 1 + largest % 2)
         planes = torch.from_numpy(self.pixels.astype(np.float32)).permute(2, 0, 1)
@@ -170,7 +170,7 @@ def _by_tifffile(data: bytes, key: str) -> list[NDArray[Any]]:
         raise BadImage(key, NO_TIFFFILE) from None
     pages = []
     with tifffile.TiffFile(io.BytesIO(data)) as file:
-        for page in file.pages:
+        for page in cast(Any, file.pages):
             _reject_large(page.imagewidth, page.imagelength, key)
             array = page.asarray()
             pages.append(np.moveaxis(array, page.axes.index("S"), -1) if "S" in page.axes else array)
@@ -192,7 +192,12 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
         return data
     if not all(hasattr(split.reader, "form") for split in data.splits.values()):
         raise ValueError(f"data.channels: {data.uri} holds RGB images; other channels are for folders, tables and .npz")
-    key, (found, bits) = _first_form(next(iter(data.splits.values())))
+    first = next(iter(data.splits.values()))
+    reader, key = cast(Any, first.reader), first.keys[0]
+    try:
+        found, bits = form_of(reader.raw(int(first.index[0])), key)
+    except BadImage as bad:
+        raise ValueError(f"data.channels: {key} cannot be read: {bad.reason}") from None
     if found != channels:
         raise ValueError(
             f"data.channels: {key} has {found} channels of {bits} bits, and {channels} are set; set --data.channels "
@@ -201,25 +206,9 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     form = StackForm(channels, float(2**bits - 1) if maximum is None else maximum)
     if form.bits != bits:
         raise ValueError(f"data.maximum: {key} has {bits} bits, and {form.maximum:g} is of {form.bits}; leave it out")
-    readers: dict[int, Any] = {}
-    splits = {}
-    for name, split in data.splits.items():  # splits of one reader keep one
-        reader: Any = split.reader
-        splits[name] = replace(split, reader=readers.setdefault(id(reader), reader.formed(form)))
+    splits = {name: replace(split, reader=cast(Any, split.reader).formed(form)) for name, split in data.splits.items()}
     note = f"images have {channels} channels of {bits} bits, read as they are; the value {form.maximum:g} becomes 1"
     return replace(data, splits=splits, notes=(*data.notes, note))
-
-
-def _first_form(split: Split) -> tuple[str, tuple[int, int]]:
-    """Key, channels and bits of the first image that can be read. Raises `ValueError` where none of the first can."""
-    reader: Any = split.reader
-    bad = BadImage(split.name, "no images")
-    for row, key in list(enumerate(split.keys))[:8]:
-        try:
-            return key, form_of(reader.raw(int(split.index[row])), key)
-        except BadImage as error:
-            bad = error if row == 0 else bad
-    raise ValueError(f"data.channels: {bad.key} cannot be read: {bad.reason}")
 
 
 MEASURED = 512  # images by which mean and deviation of each channel are measured

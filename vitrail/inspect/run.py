@@ -167,6 +167,7 @@ def _collect(inspection: Inspection, source: ImageSource, most: int, quiet: bool
 
 def _subject(model: ModelSource, name: str, device: torch.device) -> InspectedModel:
     loaded = load_any(model).to(device).eval()
+    loaded.reject_other("inspect")
     if reads_texts(loaded):
         raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
     return InspectedModel(name, name if isinstance(model, Classifier) else str(model), loaded, run_of(model))

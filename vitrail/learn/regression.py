@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vitrail.learn.objective import Objective, TrainingFacts
 from vitrail.learn.regression_config import RegressionConfig
 from vitrail.model.classifier import Calibration, Classifier
 
-LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
 
 
 class Regression(Objective):

@@ -169,12 +169,17 @@ class Classifier(nn.Module):
         """Of an input image."""
         return len(self.preprocess.mean)
 
+    @property
+    def takes_rgb(self) -> bool:
+        """Whether images are RGB of eight bits."""
+        return self.channels == 3 and self.preprocess.maximum == 255
+
     def opened(self, source: Path | bytes, key: str) -> Image.Image:
         """An image file as the model takes it: RGB, or its own channels in their depth. Raises `BadImage`."""
         from vitrail.data.decode import decode
         from vitrail.data.stack import StackForm, read_pixels
 
-        if self.channels == 3 and self.preprocess.maximum == 255:
+        if self.takes_rgb:
             return decode(source, key)
         return StackForm(self.channels, self.preprocess.maximum).image(read_pixels(source, key), key)
 
@@ -247,10 +252,14 @@ class Classifier(nn.Module):
         """Whether its one output is a value, and no class."""
         return "regression" in self.stated
 
-    def reject_regression(self, what: str) -> None:
-        """Raises `ValueError` for a model that predicts values, where `what` is of classes."""
+    def reject_other(self, what: str, rgb: bool = False) -> None:
+        """Raises `ValueError` where `what` needs classes, or `rgb` of eight bits, and the model has others."""
         if self.regression:
             raise ValueError(f"{what}: it needs classes, and this model predicts values (objective regression)")
+        if rgb and not self.takes_rgb:
+            raise ValueError(
+                f"{what}: it reads RGB of eight bits, and this model takes {self.channels} channels of its own"
+            )
 
     @property
     def unlabelled(self) -> bool:
@@ -310,13 +319,12 @@ class Classifier(nn.Module):
     def _picture(self, picture: Picture) -> Image.Image:
         if isinstance(picture, (str, Path)):
             return self.opened(Path(picture), str(picture))
-        if isinstance(picture, Tensor) and self.channels != 3 and picture.ndim == 3:
-            picture = picture.cpu().permute(1, 2, 0).numpy()
-        if isinstance(picture, np.ndarray) and (self.channels != 3 or self.preprocess.maximum > 255):
-            from vitrail.data.stack import StackForm
+        if self.takes_rgb or isinstance(picture, Image.Image):
+            return _open(picture)
+        from vitrail.data.stack import StackForm
 
-            return StackForm(self.channels, self.preprocess.maximum).image(picture, "the array")
-        return _open(picture)
+        pixels = picture.cpu().permute(1, 2, 0).numpy() if isinstance(picture, Tensor) else picture
+        return StackForm(self.channels, self.preprocess.maximum).image(pixels, "the array")
 
     def predictions(self, inputs: Tensor, top: int) -> list[Prediction]:
         """Predictions of one batch of inputs as the trunk takes them, on any device. Raises `ValueError` for NaN."""

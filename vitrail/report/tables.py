@@ -182,7 +182,7 @@ def sweep_table(rows: Sequence[Any]) -> Table:
     table = _table(None, "data", "split", "px", "crop", *(NAMES[key] for key in keys), left="split")
     for row in rows:
         scores = row.figures.scalars()
-        cells = [number(scores[k], 4) if k in NO_SHARE else percent(scores[k]) for k in keys]
+        cells = [number(scores[k], 4) if k in (*NO_SHARE, *SCORES) else percent(scores[k]) for k in keys]
         style = "bold" if _merit(row, keys[0]) == best[row.data] else ""
         source = Text(shorten(row.data, 26), no_wrap=True, overflow="ellipsis")
         table.add_row(source, row.split, f"{row.image_size}", f"{row.crop_ratio:g}", *cells, style=style)

@@ -219,7 +219,7 @@ def calibrate(
     """
     chosen, folder = choose_device(device), model_folder(run)
     model = load(run).to(chosen)
-    model.reject_regression("--calibrate")
+    model.reject_other("--calibrate")
     if writes_texts(model) or model.unlabelled:
         raise ValueError(f"{run} has no probabilities of classes to calibrate")
     opened = _with_classes_of(model, open_for(model, data))

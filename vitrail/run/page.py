@@ -80,7 +80,7 @@ class RunSummary:
 def report_run(run: RunSummary) -> None:
     """Write `report.html` of a run on images."""
     model, data, split, device = run.model, run.data, run.split, run.device
-    figures, without = run.figures, {}
+    figures, without = run.figures, dict[str, Any]()
     if isinstance(figures, UnlabelledFigures):
         verdict = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
         rank, spread = number(figures.rank, 3), number(figures.spread, 3)
@@ -99,8 +99,8 @@ def report_run(run: RunSummary) -> None:
         hint = "Each point is an image. On the dashed line, predictions are right."
         content = Markup('<p>{}</p><div class="card">{}</div>').format(hint, chart)
         without = {
-            "verdict": f"Predicted values of {figures.count:,} {split} images are {tiles[1][1]} off on average (MAE) and "
-            f"explain {tiles[0][1]} of the variance of the true ones (R2; 1 is perfect, 0 is their mean).",
+            "verdict": f"Predictions for {figures.count:,} {split} images are off by {tiles[1][1]} on average (MAE), and"
+            f" explain {tiles[0][1]} of the variance of the true ones (R2; 1 is perfect, 0 is their mean).",
             "tiles": tiles,
             "unfit": UNFIT,
             "fragments": [Fragment("parity plot", "Parity plot", content)],

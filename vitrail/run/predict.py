@@ -140,8 +140,6 @@ def predict(
         model.check_classifies_images()
     if (coverage is not None or keep is not None) and trust is None:
         raise ValueError("prediction sets and rejection need `trust`: Trust.read(model_folder(run))")
-    if coverage is not None or keep is not None:
-        model.reject_regression("--coverage and --keep")
     rule = None if trust is None or coverage is None else trust.rule(coverage, sets)
     limit = None if trust is None or keep is None else threshold_for(trust.known, keep)
     preprocess, device = Preprocess(model.preprocess), next(model.parameters()).device

@@ -77,7 +77,7 @@ def without_unfit(config: RunConfig) -> tuple[RunConfig, list[str]]:
             continue
         if value == before:
             config = with_values(config, {path: fit})
-            notes.append(f"{path} {value} of the recipe is left out: {reason}")
+            notes.append(f"{path}: {fit} in place of {value}, which the recipe has, since {reason}")
         else:
             problems.append(f"{path}: {value} does not go with this run, since {reason}; set {fit}")
     if problems:
