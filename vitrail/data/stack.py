@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -62,8 +61,9 @@ class StackImage(Image.Image):
         return super().load()
 
     def resize(self, size: Any, resample: int | None = None, *_: Any, **__: Any) -> StackImage:
-        """Each channel by Pillow in float32, which holds 16 bits exactly, rounded to the depth that it had."""
-        planes = [Image.fromarray(plane.astype(np.float32)).resize(size, resample) for plane in self._planes()]
+        """Each channel by Pillow: bytes as those of RGB, 16 bits in float32, which holds them exactly."""
+        pixels = self.pixels if self.pixels.dtype == np.uint8 else self.pixels.astype(np.float32)
+        planes = [Image.fromarray(pixels[..., c]).resize(size, resample) for c in range(pixels.shape[-1])]
         return self._rounded(np.stack([np.asarray(plane) for plane in planes], -1))
 
     def crop(self, box: Any = None) -> StackImage:
@@ -83,10 +83,7 @@ class StackImage(Image.Image):
         planes = torch.from_numpy(self.pixels.astype(np.float32)).permute(2, 0, 1)
         return self._rounded(gaussian_blur(planes, [size, size], [sigma]).permute(1, 2, 0).numpy())
 
-    def _planes(self) -> Iterator[NDArray[Any]]:
-        return (self.pixels[..., channel] for channel in range(self.pixels.shape[-1]))
-
-    def _rounded(self, values: NDArray[np.float32]) -> StackImage:
+    def _rounded(self, values: NDArray[Any]) -> StackImage:
         most = np.iinfo(self.pixels.dtype).max
         return StackImage(np.clip(np.rint(values), 0, most).astype(self.pixels.dtype))
 
@@ -137,6 +134,8 @@ def read_pixels(source: Path | bytes, key: str, digest: hashlib.blake2b | None =
     except Exception as error:  # damaged files raise nearly every exception type there is
         raise_if_of_the_machine(error, key)
         raise BadImage(key, reason_of(error)) from None
+    if not pages:
+        raise BadImage(key, "damaged header")
     if len({page.shape[:2] for page in pages}) != 1 or len({page.dtype for page in pages}) != 1:
         raise BadImage(key, "its pages differ in size or depth, so they are no channels of one image")
     return np.concatenate([page if page.ndim == 3 else page[..., None] for page in pages], -1)

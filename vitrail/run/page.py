@@ -99,7 +99,7 @@ def report_run(run: RunSummary) -> None:
         hint = "Each point is an image. On the dashed line, predictions are right."
         content = Markup('<p>{}</p><div class="card">{}</div>').format(hint, chart)
         without = {
-            "verdict": f"Predictions for {figures.count:,} {split} images are off by {tiles[1][1]} on average (MAE), and"
+            "verdict": f"Predictions for {figures.count:,} {split} images are off by {tiles[1][1]} on average (MAE) and"
             f" explain {tiles[0][1]} of the variance of the true ones (R2; 1 is perfect, 0 is their mean).",
             "tiles": tiles,
             "unfit": UNFIT,
