@@ -249,3 +249,23 @@ def test_a_head_of_several_classifiers_is_rejected() -> None:
     model = create_model("vit_micro_28", classes=["value"], head="distilled", **TRUNK)
     with pytest.raises(ValueError, match="regression needs a head with one classifier"):
         Regression(model, RegressionConfig(), np.arange(4.0))
+
+
+def test_values_are_not_packed(arrays: Path, tmp_path: Path) -> None:
+    from vitrail.data.open import open_source
+    from vitrail.data.pack import pack
+
+    with pytest.raises(ValueError, match="has values to predict, and packed data hold classes"):
+        pack(open_source(str(arrays)), tmp_path / "packed")
+
+
+@pytest.mark.slow
+def test_the_onnx_file_gives_values_in_the_units_of_the_data(run: vitrail.Run, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert command(["export", str(run.path), str(tmp_path / "m.onnx")]) == 0
+    pixels = brightness()[0][240:244]
+    session = runtime.InferenceSession(str(tmp_path / "m.onnx"))
+    values = session.run(["values"], {"images": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))})[0]
+    wanted = [p.value for p in vitrail.load(run.path).predict(pixels)]
+    np.testing.assert_allclose(values[:, 0], wanted, rtol=1e-4)

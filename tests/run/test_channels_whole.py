@@ -224,3 +224,11 @@ def test_check_of_the_command_line_reports_channels_and_depth(cells: Path, capsy
     command(["check", str(cells), "--channels", "5", "--json"])
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert any("5 channels of 16 bits" in note for note in notes)
+
+
+def test_a_model_of_other_channels_is_handed_to_timm_with_equal_logits() -> None:
+    from vitrail.model.timm_weights import to_timm
+
+    model = create_model("vit_micro_28", classes=2, channels=4, head="class_token", **MODELS["vit_micro_28"]).eval()
+    images = torch.rand(2, 4, 28, 28)
+    torch.testing.assert_close(to_timm(model)(images), model(images), rtol=1e-5, atol=1e-6)

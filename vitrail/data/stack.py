@@ -210,7 +210,7 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     return replace(data, splits=splits, notes=(*data.notes, note))
 
 
-MEASURED = 512  # images by which mean and deviation of each channel are measured
+MEASURED = 256  # images by which mean and deviation of each channel are measured
 
 
 def channel_moments(split: Split, form: StackForm, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -260,6 +260,7 @@ def _sizes(model: Classifier, config: TrunkConfig) -> dict[str, Any]:
     return {
         "img_size": config.image_size,
         "patch_size": config.patch,
+        "in_chans": config.channels,
         "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.heads,
