@@ -54,8 +54,8 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     },
     "objective": {
         "supervised": "learn.config:SupervisedConfig learn.supervised:Supervised",
-        "regression": "learn.regression_config:RegressionConfig learn.regression:Regression",
         "distillation": "learn.config:DistillationConfig learn.distillation:Distillation",
+        "regression": "learn.regression_config:RegressionConfig learn.regression:Regression",
         "grafit": "learn.config:GrafitConfig learn.grafit:Grafit",
         "one": "learn.config:OneConfig learn.distillation:One",
         "attention_transfer": "learn.config:AttentionTransferConfig learn.attention_transfer:AttentionTransfer",

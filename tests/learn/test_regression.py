@@ -21,8 +21,8 @@ from vitrail.data.config import AugmentConfig
 from vitrail.data.open import open_data
 from vitrail.learn.regression import Regression
 from vitrail.learn.regression_config import RegressionConfig
-from vitrail.measure.evaluator import Predictions
-from vitrail.measure.parity import regression_figures
+from vitrail.measure.evaluator import Loaders, Predictions
+from vitrail.measure.parity import evaluate_regression, regression_figures
 from vitrail.model.build import create_model
 from vitrail.recipes import recipe, with_values
 from vitrail.run.preflight import without_unfit
@@ -120,6 +120,18 @@ def test_intervals_are_about_as_wide_as_theory_says() -> None:
     numbers = figures.scalars()
     half = 1.96 * np.abs(error).std() / 2000**0.5
     assert numbers["mae_high"] - numbers["mae_low"] == pytest.approx(2 * half, rel=0.15)
+
+
+def test_the_evaluator_gives_metrics_in_the_units_of_the_data() -> None:
+    values, images = np.array([3.0, 5.0, 10.0], np.float32), torch.rand(3, 3, 28, 28)
+    model = create_model("vit_micro_28", classes=["value"], **TRUNK).eval()
+    Regression(model, RegressionConfig(), values)
+    target = torch.from_numpy(values)
+    batch = Batch((images,), target, target, torch.arange(3))
+    numbers = evaluate_regression(model, Loaders(["value"], {"val": [batch]}))["numbers"]
+    with torch.inference_mode():
+        predicted = model(images)[:, 0].numpy() * values.std() + values.mean()
+    assert numbers["mae"] == pytest.approx(mean_absolute_error(values, predicted), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
