@@ -200,6 +200,7 @@ def test_check_counts_stacks_and_finds_files_of_another_form(tmp_path: Path) -> 
     write_pages(folder(tmp_path) / "right" / "odd.tif", stack(channels=2))
     report = check_data(open_data(tmp_path, channels=5))
     assert any("5 channels of 16 bits" in note for note in report.notes)
+    assert "colour mode" not in {finding.check for finding in report.findings}  # that pages are not read
     unreadable = next(finding for finding in report.findings if finding.check == "unreadable")
     assert unreadable.count == 1
     assert "right/odd.tif (2 channels of 16 bits, not 5 of 16 bits" in unreadable.examples[0]

@@ -149,7 +149,7 @@ def _by_pillow(data: bytes, key: str) -> list[NDArray[Any]]:
     except UnidentifiedImageError:
         return []
     with image:
-        for frame in ImageSequence.Iterator(image):
+        for frame in ImageSequence.Iterator(image) if image.format == "TIFF" else (image,):
             _reject_large(*frame.size, key)
             tags = getattr(frame, "tag_v2", {})
             deep = max(tags.get(_BITS_PER_SAMPLE, (8,))) > 8 or ";16" in str(getattr(frame, "tile", ""))
@@ -192,11 +192,15 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     if not all(hasattr(split.reader, "form") for split in data.splits.values()):
         raise ValueError(f"data.channels: {data.uri} holds RGB images; other channels are for folders, tables and .npz")
     first = next(iter(data.splits.values()))
-    reader, key = cast(Any, first.reader), first.keys[0]
-    try:
-        found, bits = form_of(reader.raw(int(first.index[0])), key)
-    except BadImage as bad:
-        raise ValueError(f"data.channels: {key} cannot be read: {bad.reason}") from None
+    problem = BadImage(data.uri, "it has no images")
+    for key, index in zip(first.keys[:8], first.index.tolist(), strict=False):  # the first of all may be damaged
+        try:
+            found, bits = form_of(cast(Any, first.reader).raw(index), key)
+            break
+        except BadImage as bad:
+            problem = bad
+    else:
+        raise ValueError(f"data.channels: {problem.key} cannot be read: {problem.reason}")
     if found != channels:
         raise ValueError(
             f"data.channels: {key} has {found} channels of {bits} bits, and {channels} are set; set --data.channels "

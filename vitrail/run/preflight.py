@@ -70,6 +70,8 @@ def without_unfit(config: RunConfig) -> tuple[RunConfig, list[str]]:
         if "regression" not in config.evaluators:
             unfit |= {"evaluators": "they are of classes"}
             off = replace(off, evaluators=("regression",))
+    if not unfit:
+        return config, []
     named, notes, problems = recipe(config.recipe, config.model.name), [], []
     for path, reason in unfit.items():
         value, fit, before = (attrgetter(path)(settings) for settings in (config, off, named))

@@ -187,9 +187,7 @@ def learned_before(config: RunConfig, data: DataSet) -> list[str]:
         stated = _stated(Path(path)) if path else {}
         theirs = {name: value for name, value in stated.get("division", {}).items() if name in DIVISION}
         form = {name: getattr(config.data, name) for name in FORM}
-        if stated.get("data") != data.uri or theirs == {
-            n: v for n, v in division(config.data).items() if n in DIVISION
-        }:
+        if stated.get("data") != data.uri or {**division(config.data), **form} == {**theirs, **form}:
             continue
         learned = open_data(data.uri, **theirs, **form)["train"].index
         held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])

@@ -82,7 +82,9 @@ def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progr
 def _fingerprint(row_of: tuple[Split, int]) -> _Fingerprint:
     split, row = row_of
     reader = split.reader
-    mode = stored_mode(reader.path(int(split.index[row]))) if isinstance(reader, FileReader) else ""
+    mode = ""
+    if isinstance(reader, FileReader) and reader.form is None:
+        mode = stored_mode(reader.path(int(split.index[row])))
     try:
         image = split.read(row)
     except BadImage as bad:

@@ -281,12 +281,15 @@ class TrainLoader(BatchLoader):
 
     def _mixed(self, batch: CollatedBatch) -> Batch:
         spec, indices = self.spec, batch.indices
-        views, target = batch.views, batch.label  # bytes: models normalise them in their first kernel
+        # Bytes: models normalise them in their first kernel. 16 bits are not for all kernels.
+        normalize = spec.preprocess.normalize
+        views = tuple(normalize(view) if view.dtype == torch.uint16 else view for view in batch.views)
+        target = batch.label
         if self.mixes:
             complete = len(batch.places) == len(indices.draws)
             mixed = [
                 mix(
-                    spec.preprocess.normalize(view),
+                    normalize(view),
                     batch.label,
                     classes=spec.classes,
                     config=spec.augment.config,
