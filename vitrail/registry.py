@@ -55,7 +55,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     "objective": {
         "supervised": "learn.config:SupervisedConfig learn.supervised:Supervised",
         "distillation": "learn.config:DistillationConfig learn.distillation:Distillation",
-        "regression": "learn.regression_config:RegressionConfig learn.regression:Regression",
+        "regression": "learn.config:RegressionConfig learn.regression:Regression",
         "grafit": "learn.config:GrafitConfig learn.grafit:Grafit",
         "one": "learn.config:OneConfig learn.distillation:One",
         "attention_transfer": "learn.config:AttentionTransferConfig learn.attention_transfer:AttentionTransfer",

@@ -19,7 +19,7 @@ from vitrail.data.dataset import BadImage
 from vitrail.data.loading.loader import EvalLoader
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.stack import StackForm, StackImage, channel_moments, composite, read_pixels
+from vitrail.data.stack import StackForm, StackImage, channel_moments, composite, form_in, read_pixels
 
 FIVE = PreprocessConfig(size=16, crop_ratio=1.0, mean=(0.0,) * 5, std=(1.0,) * 5, maximum=65535.0)
 
@@ -158,7 +158,7 @@ def test_blur_is_that_of_scipy_inside_the_image() -> None:
 
 def test_moments_are_those_of_all_pixels(tmp_path: Path) -> None:
     data = open_data(folder(tmp_path), val_fraction=0.0, test_fraction=0.0, channels=5)
-    mean, std = channel_moments(data["train"], data.form, seed=3)
+    mean, std = channel_moments(data["train"], StackForm(5, 65535.0), seed=3)
     pixels = np.concatenate([stack(10 * i + k).reshape(-1, 5) for i in range(4) for k in range(2)]) / 65535
     np.testing.assert_allclose(mean, pixels.mean(0), rtol=1e-9)
     np.testing.assert_allclose(std, pixels.std(0), rtol=1e-9)
@@ -168,7 +168,7 @@ def test_arrays_keep_channels_and_depth(tmp_path: Path) -> None:
     x = np.stack([stack(i) for i in range(12)])
     np.savez(tmp_path / "a.npz", x_train=x, y_train=np.arange(12) % 2)
     data = open_data(tmp_path / "a.npz", channels=5)
-    assert data.form == StackForm(5, 65535.0)
+    assert form_in(data) == StackForm(5, 65535.0)
     image = data["train"].read(0)
     assert (image.pixels == x[data["train"].index[0]]).all()  # type: ignore[attr-defined]
 

@@ -19,8 +19,8 @@ from vitrail.data.augment.mixing import draw_mix, mix
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
 from vitrail.data.open import open_data
+from vitrail.learn.config import RegressionConfig
 from vitrail.learn.regression import Regression
-from vitrail.learn.regression_config import RegressionConfig
 from vitrail.measure.evaluator import Loaders, Predictions
 from vitrail.measure.parity import evaluate_regression, regression_figures
 from vitrail.model.build import create_model

@@ -37,6 +37,7 @@ class BadImage(Exception):
         return f"{self.key}: {self.reason}"
 
 
+_OPTIONAL = ("levels", "boxes", "generated", "groups", "values")  # columns of a split
 UNLABELLED = "unlabelled"
 """The one class of images that have none."""
 
@@ -80,11 +81,7 @@ class Split:
             index=self.index[rows],
             keys=[self.keys[int(r)] for r in rows],
             labels=self.labels[rows],
-            levels=None if self.levels is None else self.levels[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-            generated=None if self.generated is None else self.generated[rows],
-            groups=None if self.groups is None else self.groups[rows],
-            values=None if self.values is None else self.values[rows],
+            **{name: column[rows] for name in _OPTIONAL if (column := getattr(self, name)) is not None},
         )
 
     def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:
@@ -126,11 +123,6 @@ class DataSet:
     def numeric(self) -> bool:
         """Whether images have values to predict, and no classes."""
         return any(split.values is not None for split in self.splits.values())
-
-    @property
-    def form(self) -> Any:
-        """Channels and depth of the images (`vitrail.data.stack.StackForm`); none: RGB of eight bits."""
-        return next((form for s in self.splits.values() if (form := getattr(s.reader, "form", None))), None)
 
     @property
     def holds_texts(self) -> bool:

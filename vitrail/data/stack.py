@@ -214,6 +214,11 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     return replace(data, splits=splits, notes=(*data.notes, note))
 
 
+def form_in(data: DataSet) -> StackForm | None:
+    """Channels and depth of the images of a data set; none: RGB of eight bits."""
+    return next((form for split in data.splits.values() if (form := getattr(split.reader, "form", None))), None)
+
+
 MEASURED = 256  # images by which mean and deviation of each channel are measured
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.data.batch import Batch
+from vitrail.learn.config import RegressionConfig
 from vitrail.learn.objective import Objective, TrainingFacts
-from vitrail.learn.regression_config import RegressionConfig
 from vitrail.model.classifier import Calibration, Classifier
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}

@@ -28,8 +28,7 @@ class RegressionFigures(Figures):
     """Metrics of values, in the units of the data; `loss` is the mean squared error."""
 
     values: tuple[tuple[float, float, float], ...]  # R2, MAE and RMSE, each with its 95 % interval
-    predicted: Floats
-    true: Floats
+    parity: tuple[Floats, Floats]  # true and predicted values
 
     def scalars(self) -> dict[str, float]:
         each = zip(SCORES, self.values, strict=True)
@@ -49,7 +48,7 @@ def regression_figures(predictions: AnyPredictions) -> RegressionFigures:
     none = np.zeros(0)
     rows = tuple(zip(best, low, high, strict=True))
     return RegressionFigures(
-        (), len(true), best[2] ** 2, none, none, none, np.zeros(0, np.int64), rows, predicted, true
+        (), len(true), best[2] ** 2, none, none, none, np.zeros(0, np.int64), rows, (true, predicted)
     )
 
 

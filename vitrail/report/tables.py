@@ -12,13 +12,13 @@ from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
-from vitrail.measure.parity import SCORES, RegressionFigures
 from vitrail.quantities import number, percent, shorten
 from vitrail.registry import part
 
 if TYPE_CHECKING:
     from vitrail.measure.ensembles import Together
     from vitrail.measure.language import LanguageFigures
+    from vitrail.measure.parity import RegressionFigures
 
 LONGEST_NAME = 28
 NO_IMAGES = "no images"  # in place of a recall
@@ -41,8 +41,8 @@ def headline(figures: Figures, title: str = "") -> Table:
         if len(figures.classes) == 2:
             table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
-    elif isinstance(figures, RegressionFigures):
-        for name, value, low, high in figures.rows():
+    elif hasattr(figures, "parity"):
+        for name, value, low, high in cast("RegressionFigures", figures).rows():
             table.add_row(name, f"{number(value, 4)}  (95 % interval {number(low, 4)} to {number(high, 4)})")
         return table
     elif hasattr(figures, "perplexity"):
@@ -168,7 +168,7 @@ NAMES = {
     **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
     **{"bleu": "BLEU", "sequence_accuracy": "seq. acc.", "perplexity": "perplexity"},  # of language models
     "loss": "loss",
-    **SCORES,
+    **{"r2": "R2", "mae": "MAE", "rmse": "RMSE"},
 }
 NO_SHARE = ("perplexity", "loss", "mae", "rmse")  # numbers of which less is better
 
@@ -182,7 +182,7 @@ def sweep_table(rows: Sequence[Any]) -> Table:
     table = _table(None, "data", "split", "px", "crop", *(NAMES[key] for key in keys), left="split")
     for row in rows:
         scores = row.figures.scalars()
-        cells = [number(scores[k], 4) if k in (*NO_SHARE, *SCORES) else percent(scores[k]) for k in keys]
+        cells = [number(scores[k], 4) if k in (*NO_SHARE, "r2") else percent(scores[k]) for k in keys]
         style = "bold" if _merit(row, keys[0]) == best[row.data] else ""
         source = Text(shorten(row.data, 26), no_wrap=True, overflow="ellipsis")
         table.add_row(source, row.split, f"{row.image_size}", f"{row.crop_ratio:g}", *cells, style=style)

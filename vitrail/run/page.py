@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from vitrail.files import parse_json
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import AnyPredictions, UnlabelledFigures, worst_mistakes
-from vitrail.measure.parity import RegressionFigures
 from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
@@ -29,6 +28,9 @@ from vitrail.quantities import memory, number
 from vitrail.report.charts import parity_chart
 from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, Fragment, ModelCost, Report, write_report
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
+
+if TYPE_CHECKING:
+    from vitrail.measure.parity import RegressionFigures
 
 UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
@@ -91,11 +93,10 @@ def report_run(run: RunSummary) -> None:
             "tiles": tiles,
             "unfit": UNFIT,
         }
-    elif isinstance(figures, RegressionFigures):
-        tiles = [
-            (f"{split} {name}", number(v), f"95 %: {number(a)} to {number(b)}") for name, v, a, b in figures.rows()
-        ]
-        chart = parity_chart(figures.true, figures.predicted, title=f"Predicted and true values of {split} images")
+    elif model.regression:
+        values = cast("RegressionFigures", figures)
+        tiles = [(f"{split} {name}", number(v), f"95 %: {number(a)} to {number(b)}") for name, v, a, b in values.rows()]
+        chart = parity_chart(*values.parity, title=f"Predicted and true values of {split} images")
         hint = "Each point is an image. On the dashed line, predictions are right."
         content = Markup('<p>{}</p><div class="card">{}</div>').format(hint, chart)
         without = {
@@ -112,7 +113,7 @@ def report_run(run: RunSummary) -> None:
             errors=[] if without else mistakes(data, split, run.predictions),
             attention=attention_pictures(model, data, split, device),
             kept=kept_tokens(model, data, split, device),
-            inside=f"vitrail inspect {run.folder.path}",
+            inside="" if model.regression else f"vitrail inspect {run.folder.path}",
             **without,
         ),
     )

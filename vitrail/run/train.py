@@ -17,7 +17,7 @@ from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.check.scan import Bad
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
-from vitrail.data.stack import channel_moments
+from vitrail.data.stack import channel_moments, form_in
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop, TooLarge, resumable
@@ -323,12 +323,13 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     overrides = dict(chosen.trunk)
     if chosen.drop_path is not None:
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
-    if data.form is not None and data.form.channels != 3:
+    form = form_in(data)
+    if form is not None and form.channels != 3:
         if chosen.name in ZOO and not hasattr(ZOO[chosen.name].trunk, "channels"):
             raise ValueError(
                 f"data.channels: {chosen.name} takes RGB images; choose another --model.name, such as vit_*"
             )
-        overrides["in_chans" if chosen.name.startswith("timm:") else "channels"] = data.form.channels
+        overrides["in_chans" if chosen.name.startswith("timm:") else "channels"] = form.channels
     if data.holds_texts:
         from vitrail.data.sources.text import texts_of
         from vitrail.model.text_build import own_words
@@ -344,9 +345,9 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         **overrides,
     )
     changes: dict[str, Any] = {}
-    if data.form is not None:
-        changes["mean"], changes["std"] = channel_moments(data["train"], data.form, config.seed)
-        changes["maximum"] = data.form.maximum
+    if form is not None:
+        changes["mean"], changes["std"] = channel_moments(data["train"], form, config.seed)
+        changes["maximum"] = form.maximum
     if config.data.crop_ratio is not None:
         changes["crop_ratio"] = config.data.crop_ratio
     if config.data.resize is not None:
