@@ -90,7 +90,9 @@ def test_an_interrupted_run_on_stacks_equals_an_uninterrupted_one(
     config = settings(cells, tmp_path / "again")
     monkeypatch.setattr(Loop, "_evaluate", stop)
     with pytest.raises(Stopped):
-        vitrail.train(replace(config, engine=replace(config.engine, evaluate_every=1.0)), quiet=True)
+        vitrail.train(
+            replace(config, engine=replace(config.engine, evaluate_every=1.0, checkpoint_every=0.3)), quiet=True
+        )
     monkeypatch.undo()
     assert list((tmp_path / "again" / "checkpoint").iterdir())
     again = vitrail.resume(tmp_path / "again", quiet=True).model.state_dict()
