@@ -176,7 +176,7 @@ def test_arrays_keep_channels_and_depth(tmp_path: Path) -> None:
 def test_arrays_of_other_channels_name_the_setting_that_reads_them(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.stack([stack(i) for i in range(12)]), y_train=np.arange(12) % 2)
     with pytest.raises(ValueError, match=r"5 channels of 16 bits; read them with --data.channels 5"):
-        open_data(tmp_path / "a.npz")["train"].read(0)
+        open_data(tmp_path / "a.npz")
 
 
 def test_another_number_of_channels_is_one_sentence_that_names_the_file(tmp_path: Path) -> None:

@@ -582,7 +582,7 @@ def test_npz_that_does_not_fit_together_names_every_misfit(tmp_path):
         ({"y_train": np.arange(30) % 4}, r"labels 0\.\.3 for 3 classes"),
         ({"y_test": np.arange(9) % 3 - 1}, r"labels -1\.\.1"),
         ({"x_train": np.zeros((30, 6, 5, 3), np.float32)}, "must be uint8 or uint16, not float32"),
-        ({"x_train": np.zeros((30, 3, 6, 5), np.uint8)}, "not 30x3x6x5"),
+        ({"x_train": np.zeros((30, 3, 6, 5), np.uint8)}, r"5 channels of 8 bits; read them with --data\.channels 5"),
         ({"coarse_test": np.arange(8)}, "coarse_test has 8"),
         ({"x_train": None}, "needs the arrays x_train"),
         ({"y_test": None}, "must come together"),

@@ -188,6 +188,9 @@ def with_channels(data: DataSet, channels: int, maximum: float | None) -> DataSe
     has another form, and for sources that hold RGB only.
     """
     if channels == 3 and maximum is None:
+        for split in data.splits.values():
+            if hasattr(split.reader, "members") and len(split):
+                split.read(0)  # rejects arrays of other channels or depth
         return data
     if not all(hasattr(split.reader, "form") for split in data.splits.values()):
         raise ValueError(f"data.channels: {data.uri} holds RGB images; other channels are for folders, tables and .npz")
