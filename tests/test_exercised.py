@@ -27,12 +27,14 @@ TEST_OF = {  # where no test goes over the registry
     },
     "objective": {
         "one": BRANCHES,
+        "regression": "learn/test_regression.py::test_the_loss_is_of_standardised_values",
         "protonw": "learn/test_bank_shards.py::test_training_in_two_processes_is_training_in_one",
         "diffusion": DIFFUSION,
         "language_model": LANGUAGE,
     },
     "evaluator": {
         "denoising": DIFFUSION,
+        "regression": "learn/test_regression.py::test_the_evaluator_gives_metrics_in_the_units_of_the_data",
         "cifar_c": "measure/test_cifar_c.py::test_errors_by_kind_and_severity_are_those_of_a_loop",
         "slices": "measure/test_slices.py::test_slices_are_terciles_of_what_brute_force_measures",
         "episodes": "measure/test_episodes.py::test_the_protocol_gives_numbers_and_a_table_that_can_be_stored",

@@ -74,7 +74,7 @@ def test_the_tour_and_what_builds_on_it_work_in_their_order(tmp_path: Path) -> N
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment, "timeout": 900}
-    for page in ("start.md", "guides/adaptive.md"):
+    for page in ("start.md", "guides/adaptive.md", "guides/other-images.md"):
         for language, text in blocks(page):
             for words in [["-c", text]] if language == "python" else commands(text):
                 if words[0] == "pip" or words == ["vitrail", "train", "demo"]:

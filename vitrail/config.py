@@ -192,10 +192,20 @@ def validate(config: RunConfig) -> list[str]:
             f"optim.tune: {config.optim.tune} freezes random weights; give --model.weights (timm, a run, a file) "
             "or tune full"
         )
-    problems += _adapter(config) + _writing(config) + _selection(config) + _sharding(config)
+    problems += _adapter(config) + _writing(config) + _selection(config) + _sharding(config) + _channels(config)
     problems += config.objective.problems(config)
     problems += _sizes(config)
     return problems
+
+
+OF_ANY_CHANNELS = ("supervised", "regression")  # the others have teachers, decoders or colour views for RGB
+
+
+def _channels(config: RunConfig) -> list[str]:
+    if config.objective.kind in OF_ANY_CHANNELS or (config.data.channels == 3 and config.data.maximum is None):
+        return []
+    allowed = " and ".join(OF_ANY_CHANNELS)
+    return [f"data.channels: {config.objective.kind} takes RGB of eight bits; objectives for others are {allowed}"]
 
 
 def _adapter(config: RunConfig) -> list[str]:

@@ -55,6 +55,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     "objective": {
         "supervised": "learn.config:SupervisedConfig learn.supervised:Supervised",
         "distillation": "learn.config:DistillationConfig learn.distillation:Distillation",
+        "regression": "learn.config:RegressionConfig learn.regression:Regression",
         "grafit": "learn.config:GrafitConfig learn.grafit:Grafit",
         "one": "learn.config:OneConfig learn.distillation:One",
         "attention_transfer": "learn.config:AttentionTransferConfig learn.attention_transfer:AttentionTransfer",
@@ -79,6 +80,7 @@ PARTS: dict[str, dict[str, str | tuple[Any, Any]]] = {
     },
     "evaluator": {
         "classification": "measure.evaluator:classify",
+        "regression": "measure.parity:evaluate_regression",
         "knn": "measure.retrieval:evaluate_neighbours",
         "retrieval": "measure.retrieval:evaluate_retrieval",
         "members": "measure.ensembles:evaluate_members",

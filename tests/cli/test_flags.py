@@ -268,6 +268,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
     },
     "check d --apply s.csv": {"data": "d", "apply": Path("s.csv")},
     "check --json d --out s.png --strict": {"data": "d", "json": True, "out": Path("s.png"), "strict": True},
+    "check d --channels 5": {"data": "d", "channels": 5},
     "check d --model r --suggest 9 --by typical --labelled t.csv --csv n.csv": {
         "data": "d",
         "model": "r",

@@ -251,6 +251,8 @@ def test_every_evaluator_gives_numbers_that_can_be_stored(name: str, classes: in
         pytest.skip("strength is of two classes or more")
     if name == "denoising":
         pytest.skip("it judges diffusion models; see test_diffusion.py")
+    if name == "regression":
+        pytest.skip("it is of values; see tests/learn/test_regression.py")
     if name in ("perplexity", "bleu"):
         pytest.skip("they judge language models; see test_language_model.py")
     if name == "episodes":

@@ -75,6 +75,8 @@ class Viewer:
         self.device = choose_device(device)
         self.names = short_names(runs)
         self.models = [load_any(run).to(self.device).eval() for run in runs]
+        for model in self.models:
+            model.reject_other("app", rgb=True)
         self.limit = limit
         self.trusts, self.examples = [trust_of(run) for run in runs], examples_of(runs[0])
         self.facts = [list(facts_of(*each)) for each in zip(runs, self.models, self.trusts, strict=True)]

@@ -45,6 +45,7 @@ class CheckCommand:
     suggest: int | None = None  # how many images to label next, by the embeddings of --model
     by: Literal["margin", "typical", "coverage", "both"] = "both"  # --suggest: from 10 labels per class, both is margin
     labelled: Annotated[Path | None, "CSV"] = None  # --suggest: the --csv of the round before, with labels in it
+    channels: int = 3  # of images that are no RGB: pages and samples of TIFF files, the last axis of .npz arrays
     json: bool = False  # print one JSON object
 
     def __call__(self) -> int:
@@ -69,7 +70,7 @@ class CheckCommand:
             reject_unwritable(self.out, file=True)
         if self.csv is not None:
             reject_unwritable(self.csv, "choose another --csv", file=True)
-        opened = open_data(self.data)
+        opened = open_data(self.data, channels=self.channels)
         if self.apply is not None:
             if self.out is None or self.model is not None or self.csv is not None:
                 return fail("--apply writes a table to --out CORRECTED.csv, and takes neither --model nor --csv")

@@ -243,6 +243,7 @@ class EvaluateCommand:
         from vitrail.report import tables
         from vitrail.run.evaluate import evaluate
 
+        model.reject_other("--classes")
         _, predictions, split = evaluate(model, data, every_logit=True, **self._options)
         kept = only_classes(predictions, model.classes, self.classes)
         metrics, total = metrics_of(kept, self.classes), len(predictions)
@@ -318,6 +319,7 @@ class PredictCommand:
 
         trust = index = None
         if self.coverage is not None or self.keep is not None:
+            model.reject_other("--coverage and --keep")
             if self.head not in (None, "both"):
                 return fail("--coverage and --keep were fitted for both classifiers fused; leave out --head")
             trust = Trust.read(model_folder(self.run))

@@ -76,7 +76,8 @@ class ExportCommand:
         more = (self.run, reduce, self.calibrate, self.lose, self.with_predict)
         exported = export_onnx(model, out, *more, **shape) if to == "onnx" else to_torch(model, out, **shape)
         size, classes = model.preprocess.size, len(model.classes)
-        shapes = f"{self.input} [batch, 3, {size}, {size}] -> {self.output} [batch, {classes}]"
+        gives = "values" if model.regression else self.output
+        shapes = f"{self.input} [batch, {model.channels}, {size}, {size}] -> {gives} [batch, {classes}]"
         differences = ", ".join(f"{value:.1g} at batch {batch}" for batch, value in exported.differences.items())
         return output(
             self.json,

@@ -114,8 +114,11 @@ class PreprocessConfig:
     resize: Literal["crop", "squash", "pad"] = "crop"
     """`crop`: resize the shorter side, then crop the centre; `squash`: ignore the aspect ratio; `pad`: letterbox."""
     interpolation: Interpolation = "bicubic"
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """Of each channel, as of the deviations below, after the division by `maximum`."""
+    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    maximum: Positive = 255.0
+    """Pixel value that becomes 1: above 255, pixels have 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,12 @@ class DataConfig:
     """Folder, packed folder, .csv, .parquet, .npz, .tar files, hf:OWNER/NAME, torchvision:NAME, embedded:fashion or
     synthetic:shapes[?n=...];
     texts: a folder of GLUE, text:TABLE or synthetic:grammar."""
+    channels: Count = 3
+    """Channels of an image. 3: every image becomes RGB of eight bits. Any other number: pages and samples of TIFF
+    files, or the last axis of .npz arrays, are channels, in the depth that they have (uint8 or uint16)."""
+    maximum: Positive | None = None
+    """Pixel value that becomes 1 (none: 255 or 65535, by the depth): 4095 for twelve bits stored in sixteen. With 3
+    channels it keeps 16 bits of colour."""
     batch: Count = 128
     """Images per optimiser step, over all processes and accumulation steps."""
     loader: Literal["auto", "host", "device", "jpeg"] = "auto"

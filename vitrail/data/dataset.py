@@ -37,6 +37,7 @@ class BadImage(Exception):
         return f"{self.key}: {self.reason}"
 
 
+_OPTIONAL = ("levels", "boxes", "generated", "groups", "values")  # columns of a split
 UNLABELLED = "unlabelled"
 """The one class of images that have none."""
 
@@ -54,9 +55,15 @@ class Split:
     boxes: NDArray[np.int64] | None = None  # [images, 4] left, top, right, bottom of the object
     generated: NDArray[np.bool_] | None = None  # [images] made by a model, no photograph; none: all are real
     groups: NDArray[np.str_] | None = None  # [images] name of the group that each is counted with
+    values: NDArray[np.float32] | None = None  # [images] value to predict; classes then mean nothing
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def targets(self) -> NDArray[Any]:
+        """What is learned: labels, or values."""
+        return self.labels if self.values is None else self.values
 
     def read(self, row: int) -> Image.Image:
         """The image of a row, as RGB, upright. Raises `BadImage`; `ValueError` where the data set is of texts."""
@@ -74,10 +81,7 @@ class Split:
             index=self.index[rows],
             keys=[self.keys[int(r)] for r in rows],
             labels=self.labels[rows],
-            levels=None if self.levels is None else self.levels[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-            generated=None if self.generated is None else self.generated[rows],
-            groups=None if self.groups is None else self.groups[rows],
+            **{name: column[rows] for name in _OPTIONAL if (column := getattr(self, name)) is not None},
         )
 
     def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:
@@ -114,6 +118,11 @@ class DataSet:
     def things(self) -> str:
         """What a person calls the examples: `images`, unless a reader that gives something else says what."""
         return next((str(s.reader.things) for s in self.splits.values() if hasattr(s.reader, "things")), "images")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether images have values to predict, and no classes."""
+        return any(split.values is not None for split in self.splits.values())
 
     @property
     def holds_texts(self) -> bool:

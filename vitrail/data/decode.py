@@ -82,7 +82,7 @@ def decode(
         raise
     except Exception as error:  # damaged files make Pillow raise nearly every exception type there is
         raise_if_of_the_machine(error, key)
-        raise BadImage(key, _reason(error)) from None
+        raise BadImage(key, reason_of(error)) from None
 
 
 def raise_if_of_the_machine(error: Exception, key: object) -> None:
@@ -110,12 +110,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def stored_mode(path: Path) -> str:
-    """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...); empty where it is no image."""
+    """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...), with the number of pages of a TIFF
+    stack (`I;16, 5 pages`); empty where it is no image."""
     try:
         if odd_kind(path):
             return ""
         with QUIET, path.open("rb") as stream, _open(stream) as image:
-            return image.mode
+            pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+            return image.mode if pages == 1 else f"{image.mode}, {pages} pages"
     except Exception:  # as in `decode`
         return ""
 
@@ -214,7 +216,8 @@ def _from_wide(values: NDArray[np.generic]) -> NDArray[np.uint8]:
     return np.round(numbers).astype(np.uint8)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """One plain reason why a file could not be read."""
     text = " ".join(str(error).split())
     if isinstance(error, FileNotFoundError):
         return "no such file"

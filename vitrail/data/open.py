@@ -22,6 +22,7 @@ from vitrail.data.dataset import (
     hold_out,
     reduce_train,
 )
+from vitrail.data.stack import with_channels
 from vitrail.files import odd_kind
 from vitrail.registry import SUFFIXES, kinds, part
 from vitrail.schema import near
@@ -48,13 +49,16 @@ def open_data(
     long_tail: float | None = None,
     label_noise: float = 0.0,
     limit: int | None = None,
+    channels: int = 3,
+    maximum: float | None = None,
 ) -> DataSet:
     """The data set a URI names, with train and val splits and, where there is one, test.
 
     `val_fraction` of train becomes val where the source has none; of an undivided tree `test_fraction` and
     `val_fraction` of the whole are held out. With a `fold` I/K, val is that one of train and val together. `level` is
     the level of a taxonomy that then becomes the label: splits are the same whatever is learned. `shots`, `fraction`,
-    `long_tail`, `limit` and `label_noise` at last change train alone. All draws are stratified and depend on
+    `long_tail`, `limit` and `label_noise` at last change train alone. `channels` and `maximum` say how images are read
+    that are no RGB of eight bits (`vitrail.data.stack.with_channels`). All draws are stratified and depend on
     `split_seed`. Raises `FileNotFoundError` or `ValueError` with one sentence.
 
     >>> data = open_data("embedded:fashion")
@@ -63,10 +67,10 @@ def open_data(
     """
     data = open_source(str(uri))
     completions = data.holds_completions  # they have no classes
-    if len(data.classes) < 2 and not completions and not data.unlabelled:
+    if len(data.classes) < 2 and not completions and not data.unlabelled and not data.numeric:
         raise ValueError(f"{uri} has only one class ({', '.join(data.classes)}); a classifier needs at least two")
-    missing = "classes" if completions else "labels" if data.unlabelled else ""
-    if missing and (shots is not None or long_tail is not None or label_noise or level or fold):
+    missing = "classes" if completions or data.numeric else "labels" if data.unlabelled else ""
+    if missing and (shots is not None or long_tail is not None or label_noise or level or (fold and not data.numeric)):
         raise ValueError(
             f"{uri} has no {missing}: data.shots, long_tail, label_noise, level and fold mean nothing there"
         )
@@ -77,7 +81,7 @@ def open_data(
     else:
         data = choose_level(hold_out(data, val_fraction, test_fraction, split_seed, fold), level)
     data = reduce_train(data, seed=split_seed, shots=shots, fraction=fraction, long_tail=long_tail, limit=limit)
-    return drop_unreadable(add_label_noise(data, label_noise, split_seed, level))
+    return with_channels(drop_unreadable(add_label_noise(data, label_noise, split_seed, level)), channels, maximum)
 
 
 def open_source(uri: str) -> DataSet:

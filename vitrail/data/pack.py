@@ -201,6 +201,8 @@ def pack(
     if size < 0 or (workers is not None and workers < 1):
         what = f"size {size} must be 0 (keep) or more" if size < 0 else f"workers {workers} must be at least 1"
         raise ValueError(f"{what}, see `vitrail pack --help`")
+    if data.numeric:
+        raise ValueError(f"{data.uri} has values to predict, and packed data hold classes; train on it as it is")
     data = replace(data, splits={name: replace(split, name=name) for name, split in data.splits.items()})
     plan = {"format": FORMAT, "format_version": FORMAT_VERSION, "source": data.uri}
     plan |= {"identity": _identity(data), "size": size}

@@ -9,6 +9,7 @@ images; equality with timm is tested for this path only.)
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.data.stack import StackImage, pixels_of
 
+PIXELS = (torch.uint8, torch.uint16)  # of images that are not normalised yet
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -27,7 +30,8 @@ RESAMPLING = {
 
 
 class Preprocess:
-    """RGB image -> uint8 tensor [3, size, size]; `normalize` makes batches of those the model's input.
+    """Image -> tensor [channels, size, size] in the depth of the image, uint8 [3, size, size] of an RGB image;
+    `normalize` makes batches of those the model's input.
 
     As timm's `crop_mode` "center", "squash" and "border", pixel by pixel. In all three the image is first resized for
     a square of size / crop_ratio, of which the centre is taken; so `pad` and `squash` keep the whole image where
@@ -39,7 +43,7 @@ class Preprocess:
         self._moments: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, image: Image.Image) -> Tensor:
-        return as_tensor(np.asarray(self.square(image)))
+        return as_tensor(pixels_of(self.square(image)))
 
     def square(self, image: Image.Image) -> Image.Image:
         """The image as the model will see it, before it becomes numbers. Raises `ValueError` unless it is RGB."""
@@ -53,12 +57,19 @@ class Preprocess:
             return image
         if width >= size and height >= size:
             return image.crop((left, top, left + size, top + size))
+        if isinstance(image, StackImage):
+            full = np.full((size, size, len(self.config.mean)), self._mean_colour(), image.pixels.dtype)
+            y, x = max(0, -top), max(0, -left)
+            inside = image.pixels[max(0, top) :, max(0, left) :][: size - y, : size - x]
+            full[y : y + len(inside), x : x + inside.shape[1]] = inside
+            return StackImage(full)
         canvas = Image.new("RGB", (size, size), self._mean_colour())
         canvas.paste(image, (-left, -top))
         return canvas
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Bytes [..., 3, height, width] -> float32 (x / 255 - mean) / std, on their device; floats pass unchanged.
+        """Pixels [..., channels, height, width] -> float32 (x / maximum - mean) / std, on their device; floats pass
+        unchanged.
 
         >>> Preprocess(PreprocessConfig(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))).normalize(
         ...     torch.tensor([0, 255, 255], dtype=torch.uint8).view(3, 1, 1)
@@ -67,14 +78,14 @@ class Preprocess:
         """
         if images.is_floating_point():
             return images
-        if images.dtype != torch.uint8:
-            raise ValueError(f"images must be uint8 (0 to 255) or already normalised floats, not {images.dtype}")
+        if images.dtype not in PIXELS:
+            raise ValueError(f"images must be uint8, uint16 or already normalised floats, not {images.dtype}")
         mean, std = self._moments_on(images.device)
-        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+        return images.to(torch.float32).div_(self.config.maximum).sub_(mean).div_(std)
 
     def _moments_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._moments:  # copied once per device: a copy in every batch would make the host wait
-            mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.config.mean, self.config.std))
+            mean, std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (self.config.mean, self.config.std))
             self._moments[device] = mean, std
         return self._moments[device]
 
@@ -90,9 +101,8 @@ class Preprocess:
         scale = max(width / target, height / target)
         return max(1, round(width / scale)), max(1, round(height / scale))
 
-    def _mean_colour(self) -> tuple[int, int, int]:
-        red, green, blue = (round(255 * m) for m in self.config.mean)
-        return red, green, blue
+    def _mean_colour(self) -> tuple[int, ...]:
+        return tuple(round(self.config.maximum * m) for m in self.config.mean)
 
 
 def shorter_side(width: int, height: int, target: int) -> tuple[int, int]:
@@ -107,8 +117,8 @@ def resized(image: Image.Image, size: tuple[int, int], config: PreprocessConfig)
     return image if image.size == size else image.resize(size, RESAMPLING[config.interpolation])
 
 
-def as_tensor(pixels: NDArray[np.uint8]) -> Tensor:
-    """[height, width, 3] array -> [3, height, width] tensor with memory of its own."""
+def as_tensor(pixels: NDArray[Any]) -> Tensor:
+    """[height, width, channels] array -> [channels, height, width] tensor with memory of its own."""
     return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C"))
 
 

@@ -185,7 +185,7 @@ def _state(out: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> None:
     if not {"train", "val"} <= data.splits.keys():
         raise ValueError(f"{data.uri} has no images to train on and to hold out; give a folder of class folders")
-    if data.multilabel or data.holds_texts or data.unlabelled:
+    if data.multilabel or data.holds_texts or data.unlabelled or data.numeric:
         raise ValueError(f"{data.uri}: fit is for images with one label each")
     if not state["measured"]:
         report = check_data(data)

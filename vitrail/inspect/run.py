@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vitrail.config import RunConfig, load_yaml
 from vitrail.data.dataset import BadImage, DataSet
-from vitrail.data.decode import decode
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.folder import image_files
+from vitrail.data.stack import composite
 from vitrail.engine.device import choose_device
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import environment, free_name
@@ -125,7 +125,7 @@ def inspect_models(
     inspection.sections = [
         kind(inspection) for kind in KINDS if kind is AttentionSection or set(kind.names) & set(asked)
     ]
-    source = _files(images) if images else _split(models, data, split, max(count, over))
+    source = _files(images, subjects[0].model) if images else _split(models, data, split, max(count, over))
     _collect(inspection, source, max(count, over), quiet)
     write_inspection(folder, inspection, environment())
     return inspection, folder
@@ -159,7 +159,7 @@ def _collect(inspection: Inspection, source: ImageSource, most: int, quiet: bool
         section.finish()
     for row in sorted(inspection.shown):  # read again: only these are kept
         try:
-            pixels = preprocess[0](source.read(read[row])).permute(1, 2, 0).numpy()
+            pixels = composite(preprocess[0](source.read(read[row])).permute(1, 2, 0).numpy())
         except BadImage:  # gone since it was read before
             continue
         inspection.more[row] = ShownImage(pixels, source.captions[read[row]])
@@ -167,6 +167,7 @@ def _collect(inspection: Inspection, source: ImageSource, most: int, quiet: bool
 
 def _subject(model: ModelSource, name: str, device: torch.device) -> InspectedModel:
     loaded = load_any(model).to(device).eval()
+    loaded.reject_other("inspect")
     if reads_texts(loaded):
         raise ValueError(f"{name} reads texts, and pages are of images; the report of its run shows what words do")
     return InspectedModel(name, name if isinstance(model, Classifier) else str(model), loaded, run_of(model))
@@ -235,13 +236,13 @@ def _batches(source: ImageSource, size: int, most: int, bar: Progress) -> Iterat
         raise ValueError(f"none of the images of {source.name} could be read; run `vitrail check` on the data")
 
 
-def _files(paths: Sequence[str | Path]) -> ImageSource:
+def _files(paths: Sequence[str | Path], model: Classifier) -> ImageSource:
     files = [file for path in map(Path, paths) for file in (image_files(path) if path.is_dir() else [path])]
     if not files:
         raise ValueError(f"no images in {', '.join(map(str, paths))}")
     name = str(paths[0]) if len(paths) == 1 else f"{len(files)} files"
     strict = not any(Path(path).is_dir() for path in paths)
-    return ImageSource(name, [p.name for p in files], lambda i: decode(files[i], str(files[i])), strict)
+    return ImageSource(name, [p.name for p in files], lambda i: model.opened(files[i], str(files[i])), strict)
 
 
 def _split(

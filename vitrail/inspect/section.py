@@ -84,7 +84,7 @@ class InspectedModel:
     path: str
     model: Classifier
     run: tuple[Path, RunConfig] | None = None
-    pixels: list[Pixels] = field(default_factory=list)  # images as the model takes them, [side, side, 3] each
+    pixels: list[Pixels] = field(default_factory=list)  # as the model takes them, [side, side, channels] each
     boxes: list[NDArray[np.float32] | None] = field(default_factory=list)  # of their objects, in sides
     guess: NDArray[np.int64] = field(init=False)  # [images], the predicted class of every image that was read
     attention: AttentionMaps = field(init=False)

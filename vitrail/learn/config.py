@@ -78,6 +78,15 @@ class SupervisedConfig(ObjectiveOptions):
         return problems
 
 
+@dataclass(frozen=True)
+class RegressionConfig(ObjectiveOptions):
+    """Regression: one value per image, from a table with a column `value` or a .npz file with float labels."""
+
+    kind: Literal["regression"] = "regression"
+    loss: Literal["mse", "l1", "huber"] = "mse"
+    """Squared, absolute or Huber error of values that are standardised by mean and deviation of the training images."""
+
+
 def named_weights(text: str) -> dict[str, float]:
     """Weights by class of `class_weights`; empty for none and balanced. Raises `ValueError` for any other text.
 
@@ -486,7 +495,6 @@ class AttentionTransferConfig(ObjectiveOptions):
         if run.model.adapter is not None and run.model.adapter.kind == "vpt":
             problems.append("model.adapter: with vpt, attention has places for prompts, which no teacher has; use lora")
         if not self.teacher and run.data.uri:
-            problems.append(
-                "objective.teacher: name one: a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
-            )
+            known = "a run folder, timm:NAME of a plain ViT, random, or a file of stored maps"
+            problems.append(f"objective.teacher: name one: {known}")
         return problems

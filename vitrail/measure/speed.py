@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -240,11 +241,15 @@ def noise(timings: Mapping[str, Timing], control: Ratio | None = None) -> Noise:
     return Noise(spread, drift, off, tuple(reasons))
 
 
-def fresh_images(batch: int, size: int, device: torch.device, sets: int = FRESH_SETS) -> list[Tensor]:
-    """Different random images [batch, 3, size, size] on the device; fewer sets where they would take much memory."""
+def fresh_images(
+    batch: int, size: int, device: torch.device, sets: int = FRESH_SETS, channels: int = 3
+) -> list[Tensor]:
+    """Different random images [batch, channels, size, size] on the device; fewer sets where they would take much
+    memory."""
     generator = torch.Generator(device).manual_seed(0)
-    count = max(1, min(sets, FRESH_BYTES // (batch * 3 * size * size * 4)))
-    return [torch.randn(batch, 3, size, size, generator=generator, device=device) for _ in range(count)]
+    shape = (batch, channels, size, size)
+    count = max(1, min(sets, FRESH_BYTES // (math.prod(shape) * 4)))
+    return [torch.randn(*shape, generator=generator, device=device) for _ in range(count)]
 
 
 class MemoryWatch:
@@ -299,7 +304,7 @@ def throughput(
     elsewhere the highest resident memory the whole process ever had (none where the system does not tell).
     """
     device = torch.device(device)
-    images = fresh_images(batch, image_size, device)
+    images = fresh_images(batch, image_size, device, channels=getattr(model, "channels", 3))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     precision = torch.autocast(device.type, autocast, enabled=autocast is not None)

@@ -103,6 +103,9 @@ def assemble(
         preprocess = preprocess or default_preprocess(config.image_size)
         if isinstance(config, DenoiserConfig):  # noise is added to what lies in -1..1
             preprocess = replace(preprocess, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    channels = config.options.get("in_chans", 3) if isinstance(config, TimmBackbone) else getattr(config, "channels", 3)
+    if len(preprocess.mean) != channels:  # until they are measured
+        preprocess = replace(preprocess, mean=(0.5,) * channels, std=(0.25,) * channels)
     with torch.device(device or "cpu"):
         trunk, built = _trunk_and_head(parts, len(classes), backbone)
     model = Classifier(trunk, built, spec=plain(parts), classes=classes, preprocess=preprocess, multilabel=multilabel)
@@ -144,7 +147,8 @@ def _trunk_and_head(parts: Parts, classes: int, backbone: nn.Module | None) -> t
         from vitrail.model.trunks.cifar_resnet import CifarResNetTrunk
 
         bottleneck = config.block == "bottleneck"
-        make = partial(CifarResNetTrunk, config.depth, bottleneck, None if bottleneck else config.shortcut)
+        shortcut = None if bottleneck else config.shortcut
+        make = partial(CifarResNetTrunk, config.depth, bottleneck, shortcut, config.channels)
         if isinstance(chosen, Branches):
             from vitrail.model.heads.branches import branch_stages
 

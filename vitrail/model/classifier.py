@@ -114,10 +114,13 @@ class Prediction:
     probability: float
     top: tuple[tuple[str, float], ...]  # most likely classes first; where several may hold, those above one half
     error: str | None = None  # why the image could not be read
+    value: float | None = None  # of a regression, in the units of its data; there are no classes then
 
     def to_json(self) -> dict[str, Any]:
         if self.error is not None:
             return {"error": self.error}
+        if self.value is not None:
+            return {"value": self.value}
         return {"label": self.label, "probability": self.probability, "top": [list(pair) for pair in self.top]}
 
 
@@ -145,19 +148,40 @@ class Classifier(nn.Module):
         self.files: dict[str, str] = {}  # name -> text that is saved with the weights: the tokenizer of a text model
 
     def _images(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:
+        if images.dtype not in (torch.uint8, torch.uint16):
             return images
         # As `Preprocess.normalize`, but nothing is copied to the device, so a graph can be captured, and torch.compile
         # makes all of it part of the first kernel.
-        channel = torch.arange(3, device=images.device).view(3, 1, 1)
+        channel = torch.arange(self.channels, device=images.device).view(-1, 1, 1)
 
-        def by_channel(values: tuple[float, float, float]) -> Tensor:
+        def by_channel(values: tuple[float, ...]) -> Tensor:
             wide = torch.full_like(channel, values[0], dtype=torch.float32)
-            return wide.masked_fill(channel == 1, values[1]).masked_fill(channel == 2, values[2])
+            for number, value in enumerate(values[1:], 1):
+                wide = wide.masked_fill(channel == number, value)
+            return wide
 
-        scaled = images.to(torch.float32) / 255
+        scaled = images.to(torch.float32) / self.preprocess.maximum
         normalized = (scaled - by_channel(self.preprocess.mean)) / by_channel(self.preprocess.std)
         return normalized.to(next(self.parameters()).dtype)
+
+    @property
+    def channels(self) -> int:
+        """Of an input image."""
+        return len(self.preprocess.mean)
+
+    @property
+    def takes_rgb(self) -> bool:
+        """Whether images are RGB of eight bits."""
+        return self.channels == 3 and self.preprocess.maximum == 255
+
+    def opened(self, source: Path | bytes, key: str) -> Image.Image:
+        """An image file as the model takes it: RGB, or its own channels in their depth. Raises `BadImage`."""
+        from vitrail.data.decode import decode
+        from vitrail.data.stack import StackForm, read_pixels
+
+        if self.takes_rgb:
+            return decode(source, key)
+        return StackForm(self.channels, self.preprocess.maximum).image(read_pixels(source, key), key)
 
     def tokens(self, images: Tensor) -> Tokens:
         """Final tokens of a batch of images, in a form that the head takes."""
@@ -217,9 +241,25 @@ class Classifier(nn.Module):
         return self.calibration(logits) if self.chosen is None else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Calibrated: softmax, or one sigmoid per class where several classes may hold."""
+        """Calibrated: softmax, or one sigmoid per class where several classes may hold. Of a regression the value."""
         logits = self.calibrated(logits)
+        if self.regression:
+            return logits
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+
+    @property
+    def regression(self) -> bool:
+        """Whether its one output is a value, and no class."""
+        return "regression" in self.stated
+
+    def reject_other(self, what: str, rgb: bool = False) -> None:
+        """Raises `ValueError` where `what` needs classes, or `rgb` of eight bits, and the model has others."""
+        if self.regression:
+            raise ValueError(f"{what}: it needs classes, and this model predicts values (objective regression)")
+        if rgb and not self.takes_rgb:
+            raise ValueError(
+                f"{what}: it reads RGB of eight bits, and this model takes {self.channels} channels of its own"
+            )
 
     @property
     def unlabelled(self) -> bool:
@@ -239,7 +279,8 @@ class Classifier(nn.Module):
     def predict(
         self, images: Picture | Sequence[Picture], *, top: int = 5, batch: int = 64, errors: str = "raise"
     ) -> list[Prediction]:
-        """Classify paths, PIL images, byte arrays `[height, width(, 3)]` or byte tensors `[3, height, width]`.
+        """Classify paths, PIL images, byte arrays `[height, width(, 3)]` or byte tensors `[3, height, width]`; a model
+        of other channels takes arrays and tensors of those, in their depth.
 
         Each is preprocessed as the model was evaluated. `errors="return"` reports unreadable files in their place
         instead of raising `BadImage`.
@@ -262,7 +303,7 @@ class Classifier(nn.Module):
                 failures: dict[int, str] = {}
                 for i, picture in enumerate(pictures[start : start + batch]):
                     try:
-                        pixels.append(preprocess(_open(picture)))
+                        pixels.append(preprocess(self._picture(picture)))
                     except BadImage as error:
                         if errors == "raise":
                             raise
@@ -274,6 +315,16 @@ class Classifier(nn.Module):
         finally:
             self.train(was_training)
         return predictions
+
+    def _picture(self, picture: Picture) -> Image.Image:
+        if isinstance(picture, (str, Path)):
+            return self.opened(Path(picture), str(picture))
+        if self.takes_rgb or isinstance(picture, Image.Image):
+            return _open(picture)
+        from vitrail.data.stack import StackForm
+
+        pixels = picture.cpu().permute(1, 2, 0).numpy() if isinstance(picture, Tensor) else picture
+        return StackForm(self.channels, self.preprocess.maximum).image(pixels, "the array")
 
     def predictions(self, inputs: Tensor, top: int) -> list[Prediction]:
         """Predictions of one batch of inputs as the trunk takes them, on any device. Raises `ValueError` for NaN."""
@@ -288,6 +339,8 @@ class Classifier(nn.Module):
         return [self._prediction(row, top) for row in probabilities]
 
     def _prediction(self, row: Tensor, top: int) -> Prediction:
+        if self.regression:
+            return Prediction(f"{float(row[0]):.6g}", 1.0, (), value=float(row[0]))
         held = int((row > 0.5).sum()) if self.multilabel else 0  # all that hold are listed, however few were asked for
         best = row.topk(min(max(top, held), len(row)))
         pairs = tuple((self.classes[int(c)], float(p)) for p, c in zip(best.values, best.indices, strict=True))
@@ -374,11 +427,7 @@ def _as_list(images: Picture | Sequence[Picture]) -> list[Picture]:
     return list(images)
 
 
-def _open(picture: Picture) -> Image.Image:
-    from vitrail.data.decode import decode
-
-    if isinstance(picture, (str, Path)):
-        return decode(Path(picture), str(picture))
+def _open(picture: Image.Image | NDArray[Any] | Tensor) -> Image.Image:
     if isinstance(picture, Tensor):
         if picture.dtype != torch.uint8:
             raise ValueError("predict takes byte tensors (uint8); call the model itself on float images")

@@ -49,6 +49,8 @@ class TrunkConfig:
     depth: Depth = 12
     heads: Width = 12
     patch: Pixels = 16
+    channels: Count = 3
+    """Of an image; `data.channels` sets it."""
     stem: StemConfig = field(default_factory=Patchify)
     mixer: MixerConfig = field(default_factory=Softmax)
     mlp_ratio: NotNegative = 4.0
@@ -102,6 +104,8 @@ class CifarResNet:
     shortcut: Literal["pad", "project"] = "pad"
     """Basic blocks: zero-padded (option A) or projected (option B) shortcuts; bottlenecks always project."""
     image_size: Pixels = 32
+    channels: Count = 3
+    """Of an image; `data.channels` sets it."""
 
 
 NoiseScheduleName = Literal["cosine", "scaled_linear"]

@@ -51,7 +51,8 @@ def cost(
         if isinstance(module, nn.LayerNorm):
             module.register_forward_hook(lambda module, inputs, output: normed.append(output.numel()))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        meta(torch.empty(1, 3, size, size, device="meta", dtype=next(meta.parameters()).dtype))
+        channels = 3 if preprocess is None else len(preprocess.mean)
+        meta(torch.empty(1, channels, size, size, device="meta", dtype=next(meta.parameters()).dtype))
     flops = counter.get_total_flops()
     if not attention_products:
         flops -= _attention_flops(meta, counter)

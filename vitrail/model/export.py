@@ -1,6 +1,6 @@
 """A classifier as one file for other programs: torch.export's `.pt2`, or ONNX.
 
-The file takes RGB images [batch, 3, size, size], in batches of any size, and gives [batch, classes]. What belongs to
+The file takes images [batch, channels, size, size], in batches of any size, and gives [batch, classes]. What belongs to
 the model travels along: class names, preprocessing, what it states of itself. Every file is read back and compared with
 the model before it gets its name.
 """
@@ -88,8 +88,9 @@ def to_torch(
 ) -> Exported:
     """Write `model` as `.pt2`, for `torch.export.load(path).module()`; reading it takes torch and no vitrail.
 
-    With `input="bytes"` the file takes uint8 and normalises it, with `"float"` it takes normalised float32. It computes
-    in float32 on the CPU; the model itself is left as it is. The description is JSON, `extra_files["vitrail.json"]`.
+    With `input="bytes"` the file takes uint8 (uint16, where the model does) and normalises it, with `"float"` it
+    takes normalised float32. It computes in float32 on the CPU; the model itself is left as it is. The description
+    is JSON, `extra_files["vitrail.json"]`.
     Example inputs would be a pickle and are left out: AOTInductor wants them set again (`program.example_inputs`).
 
     Raises `ValueError`, and leaves a file of that name as it was, where the result would differ from the model.
@@ -125,7 +126,7 @@ def describe(model: Classifier, takes: Input, gives: Output) -> dict[str, Any]:
     return {
         "vitrail": __version__,
         "input": takes,
-        "output": gives,
+        "output": "values" if model.regression and gives == "probabilities" else gives,
         "classes": list(model.classes),
         "multilabel": model.multilabel,
         "preprocess": plain(model.preprocess),
@@ -285,11 +286,13 @@ def _random_images(model: Classifier, count: int, takes: Input) -> Tensor:
     """Fields of colour under noise: to noise alone a model may answer the same whatever it holds."""
     size = model.preprocess.size
     generator = torch.Generator().manual_seed(count)
-    fields = torch.randint(0, 256, (count, 3, 4, 4), generator=generator)
+    channels, most = model.channels, int(model.preprocess.maximum)
+    fields = torch.randint(0, most + 1, (count, channels, 4, 4), generator=generator)
     side = -(-size // 4)
     spread = fields.repeat_interleave(side, -2).repeat_interleave(side, -1)[..., :size, :size]
-    noise = torch.randint(-64, 65, (count, 3, size, size), generator=generator)
-    images = (spread + noise).clamp(0, 255).to(torch.uint8)
+    reach = (most + 1) // 4
+    noise = torch.randint(-reach, reach + 1, (count, channels, size, size), generator=generator)
+    images = (spread + noise).clamp(0, most).to(torch.uint8 if most <= 255 else torch.uint16)
     return images if takes == "bytes" else Preprocess(model.preprocess).normalize(images)
 
 
@@ -322,7 +325,7 @@ def _as_logits(model: Classifier, values: Tensor, gives: Output) -> Tensor:
     Probabilities as they are hide mistakes: of a thousand classes each has a thousandth, and near 0 and 1 nothing
     moves. They are cut off where float32 cannot go back: below 1e-20; sigmoids, below 0.01 and above 0.99.
     """
-    if gives == "logits":
+    if gives == "logits" or model.regression:
         return values
     return values.logit(eps=0.01) if model.multilabel else values.clamp(min=1e-20).log()
 

@@ -116,9 +116,10 @@ AUTOENCODER = ("trunk.decoder_", "trunk.mask_token")  # in files of masked autoe
 def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
     """Copy weights, named as ours, as timm's or as ports of CIFAR ResNets, into `model`; returns what was adapted.
 
-    Positions and matrices over patches are resized to the model's grid. A head that the weights do not have, or of
-    another number of classes, keeps its new weights, and so do an adaptive policy and prompts. Any other difference
-    raises `ValueError` that lists all of them.
+    Positions and matrices over patches are resized to the model's grid, and a first convolution of RGB images is
+    adapted to the model's channels. A head that the weights do not have, or of another number of classes, keeps its
+    new weights, and so do an adaptive policy and prompts. Any other difference raises `ValueError` that lists all
+    of them.
     """
     if any(k.startswith("trunk.") for k in state):
         named = dict(state)
@@ -138,6 +139,7 @@ def load_weights(model: Classifier, state: Mapping[str, Tensor]) -> list[str]:
         named = {name: tensor for name, tensor in named.items() if name not in decoder}
     if isinstance(model.trunk, Trunk):
         notes += _fit_to_grid(model.trunk, named)
+    notes += _fit_to_channels(model, named)
     ready: dict[str, Tensor] = {}
     anew = []
     free = ("head.", "trunk.policy.", "trunk.prompts.")
@@ -176,6 +178,25 @@ def _of_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     named = {f"backbone.{name}": tensor for name, tensor in converted.items()}
     kept = {name: t for name, t in named.items() if name[9:] in own or not name.startswith(lacks)}
     return {f"trunk.{name}": tensor for name, tensor in kept.items()}
+
+
+def adapted_note(channels: int) -> str:
+    """What is told of weights for RGB in a model of other channels."""
+    how = "its sum over RGB" if channels == 1 else f"repeated and scaled by 3/{channels}"
+    return f"the first convolution adapted from 3 to {channels} channels ({how})"
+
+
+def _fit_to_channels(model: Classifier, named: dict[str, Tensor]) -> list[str]:
+    """A convolution of RGB images for the model's channels, by timm's rule: what a grey image gives stays the same."""
+    from timm.models import adapt_input_conv
+
+    channels = model.channels
+    for name, own in model.state_dict().items() if channels != 3 else ():
+        value = named.get(name)
+        if value is not None and value.ndim == 4 and value.shape[1] == 3 and own.shape[1:2] == (channels,):
+            named[name] = adapt_input_conv(channels, value)
+            return [adapted_note(channels)]
+    return []
 
 
 def _fit_to_grid(trunk: Trunk, named: dict[str, Tensor]) -> list[str]:
@@ -239,6 +260,7 @@ def _sizes(model: Classifier, config: TrunkConfig) -> dict[str, Any]:
     return {
         "img_size": config.image_size,
         "patch_size": config.patch,
+        "in_chans": config.channels,
         "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.heads,

@@ -201,6 +201,10 @@ def state_published(model: Classifier) -> None:
     settings, anew = backbone.pretrained_cfg, list[str]()
     if not getattr(backbone, "classifier_is_published", False):
         anew = [f"{name} (({settings['num_classes']},) in the weights) starts anew" for name in model.head_parameters()]
+    if model.channels != 3:
+        from vitrail.model.timm_weights import adapted_note
+
+        anew.append(adapted_note(model.channels))
     loaded = _loaded(model, anew, f"{settings.get('hf_hub_id') or settings.get('url')}")
     model.stated["weights"] = {"from": "timm", "adapted": anew, "loaded": loaded}
 
@@ -223,7 +227,8 @@ def _of_folder(model: Classifier, name: str, path: Path) -> list[str]:
 
     folder = store.model_folder(path)
     description = store.read_description(folder)
-    model.preprocess = replace(build(PreprocessConfig, description["preprocess"]), size=model.preprocess.size)
+    theirs = replace(build(PreprocessConfig, description["preprocess"]), size=model.preprocess.size)
+    model.preprocess = theirs if len(theirs.mean) == model.channels else model.preprocess
     adapted = "adapter" in description
     tensors = load_model(folder).state_dict() if adapted else store.read_tensors(folder / store.WEIGHTS)
     try:
@@ -338,5 +343,6 @@ def _published(model: Classifier, name: str) -> list[str]:
     if theirs is None or not timm.models.is_model_pretrained(theirs):
         raise ValueError(f"no published weights for {name}; models that have them: {', '.join(published_models())}")
     published = published_backbone(theirs)
-    model.preprocess = replace(timm_preprocess(published), size=model.preprocess.size)
+    if model.channels == 3:
+        model.preprocess = replace(timm_preprocess(published), size=model.preprocess.size)
     return load_weights(model, published.state_dict())

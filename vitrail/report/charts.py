@@ -337,6 +337,24 @@ def scatter_chart(
     return _svg((SCATTER, SCATTER), title, *out)
 
 
+def parity_chart(true: NDArray[np.float64], predicted: NDArray[np.float64], *, title: str) -> Markup:
+    """Predicted against true values, a point per image (of many some), and the diagonal on which both are equal."""
+    chosen = np.linspace(0, len(true) - 1, min(len(true), 1000)).astype(int)
+    low, high = spread([*true.tolist(), *predicted.tolist()])
+    x, y = Scale(low, high, 60.0, 426.0), Scale(low, high, 380.0, 14.0)
+    out = [_grid(y(v), 60, 426, f"{v:g}") for v in ticks(low, high)]
+    out += [_text(x(v), 398, f"{v:g}", "axis", "middle") for v in ticks(low, high)]
+    out.append(
+        Markup('<path class="ideal" d="M{:.1f} {:.1f}L{:.1f} {:.1f}"/>').format(x(low), y(low), x(high), y(high))
+    )
+    spot = Markup(
+        '<circle class="spot v0" cx="{:.1f}" cy="{:.1f}" r="3.2"><title>{:g}, predicted {:g}</title></circle>'
+    )
+    out += [spot.format(x(a), y(b), a, b) for a, b in zip(true[chosen], predicted[chosen], strict=True)]
+    out += [_text(243, 416, "true value", "axis", "middle"), _upright(197, "predicted value")]
+    return _svg((440, 424), title, *out)
+
+
 def reliability(count: Sequence[int], confidence: Sequence[float], accuracy: Sequence[float], *, title: str) -> Markup:
     """Accuracy of each bin of confidence beside the diagonal of perfect calibration; below, how many images it has."""
     left, right, top, bottom, foot = 50.0, 366.0, 14.0, 260.0, 318.0

@@ -301,6 +301,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
     curves = [
         ("Loss", [series("val", "loss"), series("train", "loss")], number, "{:g}".format),
         ("Validation top-1", [series("val", "top1", "top-1")], percent, whole_percent),
+        ("Validation R2", [series("val", "r2", "R2")], number, "{:g}".format),
         ("Validation kNN", [series("val", "knn", "kNN")], percent, whole_percent),
         ("Validation mAP", [series("val", "map", "mAP")], percent, whole_percent),
         ("Validation perplexity", [series("val", "perplexity", "perplexity")], number, "{:g}".format),

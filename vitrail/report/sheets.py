@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from vitrail.data.stack import composite
 from vitrail.files import readable, replacing
 from vitrail.measure.attention_maps import AttentionMaps
 from vitrail.quantities import shorten
@@ -128,7 +129,8 @@ def image_rows(
 
 
 def enlarged(image: Pixels, side: int = SIDE) -> Pixels:
-    """The image with its longer side about `side`: small ones by whole factors, pixel by pixel."""
+    """The image, RGB for display, with its longer side about `side`: small ones by whole factors, pixel by pixel."""
+    image = composite(image)
     longer = max(image.shape[:2])
     if longer < side:
         times = -(-side // longer)

@@ -18,6 +18,7 @@ from vitrail.registry import part
 if TYPE_CHECKING:
     from vitrail.measure.ensembles import Together
     from vitrail.measure.language import LanguageFigures
+    from vitrail.measure.parity import RegressionFigures
 
 LONGEST_NAME = 28
 NO_IMAGES = "no images"  # in place of a recall
@@ -40,6 +41,10 @@ def headline(figures: Figures, title: str = "") -> Table:
         if len(figures.classes) == 2:
             table.add_row("Matthews", number(scalars["matthews"], 4))
         table.add_row("calibration error", percent(figures.ece))
+    elif hasattr(figures, "parity"):
+        for name, value, low, high in cast("RegressionFigures", figures).rows():
+            table.add_row(name, f"{number(value, 4)}  (95 % interval {number(low, 4)} to {number(high, 4)})")
+        return table
     elif hasattr(figures, "perplexity"):
         language = cast("LanguageFigures", figures)
         table.add_row("perplexity", f"{number(language.perplexity, 4)}  (over {language.tokens:,} tokens)")
@@ -163,8 +168,9 @@ NAMES = {
     **{"top1": "top-1", "top5": "top-5", "map": "mAP", "macro_f1": "macro F1", "ece": "ECE"},
     **{"bleu": "BLEU", "sequence_accuracy": "seq. acc.", "perplexity": "perplexity"},  # of language models
     "loss": "loss",
+    **{"r2": "R2", "mae": "MAE", "rmse": "RMSE"},
 }
-NO_SHARE = ("perplexity", "loss")  # numbers of which less is better
+NO_SHARE = ("perplexity", "loss", "mae", "rmse")  # numbers of which less is better
 
 
 def sweep_table(rows: Sequence[Any]) -> Table:
@@ -176,7 +182,7 @@ def sweep_table(rows: Sequence[Any]) -> Table:
     table = _table(None, "data", "split", "px", "crop", *(NAMES[key] for key in keys), left="split")
     for row in rows:
         scores = row.figures.scalars()
-        cells = [number(scores[k], 4) if k in NO_SHARE else percent(scores[k]) for k in keys]
+        cells = [number(scores[k], 4) if k in (*NO_SHARE, "r2") else percent(scores[k]) for k in keys]
         style = "bold" if _merit(row, keys[0]) == best[row.data] else ""
         source = Text(shorten(row.data, 26), no_wrap=True, overflow="ellipsis")
         table.add_row(source, row.split, f"{row.image_size}", f"{row.crop_ratio:g}", *cells, style=style)

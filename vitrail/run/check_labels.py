@@ -42,7 +42,7 @@ def check_labels(
     of which it gives the probabilities. Trainings have `epochs` epochs and stay in the user's cache. Raises
     `ValueError` where images have no labels.
     """
-    if data.unlabelled:
+    if data.unlabelled or data.numeric:
         raise ValueError(f"{data.uri} has no labels to check; leave out --model")
     if any(finding.check == "label range" for finding in report.findings):
         return report  # labels of no class: to be fixed first

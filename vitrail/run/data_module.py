@@ -21,6 +21,7 @@ from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, D
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.stack import form_in
 from vitrail.engine.device import ProcessGroup
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
@@ -145,6 +146,8 @@ class ImageModule(DataModule):
         chosen, train, self.sampler = self.config.data, self.data["train"], sampler
         self.augment = Augment(chosen.augment, self.model.preprocess)
         self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
+        if form_in(self.data) and chosen.loader in ("device", "jpeg"):
+            raise ValueError(f"data.loader: {chosen.loader} keeps RGB of eight bits; set host for other channels")
         if chosen.loader == "auto":
             loader, reason = self._choice()
             self.notes = (f"data.loader: {loader}, since {reason}",)
@@ -160,6 +163,8 @@ class ImageModule(DataModule):
     def _choice(self) -> tuple[Literal["host", "device", "jpeg"], str]:
         """The loader that suits these images and this device, and why."""
         train, device = self.data["train"], self.device.type
+        if form_in(self.data):
+            return "host", "the other loaders keep RGB of eight bits"
         alike = stored_alike([self.augment, *self.augments])
         if alike and fits(train, self.preprocess, self.device, self.config.data.augment):
             return "device", f"the decoded images fit on {device}"

@@ -45,6 +45,7 @@ def export_onnx(
     """
     script, text = path.with_name("predict.py"), TEMPLATE.read_text(encoding="utf-8")
     if with_predict:
+        model.reject_other("--with_predict", rgb=True)
         if not {("input", "float"), ("output", "logits")}.isdisjoint(options.items()):
             raise ValueError("predict.py takes a file of bytes and probabilities; leave out --input and --output")
         if script.exists() and script.read_text("utf-8", "replace")[:50] != text[:50]:
@@ -60,6 +61,7 @@ def export_onnx(
             fitted = {"labels": labels, "known": trust.known.sort().values.tolist(), "note": note}
         options |= {"score": trust and RejectScore(trust, model.multilabel), "more": {"trust": fitted}}
     if precision is not None:
+        model.reject_other(f"--{precision}")
         options["reduce"] = _reduction(model, run, data, precision, lose, options.get("input") == "float")
     exported = to_onnx(model, path, **options)
     if with_predict:

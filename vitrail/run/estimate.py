@@ -240,9 +240,9 @@ def _batch(objective: Objective, config: RunConfig, count: int, device: torch.de
     """A batch as the loader gives it: bytes, or normalised floats once images are mixed."""
     model, augment = objective.model, config.data.augment
     mixed = bool(augment.mixup or augment.cutmix)
-    dtype = torch.float32 if mixed else torch.uint8
+    dtype = torch.float32 if mixed or model.preprocess.maximum > 255 else torch.uint8
     sides = [view.size or model.preprocess.size for view in objective.views.all()]
-    views = tuple(torch.empty(count, 3, side, side, dtype=dtype, device=device) for side in sides)
+    views = tuple(torch.empty(count, model.channels, side, side, dtype=dtype, device=device) for side in sides)
     shape = (count, len(model.classes)) if model.multilabel else (count,)
     label = torch.zeros(shape, dtype=torch.int64, device=device)
     target = torch.zeros(count, len(model.classes), device=device) if mixed else label

@@ -62,6 +62,10 @@ def figures_of(
         figures = language_figures(model, loader, **where)
         return figures, _of_no_class(figures.count)
     predictions = predict_all(model, loader, **where)
+    if model.regression:
+        from vitrail.measure.parity import regression_figures
+
+        return regression_figures(predictions), predictions
     return metrics_of(predictions, classes), predictions
 
 
@@ -223,6 +227,7 @@ def calibrate(
     """
     chosen, folder = choose_device(device), model_folder(run)
     model = load(run).to(chosen)
+    model.reject_other("--calibrate")
     if writes_texts(model) or model.unlabelled:
         raise ValueError(f"{run} has no probabilities of classes to calibrate")
     opened = _with_classes_of(model, open_for(model, data))
@@ -320,6 +325,9 @@ def _known(model: Classifier) -> str:
 
 def _with_classes_of(model: Classifier, data: DataSet) -> DataSet:
     """`data` with its labels counted as the model counts them."""
+    if data.numeric != model.regression:
+        theirs, ours = ("values", "classes") if data.numeric else ("classes", "values")
+        raise ValueError(f"{data.uri} has {theirs}, and the model predicts {ours}; name other data")
     if data.multilabel != model.multilabel:
         kinds = ("several labels per image", "one label per image")
         raise ValueError(

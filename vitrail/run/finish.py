@@ -14,7 +14,6 @@ from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import (
     LOGIT_CLASSES,
     Predictions,
-    UnlabelledFigures,
     metrics_of,
     write_predictions,
 )
@@ -74,7 +73,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
         model.calibration = fitted.calibration
     with trainer.module.evaluation(split) as loader:
         metrics, predictions = figures_of(model, loader, data.classes, **where)
-        known = ("perplexity", "bleu") if writes_texts(model) else ("classification",)
+        known = ("perplexity", "bleu") if writes_texts(model) else ("classification", "regression")
         others = trainer.evaluate(model, loader, split, [name for name in config.evaluators if name not in known])
         skipped = [row for rows in group.gather([*skipped, *loader.skipped]) for row in rows]
     if trainer.reference is not None:
@@ -104,7 +103,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
     if group.main:
         if writes_texts(model):
             cast("LanguageFigures", metrics).keep(folder.path)
-        elif not isinstance(metrics, UnlabelledFigures):
+        elif metrics.classes:
             write_predictions(folder.path, predictions)
         line = {"step": loop.step, "epoch": round(loop.step * loop.batch / loop.images, 6), "split": split}
         folder.write_metrics({**line, "final": True, **metrics.scalars(), **others})
@@ -144,7 +143,7 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
 
 def _fit_trust(trainer: Trainer, model: Classifier, notes: list[str], where: dict[str, Any]) -> Fitted | None:
     """What val tells about probabilities; none, with a note, where it cannot."""
-    if writes_texts(model) or trainer.data.unlabelled or "val" not in trainer.data.splits:
+    if writes_texts(model) or model.regression or trainer.data.unlabelled or "val" not in trainer.data.splits:
         return None
     try:
         return fit_on_val(model, trainer.data, trainer.module.evaluation, trainer.config.seed, **where)

@@ -53,6 +53,7 @@ print(model.predict("photo.jpg"))  # probabilities are {calibrated}
 
 def export_hub(model: Classifier, run: Path, out: Path, name: str = "") -> Path:
     """Write the files of a run's model, its configuration and a card into `out`; `name`: what it is called there."""
+    model.reject_other("hf:")
     source, folder = model_folder(run), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):

@@ -6,14 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.stack import composite
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import parse_json
 from vitrail.measure.attention_maps import AttentionCollector, AttentionMaps, map_layers
@@ -23,8 +25,12 @@ from vitrail.measure.speed import throughput
 from vitrail.model.classifier import Classifier
 from vitrail.model.cost import cost
 from vitrail.quantities import memory, number
-from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, ModelCost, Report, write_report
+from vitrail.report.charts import parity_chart
+from vitrail.report.html import AttentionPicture, DataSummary, ErrorPicture, Fragment, ModelCost, Report, write_report
 from vitrail.report.sheets import Sheet, kept_sheet, overlay
+
+if TYPE_CHECKING:
+    from vitrail.measure.parity import RegressionFigures
 
 UNFIT = ("confusion matrix", "per-class metrics", "calibration", "most confident errors")  # without labels
 KEPT_IMAGES = 64  # images whose tokens are counted
@@ -76,7 +82,7 @@ class RunSummary:
 def report_run(run: RunSummary) -> None:
     """Write `report.html` of a run on images."""
     model, data, split, device = run.model, run.data, run.split, run.device
-    figures, without = run.figures, {}
+    figures, without = run.figures, dict[str, Any]()
     if isinstance(figures, UnlabelledFigures):
         verdict = f"{figures.count:,} {split} images have no labels, so nothing is right or wrong. Their embeddings "
         rank, spread = number(figures.rank, 3), number(figures.spread, 3)
@@ -87,6 +93,19 @@ def report_run(run: RunSummary) -> None:
             "tiles": tiles,
             "unfit": UNFIT,
         }
+    elif model.regression:
+        values = cast("RegressionFigures", figures)
+        tiles = [(f"{split} {name}", number(v), f"95 %: {number(a)} to {number(b)}") for name, v, a, b in values.rows()]
+        chart = parity_chart(*values.parity, title=f"Predicted and true values of {split} images")
+        hint = "Each point is an image. On the dashed line, predictions are right."
+        content = Markup('<p>{}</p><div class="card">{}</div>').format(hint, chart)
+        without = {
+            "verdict": f"Predictions for {figures.count:,} {split} images are off by {tiles[1][1]} on average (MAE) and"
+            f" explain {tiles[0][1]} of the variance of the true ones (R2; 1 is perfect, 0 is their mean).",
+            "tiles": tiles,
+            "unfit": UNFIT,
+            "fragments": [Fragment("parity plot", "Parity plot", content)],
+        }
     write_report(
         run.folder.report,
         run.report(
@@ -94,7 +113,7 @@ def report_run(run: RunSummary) -> None:
             errors=[] if without else mistakes(data, split, run.predictions),
             attention=attention_pictures(model, data, split, device),
             kept=kept_tokens(model, data, split, device),
-            inside=f"vitrail inspect {run.folder.path}",
+            inside="" if model.regression else f"vitrail inspect {run.folder.path}",
             **without,
         ),
     )
@@ -173,11 +192,11 @@ def attention_pictures(
         collector.add(image[None].to(device))
     maps, pictures = collector.result(), []
     for i, image in enumerate(images):
-        pixels, guess = image.permute(1, 2, 0).numpy(), int(maps.probabilities[i].argmax())
+        pixels, guess = composite(image.permute(1, 2, 0).numpy()), int(maps.probabilities[i].argmax())
         # The class token's row, mean over heads; without one, what patches attend to on average.
         attention = maps.class_maps[i, -1].mean(0).reshape(maps.grid)
         said: tuple[str, float, str, bool] = ("", 0.0, "", False)
-        if not model.unlabelled:
+        if not model.unlabelled and not model.regression:
             label = data[split].labels[rows[i]]
             wrong = not (label[guess] if np.ndim(label) else label == guess)
             said = data.classes[guess], float(maps.probabilities[i, guess]), data.label_text(label), wrong
@@ -200,7 +219,7 @@ def kept_tokens(
     collector = AttentionCollector(model, most)
     for start in range(0, len(images), 16):
         collector.add(torch.stack(images[start : start + 16]).to(device))
-    pixels = [image.permute(1, 2, 0).numpy() for image in images[:most]]
+    pixels = [composite(image.permute(1, 2, 0).numpy()) for image in images[:most]]
     maps = collector.result()
     return kept_sheet("the model", maps, pixels, [""] * len(pixels), most=8), maps
 
@@ -208,7 +227,7 @@ def kept_tokens(
 def _readable(
     model: Classifier, data: DataSet, split: str, rows: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Those rows that can be read, and their images as the model takes them, bytes [3, size, size]."""
+    """Those rows that can be read, and their images as the model takes them, [channels, size, size]."""
     preprocess, pairs = Preprocess(model.preprocess), []
     for row in rows:
         with suppress(BadImage):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.dataset import BadImage, DataSet
-from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.progress import Progress
 from vitrail.kernels.similarity import top_rows
@@ -49,6 +48,7 @@ class ImageAnswer:
         if self.prediction.error:
             return f"cannot be read: {self.prediction.error}"
         words = "  ".join(f"{label} {100 * p:.1f} %" for label, p in self.prediction.top)
+        words = words if self.prediction.value is None else self.prediction.label
         if self.classes is not None:
             words = f"{{{', '.join(label for label, _ in self.classes)}}}  {words}"
         below = [f"\n  {cosine:.3f}  {label}  {key}" for key, label, cosine in self.neighbours or ()]
@@ -149,7 +149,7 @@ def predict(
         read: list[tuple[str, str]] = []  # path, and why it cannot be read
         for path in map(str, paths[start : start + BATCH]):
             try:
-                pixels.append(preprocess(decode(Path(path), path)))
+                pixels.append(preprocess(model.opened(Path(path), path)))
                 read.append((path, ""))
             except BadImage as error:
                 read.append((path, error.reason))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from vitrail.model.hub import WEIGHT_FILES, weights_in
 from vitrail.model.store import holds_model, model_folder, read_description, read_tensors
 from vitrail.model.zoo import ZOO
 from vitrail.quantities import number
-from vitrail.recipes import RECIPES
+from vitrail.recipes import RECIPES, recipe, with_values
 from vitrail.registry import kinds
 from vitrail.schema import ConfigError, near
 
@@ -47,6 +49,42 @@ def check_settings(config: RunConfig) -> None:
     problems += missing_parts(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+COLOUR = ("jitter", "hue", "three", "grey", "solarise", "rand_ops", "trivial", "auto")  # of RGB in eight bits
+
+
+def without_unfit(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration less the settings of its recipe that its channels or values exclude, and a note on each.
+
+    Raises `ConfigError` where they were set otherwise than the recipe has them: nothing that was asked for is dropped.
+    """
+    off, unfit = RunConfig(), dict[str, str]()
+    if config.data.channels != 3 or config.data.maximum is not None:
+        unfit = {f"data.{part}.{name}": "it is of RGB in eight bits" for part in ("augment", "weak") for name in COLOUR}
+    if config.objective.kind == "regression":
+        unfit |= dict.fromkeys(
+            (f"data.{n}" for n in ("sampling", "shots", "long_tail", "label_noise")), "it is of classes"
+        )
+        unfit |= {"data.augment.cutmix": "the share of a box is no share of a value"}
+        if "regression" not in config.evaluators:
+            unfit |= {"evaluators": "they are of classes"}
+            off = replace(off, evaluators=("regression",))
+    if not unfit:
+        return config, []
+    named, notes, problems = recipe(config.recipe, config.model.name), [], []
+    for path, reason in unfit.items():
+        value, fit, before = (attrgetter(path)(settings) for settings in (config, off, named))
+        if value == fit:
+            continue
+        if value == before:
+            config = with_values(config, {path: fit})
+            notes.append(f"{path}: {fit} in place of {value}, which the recipe has, since {reason}")
+        else:
+            problems.append(f"{path}: {value} does not go with this run, since {reason}; set {fit}")
+    if problems:
+        raise ConfigError(problems)
+    return config, notes
 
 
 def check_machine(config: RunConfig, group: ProcessGroup) -> None:

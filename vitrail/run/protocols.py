@@ -55,7 +55,7 @@ def evaluate_protocols(
         raise ConfigError(problems or [f"no protocol is named; there are {', '.join(known)}"])
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
-    model.to(chosen)
+    model.to(chosen).reject_other("--protocol")
     paths = [Path(base, str(data)) for base in ("", os.environ.get("VITRAIL_DATA", ""))]
     official = list(protocols) == ["cifar_c"] and not isinstance(data, DataSet)
     corrupted = next((path for path in paths if official and holds_corrupted(path)), None)
@@ -140,6 +140,7 @@ def ensemble(
     if control and len(control) != len(runs):
         raise ValueError(f"the control must have as many runs as the ensemble: {len(runs)}, not {len(control)}")
     first = load(runs[0])
+    first.reject_other("--ensemble")
     known, opened = first.classes, open_for(first, data)
     split = split or ("test" if "test" in opened.splits else "val")
     members: dict[str, Predictions] = {}

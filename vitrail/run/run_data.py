@@ -25,11 +25,13 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.store import model_folder, read_description
 
 DIVISION = ("val_fraction", "test_fraction", "split_seed", "fold")  # what decides which image is in which split
+FORM = ("channels", "maximum")  # how images are read that are no RGB of eight bits
 
 
 def division(config: DataConfig) -> dict[str, Any]:
-    """The settings of a run that divide data; a saved model states them."""
-    return {name: value for name in DIVISION if (value := getattr(config, name)) != ""}
+    """The settings of a run that divide data, and channels other than RGB; a saved model states them."""
+    form = {name: getattr(config, name) for name in FORM if getattr(config, name) != getattr(DataConfig(), name)}
+    return {name: value for name in DIVISION if (value := getattr(config, name)) != ""} | form
 
 
 def open_run(config: DataConfig) -> DataSet:
@@ -47,6 +49,12 @@ def read_data(config: RunConfig, group: ProcessGroup, quiet: bool) -> tuple[Data
             f"{chosen.uri} has images but no labels, and {config.recipe} learns from labels; put them into "
             f"{chosen.uri.rstrip('/')}/CLASS/, name them in a CSV with the columns path,label, or learn without labels "
             "first (vitrail train msf, byol-asym, mae-pretrain, small-msf, ...)"
+        )
+    if data.numeric != (config.objective.kind == "regression"):
+        values = f"{chosen.uri} has values to predict, and no classes; set --objective.kind regression"
+        classes = f"objective.kind: regression needs values, and {chosen.uri} has classes; name a table with a column"
+        raise ValueError(
+            values if data.numeric else f"{classes} value (TABLE.csv?value=COLUMN) or float labels of .npz"
         )
     if "val" not in data.splits and "test" not in data.splits:
         raise ValueError(
@@ -89,7 +97,7 @@ def fingerprint(data: DataSet) -> str:
     train = data["train"]
     digest.update(repr((data.classes, len(train))).encode())
     digest.update(train.index.tobytes())
-    digest.update(train.labels.tobytes())
+    digest.update(train.targets.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -149,7 +157,7 @@ def open_for(model: Classifier, data: str | Path | DataSet) -> DataSet:
         return open_whole(str(data))
     stated = model.stated.get("division", {})
     names = DIVISION if model.stated.get("data") == str(data) else DIVISION[:-1]  # folds are of its own data
-    return open_data(data, **{name: stated[name] for name in names if name in stated})
+    return open_data(data, **{name: stated[name] for name in (*names, *FORM) if name in stated})
 
 
 def open_whole(uri: str) -> DataSet:
@@ -178,9 +186,10 @@ def learned_before(config: RunConfig, data: DataSet) -> list[str]:
     ):
         stated = _stated(Path(path)) if path else {}
         theirs = {name: value for name, value in stated.get("division", {}).items() if name in DIVISION}
-        if stated.get("data") != data.uri or theirs == division(config.data):
+        form = {name: getattr(config.data, name) for name in FORM}
+        if stated.get("data") != data.uri or {**division(config.data), **form} == {**theirs, **form}:
             continue
-        learned = open_data(data.uri, **theirs)["train"].index
+        learned = open_data(data.uri, **theirs, **form)["train"].index
         held = np.concatenate([data[name].index for name in ("val", "test") if name in data.splits])
         if known := int(np.isin(held, learned).sum()):
             flags = " ".join(f"--data.{name} {value}" for name, value in theirs.items())

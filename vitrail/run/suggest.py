@@ -32,6 +32,7 @@ def suggest(
     """
     opened, device = drop_unreadable(open_source(data)), choose_device("auto")
     model = load(run).to(device)
+    model.reject_other("--suggest", rgb=True)
     reject_other_kind(reads_texts(model), opened)
     split = opened[UNDIVIDED if UNDIVIDED in opened.splits else "train"]
     known, number = _read_labelled(labelled, set(split.keys)) if labelled else ([], 1)

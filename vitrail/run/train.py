@@ -17,6 +17,7 @@ from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.check.scan import Bad
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
+from vitrail.data.stack import channel_moments, form_in
 from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop, TooLarge, resumable
@@ -32,13 +33,21 @@ from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ModelConfig
 from vitrail.model.store import earlier_layout
+from vitrail.model.zoo import ZOO
 from vitrail.quantities import shorten
 from vitrail.recipes import recipe
 from vitrail.recipes.row import flat
 from vitrail.registry import part
 from vitrail.run.data_module import Batches, make_data_module, reject_other_kind, reject_other_task
 from vitrail.run.finish import Run, finish
-from vitrail.run.preflight import check_machine, check_output, check_settings, missing_parts, warnings_before
+from vitrail.run.preflight import (
+    check_machine,
+    check_output,
+    check_settings,
+    missing_parts,
+    warnings_before,
+    without_unfit,
+)
 from vitrail.run.run_data import check_contents, fingerprint, learned_before, own_data_of, read_data
 from vitrail.schema import ConfigError, plain
 
@@ -54,7 +63,9 @@ def train(config: RunConfig | str, *, quiet: bool = False, continued: bool = Fal
     """
     config = recipe(config) if isinstance(config, str) else config
     check_settings(config)
+    config, adapted = without_unfit(config)
     group = join()
+    group.say(quiet, *adapted)
     continued = any(group.gather(continued))  # restarts of torchrun are counted by node
     if continued and config.out is None:
         raise ConfigError(["--resume auto continues the run of --out FOLDER; name one"])
@@ -196,13 +207,13 @@ class Trainer:
         train = data["train"]
         if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
             self.model.stated["template"] = template
-        if data.classes and not data.multilabel:  # real images tell which classes are rare
+        if data.classes and not data.multilabel and not data.numeric:  # real images tell which classes are rare
             real = train.labels if train.generated is None else train.labels[~train.generated]
             self.model.stated[CLASS_COUNTS] = class_counts(real, len(data.classes)).tolist()
         self.schedule = make_schedule(config.optim, config.data.batch, len(train))
         self.module = make_data_module(config, data, self.model, self.device, group)
         facts = TrainingFacts(
-            train.labels,
+            train.targets,
             train.index,
             self.schedule.steps,
             config.data.augment,
@@ -332,6 +343,13 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
     overrides = dict(chosen.trunk)
     if chosen.drop_path is not None:
         overrides["drop_path_rate" if chosen.name.startswith("timm:") else "drop_path"] = chosen.drop_path
+    form = form_in(data)
+    if form is not None and form.channels != 3:
+        if chosen.name in ZOO and not hasattr(ZOO[chosen.name].trunk, "channels"):
+            raise ValueError(
+                f"data.channels: {chosen.name} takes RGB images; choose another --model.name, such as vit_*"
+            )
+        overrides["in_chans" if chosen.name.startswith("timm:") else "channels"] = form.channels
     if data.holds_texts:
         from vitrail.data.sources.text import texts_of
         from vitrail.model.text_build import own_words
@@ -347,6 +365,9 @@ def build_model(chosen: ModelConfig, config: RunConfig, data: DataSet) -> Classi
         **overrides,
     )
     changes: dict[str, Any] = {}
+    if form is not None:
+        changes["mean"], changes["std"] = channel_moments(data["train"], form, config.seed)
+        changes["maximum"] = form.maximum
     if config.data.crop_ratio is not None:
         changes["crop_ratio"] = config.data.crop_ratio
     if config.data.resize is not None:

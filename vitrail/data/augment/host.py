@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from vitrail.data.batch import ViewSpec
 from vitrail.data.config import AugmentConfig, PreprocessConfig, check_possible
 from vitrail.data.counter import seed_of
 from vitrail.data.preprocess import RESAMPLING, Preprocess, as_tensor, resized, shorter_side
+from vitrail.data.stack import pixels_of, with_pixels
 
 ImageOperation = Callable[[Image.Image], Image.Image]
 
@@ -106,7 +108,7 @@ class BigVisionRandAugment:
 
 
 class Augment:
-    """RGB image and key -> uint8 tensor [3, size, size].
+    """Image and key -> tensor [channels, size, size] in the depth of the image, uint8 [3, size, size] of an RGB image.
 
     In this order: crop; one of grey, solarise and blur (`three`); RandAugment, TrivialAugment or AutoAugment; colour
     jitter; grey, blur and solarise, each with its own probability; mirror; erase. 3-Augment jitters last, as the code
@@ -132,7 +134,7 @@ class Augment:
             jitter = v2.ColorJitter(config.jitter, config.jitter, config.jitter, config.hue)
             certain = config.jitter_chance == 1  # without a draw, as in `_drawn_looks`
             self._image_operations.append(jitter if certain else v2.RandomApply([jitter], config.jitter_chance))
-        self._mean, self._std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
+        self._mean, self._std = (torch.tensor(v).view(-1, 1, 1) for v in (preprocess.mean, preprocess.std))
 
     def __call__(self, image: Image.Image, key: tuple[int, ...]) -> Tensor:
         """Augment one image; raises `ValueError` unless it is RGB."""
@@ -154,13 +156,13 @@ class Augment:
         operations = [*looks, *self._image_operations] if self.config.three else [*self._image_operations, *looks]
         if self.config.crop in ("simple", "pad"):
             pixels = self._padded_crop(image, top, left)
-            image = Image.fromarray(pixels) if operations else image
+            image = with_pixels(image, pixels) if operations else image
         else:
             image = self._resized_crop(image) if self.config.crop == "resized" else self._evaluation.square(image)
         for operation in operations:
             image = operation(image)
         if operations or self.config.crop in ("resized", "evaluation"):
-            pixels = np.asarray(image)
+            pixels = pixels_of(image)
         tensor = as_tensor(pixels[:, ::-1] if flip < self.config.flip else pixels)
         return self._erased(tensor) if erase < self.config.erasing else tensor
 
@@ -182,7 +184,7 @@ class Augment:
         wanted = ((0, grey < config.grey), (2, blur < config.blur), (1, solarise < config.solarise))
         return [looks[kind] for kind, want in wanted if want]
 
-    def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[np.uint8]:
+    def _padded_crop(self, image: Image.Image, top: float, left: float) -> NDArray[Any]:
         """A window at the given shares of the room that a reflected border leaves it."""
         size, padding = self.preprocess.size, self.config.padding
         image = resized(image, shorter_side(*image.size, size), self.preprocess)
@@ -190,8 +192,7 @@ class Augment:
         down = int(top * (height + 2 * padding - size + 1)) - padding
         rows = reflected(down if self.config.crop_along == "both" else (height - size) // 2, size, height)
         columns = reflected(int(left * (width + 2 * padding - size + 1)) - padding, size, width)
-        pixels: NDArray[np.uint8] = np.asarray(image)[rows][:, columns]
-        return pixels
+        return pixels_of(image)[rows][:, columns]
 
     def _resized_crop(self, image: Image.Image) -> Image.Image:
         """A random box of the image at the size: torchvision's, without its cost, which is a tenth of the work."""
@@ -204,8 +205,9 @@ class Augment:
         fits, boxes = erasing_boxes(_box_draws(), image.shape[-1])
         if fits[0]:  # not where ten tries gave no rectangle that fits
             i, j, h, w = (int(side[0]) for side in boxes)
-            noise = torch.randn(3, h, w).mul_(self._std).add_(self._mean).mul_(255)
-            image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, 255).to(torch.uint8)
+            most = self.preprocess.maximum
+            noise = torch.randn(len(image), h, w).mul_(self._std).add_(self._mean).mul_(most)
+            image[:, i : i + h, j : j + w] = noise.round_().clamp_(0, most).to(image.dtype)
         return image
 
 

@@ -92,7 +92,9 @@ def mix(
 
 
 def soft(target: Tensor, classes: int) -> Tensor:
-    """Class numbers [batch] as weights [batch, classes]; weights as they are, in float32."""
+    """Class numbers [batch] as weights [batch, classes]; weights as they are, in float32, and values as [batch, 1]."""
+    if target.is_floating_point() and target.ndim == 1:
+        return target[:, None]
     if target.ndim == 2:
         return target.to(torch.float32)
     weights = torch.zeros(len(target), classes, device=target.device)

@@ -169,7 +169,7 @@ def _balance(data: DataSet) -> Iterator[Finding]:
         names = tuple(f"{data.classes[c]} ({train[c]})" for c in tiny[:10])
         text = f"classes with fewer than {TINY_CLASS} training images"
         yield Finding("tiny classes", "warning", len(tiny), text, names)
-    if data.unlabelled:
+    if data.unlabelled or data.numeric:
         return
     present = train[train > 0]
     ratio = float(present.max() / present.min())
@@ -203,8 +203,10 @@ def _oddities(prints: Fingerprints) -> Iterator[Finding]:
 
     modes = Counter(prints.mode[i] for i in good.tolist())
     for mode in sorted(modes):
-        words = "16 bits" if mode.startswith("I;16") else _ODD_MODES.get(mode)
-        if words is not None and modes[mode] < len(good):
+        kind, _, pages = mode.partition(", ")
+        words = "16 bits" if kind.startswith("I;16") else _ODD_MODES.get(kind, kind if pages else None)
+        words = f"{words}, {pages}, of which RGB reads the first; see data.channels" if pages else words
+        if words is not None and (modes[mode] < len(good) or pages):
             stored = good[[prints.mode[i] == mode for i in good.tolist()]]
             yield from odd("colour mode", "note", stored, f"stored as {words}")
     spread = prints.thumbnail[good].max(-1).astype(np.int16) - prints.thumbnail[good].min(-1)

@@ -17,6 +17,7 @@ from vitrail.data.check.scan import Progress, read_all
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import stored_mode
 from vitrail.data.sources.folder import FileReader
+from vitrail.data.stack import pixels_of
 
 SIDE = 16  # of the thumbnails
 
@@ -81,12 +82,14 @@ def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progr
 def _fingerprint(row_of: tuple[Split, int]) -> _Fingerprint:
     split, row = row_of
     reader = split.reader
-    mode = stored_mode(reader.path(int(split.index[row]))) if isinstance(reader, FileReader) else ""
+    mode = ""
+    if isinstance(reader, FileReader) and reader.form is None:
+        mode = stored_mode(reader.path(int(split.index[row])))
     try:
         image = split.read(row)
     except BadImage as bad:
         return _Fingerprint(bad.reason, mode)
-    digest = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(image.size).encode() + pixels_of(image).tobytes(), digest_size=8).digest()
     thumbnail = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.uint8)
     return _Fingerprint("", mode, image.size, int.from_bytes(digest, "little"), difference_hash(image), thumbnail)
 

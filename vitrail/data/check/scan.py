@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from vitrail.data.counter import uniform
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import MAX_PIXELS, NO_HEIF, NO_MEMORY, decode
 from vitrail.data.sources.folder import FileReader
+from vitrail.data.stack import NO_TIFFFILE
 from vitrail.files import cache_folder, parse_json
 
 Bad = tuple[str, str]  # key, reason
@@ -43,6 +45,7 @@ R = TypeVar("R")
 
 _BLOCK = 64  # images per task: large enough to hide the cost of handing over
 MOST_HASHED = 100_000  # files of a split; of more a sample is hashed
+_OF_NOW = (NO_MEMORY, NO_HEIF, NO_TIFFFILE)  # reasons that are not remembered
 _AT_LEAST = 32  # all bytes of a JPEG are read at any size; only the last, cheap step is done at this one
 
 
@@ -75,15 +78,17 @@ def examine(
     for (split, row), (reason, digest) in zip(inside, read_all(_read_row, inside, workers, progress), strict=True):
         bad += [(split.keys[row], reason)] if reason else []
         digests[split.name, int(split.index[row])] = digest
-    for root in dict.fromkeys(reader.root for _, reader in listed):
+    for root, form in dict.fromkeys((reader.root, reader.form) for _, reader in listed):
         rows = [
             (split, row, reader.path(int(split.index[row])), hashed)
             for split, reader in listed
-            if reader.root == root
+            if (reader.root, reader.form) == (root, form)
             for row, hashed in enumerate(sampled(split.index, MOST_HASHED).tolist())
         ]
         hashed_paths = {str(path) for _, _, path, hashed in rows if hashed}
-        facts = _facts(cache_file(root), [path for _, _, path, _ in rows], hashed_paths, workers, progress)
+        cache = cache_file(root if form is None else f"{root}?{form.channels}x{form.bits}")
+        read = partial(_read_file, FileReader(root, (), form=form))
+        facts = _facts(cache, read, [path for _, _, path, _ in rows], hashed_paths, workers, progress)
         for split, row, path, hashed in rows:
             _, _, reason, digest = facts[str(path)]
             bad += [(split.keys[row], reason)] if reason else []
@@ -141,7 +146,12 @@ def read_all(read: Callable[[T], R], items: Sequence[T], workers: int | None, pr
 
 
 def _facts(
-    cache: Path, paths: Sequence[Path], hashed: Collection[str], workers: int | None, progress: Progress | None
+    cache: Path,
+    read: Callable[[tuple[Path, bool]], tuple[str, str]],
+    paths: Sequence[Path],
+    hashed: Collection[str],
+    workers: int | None,
+    progress: Progress | None,
 ) -> Seen:
     seen = _remembered(cache)
     stamped = [(path, *_stamp(path)) for path in paths]
@@ -150,12 +160,12 @@ def _facts(
     new = [(path, size, changed) for path, size, changed in stamped if str(path) not in facts]
     known = len(facts)
     try:
-        results = read_all(_read_file, [(path, str(path) in hashed) for path, _, _ in new], workers, progress)
+        results = read_all(read, [(path, str(path) in hashed) for path, _, _ in new], workers, progress)
         for (path, size, changed), result in zip(new, results, strict=True):
             facts[str(path)] = (size, changed, *result)
     finally:
         if len(facts) > known:
-            _remember(cache, {p: fact for p, fact in (seen | facts).items() if fact[2] not in (NO_MEMORY, NO_HEIF)})
+            _remember(cache, {p: fact for p, fact in (seen | facts).items() if fact[2] not in _OF_NOW})
     return facts
 
 
@@ -170,11 +180,11 @@ def _read_row(row: tuple[Split, int]) -> tuple[str, str]:
     return "", hashlib.blake2b(stored, digest_size=8).hexdigest()
 
 
-def _read_file(file: tuple[Path, bool]) -> tuple[str, str]:
+def _read_file(reader: FileReader, file: tuple[Path, bool]) -> tuple[str, str]:
     path, hashed = file
     digest = hashlib.blake2b(digest_size=8) if hashed else None
     try:
-        decode(path, str(path), at_least=_AT_LEAST, digest=digest)
+        reader.decoded(path, str(path), _AT_LEAST, digest)
     except BadImage as bad:
         return bad.reason, ""
     return "", digest.hexdigest() if digest else ""

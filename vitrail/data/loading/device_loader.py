@@ -51,7 +51,7 @@ def fits(
     pixels. They are counted at the size in which `augment` wants them kept; without it, as for evaluation.
     """
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or getattr(split.reader, "form", None):
         return False
     size = stored_size(split, augment, preprocess)
     if size is None:
@@ -287,7 +287,7 @@ class DeviceLoader(TrainLoader):
     def _tables(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Labels, stable indices and labels at all levels of all rows, on the device."""
         if self._labels is None:
-            label = torch.from_numpy(self.split.labels).to(self.device)
+            label = torch.from_numpy(self.split.targets).to(self.device)
             levels = None if self.split.levels is None else torch.from_numpy(self.split.levels).to(self.device)
             index = torch.from_numpy(self.split.index).to(self.device)
             self._labels = (label.to(torch.float32) if label.ndim == 2 else label), index, levels

@@ -64,7 +64,7 @@ class _Collated(Dataset[CollatedBatch]):
 
 def collated(split: Split, indices: BatchIndices, views: Any, rows: Any, places: Any, skipped: Any) -> CollatedBatch:
     """Views of rows, which are at these places of the global batch, with their labels."""
-    label = torch.from_numpy(split.labels[rows])
+    label = torch.from_numpy(split.targets[rows])
     return CollatedBatch(
         indices,
         views,
@@ -281,12 +281,15 @@ class TrainLoader(BatchLoader):
 
     def _mixed(self, batch: CollatedBatch) -> Batch:
         spec, indices = self.spec, batch.indices
-        views, target = batch.views, batch.label  # bytes: models normalise them in their first kernel
+        # Bytes: models normalise them in their first kernel. 16 bits are not for all kernels.
+        normalize = spec.preprocess.normalize
+        views = tuple(normalize(view) if view.dtype == torch.uint16 else view for view in batch.views)
+        target = batch.label
         if self.mixes:
             complete = len(batch.places) == len(indices.draws)
             mixed = [
                 mix(
-                    spec.preprocess.normalize(view),
+                    normalize(view),
                     batch.label,
                     classes=spec.classes,
                     config=spec.augment.config,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from PIL import Image
 
 from vitrail.data.dataset import SPLIT_NAMES, UNDIVIDED, UNLABELLED, DataSet, Location, Source, Split, split_called
 from vitrail.data.decode import HEIF_SUFFIXES, INSTALL_HEIF, decode, reads_heif
+from vitrail.data.stack import StackForm, read_pixels
 from vitrail.files import file_size
 
 SUFFIXES = frozenset(
@@ -30,6 +33,7 @@ class FileReader:
     root: str
     names: tuple[str, ...]
     at_least: int | None = None
+    form: StackForm | None = None  # channels and depth that images keep; none: all become RGB of eight bits
 
     def path(self, index: int) -> Path:
         return Path(self.root) / self.names[index]
@@ -39,7 +43,23 @@ class FileReader:
         return [file_size(self.path(i)) for i in index.tolist()]
 
     def __call__(self, index: int) -> Image.Image:
-        return decode(self.path(index), self.names[index], at_least=self.at_least)
+        return self.decoded(self.path(index), self.names[index], self.at_least)
+
+    def decoded(
+        self, path: Path, key: str, at_least: int | None = None, digest: hashlib.blake2b | None = None
+    ) -> Image.Image:
+        """The image in a file, in the form that this reader gives. Raises `BadImage`."""
+        if self.form is None:
+            return decode(path, key, at_least=at_least, digest=digest)
+        return self.form.image(read_pixels(path, key, digest), key)
+
+    def raw(self, index: int) -> NDArray[Any]:
+        """Pixels [height, width, channels] in the depth of the file."""
+        return read_pixels(self.path(index), self.names[index])
+
+    def formed(self, form: StackForm) -> FileReader:
+        """A reader of the same files that keeps their channels and depth."""
+        return replace(self, form=form)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

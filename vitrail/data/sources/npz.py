@@ -1,8 +1,9 @@
 """Arrays of images in one .npz file: x_train, y_train, x_test, y_test and the like, never more in memory than is read.
 
-Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3]; labels are whole
-numbers [images], or 0/1 [images, classes] where several may hold. `classes`, `coarse_*` and `coarse_classes` may be
-given, and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
+Images are uint8 [images, height, width], [images, height, width, 1] or [images, height, width, 3], or with
+`data.channels` any number of channels of uint8 or uint16; labels are whole numbers [images], or 0/1 [images, classes]
+where several may hold, or floats [images], values to predict. `classes`, `coarse_*` and `coarse_classes` may be given,
+and for a taxonomy of more levels `level_NAME_*` and `level_NAME_classes`, stored from fine to coarse. An image's
 stable index counts through train, val and test in that order.
 """
 
@@ -24,6 +25,7 @@ from PIL import Image
 
 from vitrail.data.dataset import FINEST, SPLIT_NAMES, DataSet, Location, Source, Split, stacked, with_finest
 from vitrail.data.sources.table import repeated
+from vitrail.data.stack import StackForm, form_of
 
 MOST_LABEL = 1000  # above ten times the number of images, from which on a label is taken for a mistake
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, tokenize.TokenError, SyntaxError)
@@ -35,13 +37,14 @@ class ArrayReader:
 
     def __init__(self, path: str, members: tuple[str, ...], starts: tuple[int, ...]) -> None:
         self.path, self.members, self.starts = path, members, starts
-        self._arrays: dict[str, NDArray[np.uint8]] = {}
+        self.form: StackForm | None = None  # channels and depth that images keep; none: RGB of eight bits
+        self._arrays: dict[str, NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": {}}
 
-    def pixels(self, index: int) -> NDArray[np.uint8]:
-        """[height, width] or [height, width, 3]"""
+    def pixels(self, index: int) -> NDArray[Any]:
+        """[height, width] or [height, width, channels]"""
         which = int(np.searchsorted(self.starts, index, side="right")) - 1
         member = self.members[which]
         if member not in self._arrays:
@@ -50,7 +53,20 @@ class ArrayReader:
         return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[-1] == 1 else pixels
 
     def __call__(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels(index)).convert("RGB")
+        pixels = self.pixels(index)
+        channels, bits = form_of(pixels, str(index))
+        if self.form is None and (channels not in (1, 3) or bits != 8):
+            how = f"--data.channels {channels}" + (f" --data.maximum {2**bits - 1}" if channels == 3 else "")
+            raise ValueError(f"{self.path} has images of {channels} channels of {bits} bits; read them with {how}")
+        return Image.fromarray(pixels).convert("RGB") if self.form is None else self.form.image(pixels, str(index))
+
+    raw = pixels
+
+    def formed(self, form: StackForm) -> ArrayReader:
+        """A reader of the same arrays that keeps their channels and depth."""
+        reader = ArrayReader(self.path, self.members, self.starts)
+        reader.form = form
+        return reader
 
 
 def mapped(path: Path, member: str) -> NDArray[Any]:
@@ -89,12 +105,15 @@ def open_arrays(location: Location) -> DataSet:
     if "x_train" not in arrays or "y_train" not in arrays:
         raise ValueError(f"{uri} needs the arrays x_train and y_train; it has {', '.join(members) or 'none'}")
     present = tuple(s for s in SPLIT_NAMES if f"x_{s}" in arrays)
-    labels = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
-    classes = _names(arrays.get("classes"), labels, f"{uri}: y")
+    given = {s: np.asarray(arrays[f"y_{s}"]) for s in SPLIT_NAMES if f"y_{s}" in arrays}
+    numeric = all(y.dtype.kind == "f" and y.ndim == 1 and np.isfinite(y).all() for y in given.values())
+    labels = {s: np.zeros(len(y), np.int64) for s, y in given.items()} if numeric else given
+    arrays |= {f"y_{s}": y for s, y in labels.items()}
+    classes = ("value",) if numeric else _names(arrays.get("classes"), labels, f"{uri}: y")
     coarser = {}
     for name, stem in levels.items():
-        given = {s: np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays}
-        coarser[name] = _names(arrays.get(f"{stem}_classes"), given, f"{uri}: {stem}")
+        coarse = {s: np.asarray(arrays[f"{stem}_{s}"]) for s in present if f"{stem}_{s}" in arrays}
+        coarser[name] = _names(arrays.get(f"{stem}_classes"), coarse, f"{uri}: {stem}")
     counts = {"y": len(classes)} | {stem: len(coarser[name]) for name, stem in levels.items()}
     problems = [p for s in SPLIT_NAMES for p in _misfits(s, arrays, counts)]
     problems += [f"classes has {name!r} twice" for name in repeated(classes)]
@@ -110,7 +129,8 @@ def open_arrays(location: Location) -> DataSet:
         at_levels = [np.asarray(arrays[f"{stem}_{s}"]) for stem in levels.values() if f"{stem}_{s}" in arrays]
         stack = stacked(labels[s], at_levels) if len(at_levels) == len(levels) else None
         keys = [f"{s}/{i}" for i in range(b - a)]
-        splits[s] = Split(s, reader, np.arange(a, b), keys, labels[s].astype(np.int64), stack)
+        values = given[s].astype(np.float32) if numeric else None
+        splits[s] = Split(s, reader, np.arange(a, b), keys, labels[s].astype(np.int64), stack, values=values)
     multilabel = labels["train"].ndim == 2
     return DataSet(uri, classes, splits, with_finest(classes, multilabel, coarser), multilabel)
 
@@ -164,11 +184,11 @@ def _misfits(split: str, arrays: dict[str, NDArray[Any]], counts: Mapping[str, i
     ]:
         return [f"{name} must have a row per image, and is a single value" for name in flat]
     problems = []
-    if x.dtype != np.uint8:
-        problems.append(f"x_{split} must be uint8, not {x.dtype}")
-    if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+    if x.dtype not in (np.uint8, np.uint16):
+        problems.append(f"x_{split} must be uint8 or uint16, not {x.dtype}")
+    if x.ndim not in (3, 4):
         shape = "x".join(map(str, x.shape))
-        problems.append(f"x_{split} must be [images, height, width] with 1, 3 or no channels at the end, not {shape}")
+        problems.append(f"x_{split} must be [images, height, width] with channels or none at the end, not {shape}")
     if x.size == 0:
         problems.append(f"x_{split} is empty" if len(x) == 0 else f"x_{split} has images without pixels, {x.shape[1:]}")
     for stem, count in counts.items():

@@ -4,6 +4,7 @@ Paths are relative to the table. `a|b` in any label makes the whole set multi-la
 all. Other column names are given in the URI: `labels.csv?path=file&label=species`. A taxonomy of more levels has a
 column `level:NAME` for each (`level:genus`, `level:family`), from fine to coarse, `coarse` being one of them. A column
 `generated` of 0 and 1 tells images that a model made from real ones. `?group=COLUMN` names the group of each image.
+A column `value` of numbers in place of `label`, or `?value=COLUMN`, is what a regression predicts.
 Cells that are no whole paths become some by `?folder=images&ext=.jpg`. Separator and encoding of text are recognised.
 """
 
@@ -43,7 +44,7 @@ from vitrail.files import file_size, replacing
 from vitrail.quantities import shorten
 from vitrail.schema import ConfigError, near
 
-COLUMNS = ("path", "label", "split", "coarse", "generated", "group")
+COLUMNS = ("path", "label", "split", "coarse", "generated", "group", "value")
 SETTINGS = ("folder", "ext")  # what comes before and behind the cells of `path`
 LEVEL = "level:"  # begins the name of a column that holds one more level
 
@@ -74,11 +75,12 @@ def open_table(location: Location) -> DataSet:
     path, uri, names = location.path, location.uri, location.options
     table = _read_parquet(path, uri) if path.suffix.lower() == ".parquet" else read_text_table(path, uri)
     columns = {}
+    numeric = "value" in names or ("value" in table.columns and names.get("label", "label") not in table.columns)
     for column in COLUMNS:
         name = names.get(column, "" if column == "group" else column)  # groups are counted only where asked for
         if name in table.columns:
             columns[column] = table.columns[name]
-        elif column in ("path", "label") or column in names:
+        elif column in names or column == "path" or (column == "label" and not numeric):
             raise ValueError(
                 f"{uri} has no column {name!r} (it has {', '.join(table.columns) or 'none'}); "
                 f"choose it with ?{column}=NAME{near(name, table.columns)}{_proposed_columns(location, table)}"
@@ -86,6 +88,7 @@ def open_table(location: Location) -> DataSet:
     levels = _levels(uri, table.columns, names.get("coarse", "coarse"))
     if not table.places:
         raise ValueError(f"{uri} has a header but no rows; add one row per image")
+    columns = {name: texts for name, texts in columns.items() if name != ("label" if numeric else "value")}
     cells = columns | {name if name == "coarse" else LEVEL + name: texts for name, texts in levels.items()}
     listed, folder, ext = columns["path"], names.get("folder", ""), names.get("ext", "")
     if not (path.parent / folder).is_dir():
@@ -98,6 +101,7 @@ def open_table(location: Location) -> DataSet:
 SOURCE = Source(
     {
         "TABLE.csv": "columns path,label[,split]; labels separated by | make it multi-label; .tsv and .parquet, too; "
+        "path,value for regression; "
         "?path=COLUMN&label=COLUMN&folder=images&ext=.jpg for other columns, and ids that are no paths"
     },
     open_table,
@@ -209,6 +213,8 @@ def _reject_faulty(
             missing += 1
         if cells.get("split") and split_called(cells["split"]) is None:
             faults.append(f"{place}: split {shorten(cells['split'], 60)!r} is not train, val or test")
+        if cells.get("value") and not _is_number(cells["value"]):
+            faults.append(f"{place}: value {shorten(cells['value'], 60)!r} is no finite number")
         if cells.get("generated", "0") not in ("", "0", "1"):
             faults.append(f"{place}: generated {shorten(cells['generated'], 60)!r} is not 0 or 1")
     if faults:
@@ -216,6 +222,13 @@ def _reject_faulty(
         more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         hint = _proposed_settings(location, listed) if missing else ""
         raise ValueError(f"{uri} has {len(faults)} faults; fix or remove those rows:{lines}{more}{hint}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _proposed_settings(location: Location, cells: Sequence[str]) -> str:
@@ -280,7 +293,8 @@ def _assemble(
     read_notes: Sequence[str] = (),
 ) -> DataSet:
     paths = columns["path"]
-    classes, labels, multilabel = labels_of(columns["label"])
+    values = np.array(columns["value"], np.float32) if "value" in columns else None
+    classes, labels, multilabel = labels_of(columns["label"] if values is None else ["value"] * len(paths))
     names = {level: tuple(sorted(set(texts), key=natural)) for level, texts in levels.items()}
     numbers = {level: {name: i for i, name in enumerate(known)} for level, known in names.items()}
     coarser = [np.array([numbers[level][text] for text in texts], np.int64) for level, texts in levels.items()]
@@ -288,7 +302,7 @@ def _assemble(
     generated = np.array(columns["generated"]) == "1" if "generated" in columns else None
     groups = np.array(columns["group"]) if "group" in columns else None
     rows = (np.arange(len(paths)), paths, labels, stacked(labels, coarser))
-    whole = Split(UNDIVIDED, reader, *rows, generated=generated, groups=groups)
+    whole = Split(UNDIVIDED, reader, *rows, generated=generated, groups=groups, values=values)
     splits = {UNDIVIDED: whole}
     if "split" in columns:
         splits = whole.divide(split_rows([split_called(text) for text in columns["split"]]))

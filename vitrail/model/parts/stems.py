@@ -112,15 +112,15 @@ class NonLocalBlock(nn.Module):
 
 
 class SotEmbed(nn.Module):
-    """images [batch, 3, height, width] -> [batch, width, height / patch, width / patch]."""
+    """images [batch, channels, height, width] -> [batch, width, height / patch, width / patch]."""
 
-    def __init__(self, block: str, patch: int, width: int) -> None:
+    def __init__(self, block: str, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
         halvings = int(math.log2(patch))
         if 2**halvings != patch or not 2 <= halvings <= 4:
             raise ValueError(f"SoT's token embedding makes patches of 4, 8 or 16 pixels, not {patch}")
         self.block = block
-        self.stem = nn.Conv2d(3, STEM_WIDTH, 3, padding=1)
+        self.stem = nn.Conv2d(channels, STEM_WIDTH, 3, padding=1)
         halve = [i < halvings - 1 for i in range(3)]
         kinds = {"densenet": DenseBlock, "resnet": ResidualBlock, "inception": InceptionBlock}
         last = BLOCK_WIDTH if block in ("densenet", "inception") else 256
@@ -138,7 +138,7 @@ class SotEmbed(nn.Module):
 
 
 class Stem(nn.Module):
-    """images [batch, 3, height, width] -> tokens [batch, rows * columns, width]; one patch is `patch` pixels wide."""
+    """images [batch, channels, height, width] -> tokens [batch, rows * columns, width]; patches are `patch` wide."""
 
     patch: int
 
@@ -162,10 +162,10 @@ class Stem(nn.Module):
 class PatchEmbed(Stem):
     """Non-overlapping patches, one linear projection (ViT, Dosovitskiy et al. 2020, arXiv 2010.11929)."""
 
-    def __init__(self, patch: int, width: int) -> None:
+    def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def features(self, images: Tensor) -> Tensor:
         return self.proj(images)
@@ -175,7 +175,7 @@ class PatchEmbed(Stem):
             return super().forward(images)
         # There, a matrix product is several times as fast as a convolution of three channels.
         rows, columns = self.grid(images.shape[-2], images.shape[-1])
-        patches = images.reshape(len(images), 3, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
+        patches = images.reshape(len(images), -1, rows, self.patch, columns, self.patch).permute(0, 2, 4, 1, 3, 5)
         return F.linear(patches.reshape(len(images), rows * columns, -1), self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -186,13 +186,13 @@ class ConvEmbed(Stem):
     their code). For patches of 16 there are four, of widths w/8, w/4, w/2, w; for smaller patches, fewer.
     """
 
-    def __init__(self, patch: int, width: int, norm: bool, act: str = "gelu") -> None:
+    def __init__(self, patch: int, width: int, norm: bool, act: str = "gelu", channels: int = 3) -> None:
         super().__init__()
         halvings = int(math.log2(patch))
         if 2**halvings != patch or halvings < 1:
             raise ValueError(f"a convolutional stem halves the image step by step: patch {patch} is no power of 2")
         self.patch = patch
-        widths = [3, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
+        widths = [channels, *(max(1, width >> (halvings - 1 - i)) for i in range(halvings))]
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(nn.BatchNorm2d(b) if norm else nn.Identity() for b in widths[1:])
         self.act = activation(act)
@@ -206,23 +206,23 @@ class ConvEmbed(Stem):
 class SotTokens(Stem):
     """SoT's convolutional token embedding (arXiv 2104.10935, supplement A)."""
 
-    def __init__(self, config: SotStem, patch: int, width: int) -> None:
+    def __init__(self, config: SotStem, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
         self.patch = patch
-        self.embed = SotEmbed(config.block, patch, width)
+        self.embed = SotEmbed(config.block, patch, width, channels)
 
     def features(self, images: Tensor) -> Tensor:
         return self.embed(images)
 
 
-def build_stem(config: StemConfig, patch: int, width: int, act: str = "gelu") -> Stem:
+def build_stem(config: StemConfig, patch: int, width: int, act: str = "gelu", channels: int = 3) -> Stem:
     """The stem that `config` describes."""
     if isinstance(config, ConvStem):
-        return ConvEmbed(patch, width, config.norm, act)
+        return ConvEmbed(patch, width, config.norm, act, channels)
     if isinstance(config, SotStem):
-        return SotTokens(config, patch, width)
+        return SotTokens(config, patch, width, channels)
     assert isinstance(config, Patchify)
-    return PatchEmbed(patch, width)
+    return PatchEmbed(patch, width, channels)
 
 
 def resize_positions(

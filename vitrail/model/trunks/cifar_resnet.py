@@ -28,7 +28,7 @@ class CifarResNetTrunk(BaseTrunk):
     prefix = 0
     opaque = "a CIFAR ResNet gives no intermediates by name; use trunk.feature_maps(images)"
 
-    def __init__(self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None) -> None:
+    def __init__(self, depth: int, bottleneck: bool = False, shortcut: Shortcut | None = None, inputs: int = 3) -> None:
         super().__init__()
         layers = 3 if bottleneck else 2
         count, rest = divmod(depth - 2, 3 * layers)
@@ -39,7 +39,7 @@ class CifarResNetTrunk(BaseTrunk):
         way = shortcut or ("project" if bottleneck else "pad")
         block: type[Residual] = Bottleneck if bottleneck else Plain
         self.depth = depth
-        self.conv1 = nn.Conv2d(3, STAGE_WIDTHS[0], 3, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(inputs, STAGE_WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(STAGE_WIDTHS[0])
         channels, stages = STAGE_WIDTHS[0], []
         for stage, width in enumerate(STAGE_WIDTHS):

@@ -342,7 +342,7 @@ def resnet18_32(pretrained: bool = False, **options: Any) -> nn.Module:
     for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
         options.pop(name, None)
     model: Any = timm.create_model("resnet18", **options)
-    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    model.conv1 = nn.Conv2d(model.conv1.in_channels, model.conv1.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **SMALL}

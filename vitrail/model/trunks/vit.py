@@ -42,7 +42,7 @@ class Trunk(BaseTrunk):
     def __init__(self, config: TrunkConfig, prefix: int = 1, final_norm: bool = True) -> None:
         super().__init__()
         self.config, self.prefix, self.width, self.layers = config, prefix, config.width, config.depth
-        self.patch_embed = build_stem(config.stem, config.patch, config.width, config.activation)
+        self.patch_embed = build_stem(config.stem, config.patch, config.width, config.activation, config.channels)
         self.grid = self.patch_embed.grid(config.image_size, config.image_size)
         if config.class_token_at > config.depth:
             raise ValueError(f"class_token_at is {config.class_token_at}, but there are only {config.depth} blocks")
@@ -125,7 +125,7 @@ class Trunk(BaseTrunk):
             )
 
     def embed(self, images: Tensor) -> Tokens:
-        """Images [batch, 3, height, width] to tokens with positions."""
+        """Images [batch, channels, height, width] to tokens with positions."""
         grid = self.patch_embed.grid(images.shape[-2], images.shape[-1])
         x = self.patch_embed(images)
         if self.placed_prefix:
