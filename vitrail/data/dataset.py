@@ -235,7 +235,7 @@ def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int
         source = replace(source, **pooled)
     wanted = [("test", test_fraction, _TEST)] if undivided else []
     wanted += [("val", val_fraction, _VAL)] if "val" not in splits and not fold else []
-    rest = np.ones(len(source), bool)
+    rest, how = np.ones(len(source), bool), "" if data.numeric else ", stratified"
     for name, fraction, draw in wanted:
         if fraction >= 1:
             raise ValueError(f"val_fraction {val_fraction:g} leaves nothing to train on; it must be less than 1")
@@ -245,12 +245,12 @@ def hold_out(data: DataSet, val_fraction: float, test_fraction: float, seed: int
             rest[rows] = False
             splits[name] = source.take(rows, name)
             share = f"{fraction:.3g} of {'all' if undivided else 'train'}"
-            notes.append(f"{name}: {len(rows)} {data.things} ({share}) held out, stratified, seed {seed}")
+            notes.append(f"{name}: {len(rows)} {data.things} ({share}) held out{how}, seed {seed}")
     if fold:
         rows = _fold(source, rest, fold, seed)
         rest[rows] = False
         splits["val"] = source.take(rows, "val")
-        notes.append(f"val: fold {fold} of train and val, {len(rows)} {data.things}, stratified, seed {seed}")
+        notes.append(f"val: fold {fold} of train and val, {len(rows)} {data.things}{how}, seed {seed}")
     if undivided or not rest.all():
         splits["train"] = source.take(np.flatnonzero(rest), "train")
     if "val" not in splits:
