@@ -263,6 +263,17 @@ def test_a_head_of_several_classifiers_is_rejected() -> None:
         Regression(model, RegressionConfig(), np.arange(4.0))
 
 
+def test_train_with_such_data_alone_chooses_regression(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vitrail.run.choose import choose_run
+
+    config, (found, _) = choose_run(str(arrays), {})
+    assert config.objective == RegressionConfig()
+    assert "values to predict" in found
+    assert choose_run(str(arrays), {"objective": {"loss": "l1"}})[0].objective == RegressionConfig(loss="l1")
+    command(["check", str(arrays)])
+    assert "images, values: " in capsys.readouterr().out
+
+
 def test_values_are_not_packed(arrays: Path, tmp_path: Path) -> None:
     from vitrail.data.open import open_source
     from vitrail.data.pack import pack

@@ -67,6 +67,8 @@ def choose_run(uri: str, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[st
         reason = f"the weights of {model} are {where}" if not problem else "no published weights without a network"
     name, settings = CHOICES[kind, weights, device]
     changes = flat(settings)
+    if data.numeric:
+        values = {**values, "objective": {"kind": "regression", **dict(values.get("objective") or {})}}
     if kind == "small images":
         changes["model.image_size"] = 7 * max(3, round(side / 7))  # of vit_micro_28, whose patches have 7 pixels
     named = dict(values.get("model") or {}).get("name")
@@ -75,7 +77,8 @@ def choose_run(uri: str, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[st
     config = from_mapping(values, with_values(recipe(name, named), {**changes, "data.uri": uri}))
     if device == "CPU" and not {"epochs", "steps"} & dict(values.get("optim") or {}).keys():
         config = with_values(config, {"optim.epochs": _epochs(config, images, len(data.classes))})
-    found = f"{images:,} {kind} (shorter side {side} pixels), {len(data.classes)} classes, {device}; {reason}"
+    wanted = "values to predict" if data.numeric else f"{len(data.classes)} classes"
+    found = f"{images:,} {kind} (shorter side {side} pixels), {wanted}, {device}; {reason}"
     chosen = f"recipe {name}: {config.model.name} at {config.model.image_size or 'its own'} pixels"
     chosen += f", {config.optim.epochs:g} epochs"
     return config, (f"found: {found}", f"chosen: {chosen}; choose otherwise: vitrail train RECIPE --data {uri}")

@@ -45,7 +45,7 @@ class CheckReport:
 
     uri: str
     images: dict[str, int]  # by split
-    classes: int
+    classes: int  # 0 where images have values
     findings: tuple[Finding, ...]
     suspects: tuple[Suspect, ...] = ()  # images a person should look at
     notes: tuple[str, ...] = ()  # what was ignored or held out as the data were read
@@ -54,7 +54,8 @@ class CheckReport:
     def summary(self) -> str:
         """How many images and classes there are."""
         splits = ", ".join(f"{count:,} {name}" for name, count in self.images.items())
-        return f"{sum(self.images.values()):,} images, {self.classes:,} classes: {splits}"
+        kind = f"{self.classes:,} classes" if self.classes else "values"
+        return f"{sum(self.images.values()):,} images, {kind}: {splits}"
 
     @property
     def severity(self) -> Literal["ok", "warnings", "errors"]:
@@ -104,7 +105,8 @@ def check_data(
         findings += _duplicates(prints, suspects)
         findings += _near_duplicates(prints, suspects)
         findings += _suspicious(prints, data.classes, suspects)
-    return CheckReport(data.uri, images, len(data.classes), tuple(findings), tuple(suspects), tuple(data.notes))
+    classes = 0 if data.numeric else len(data.classes)
+    return CheckReport(data.uri, images, classes, tuple(findings), tuple(suspects), tuple(data.notes))
 
 
 def picture_sheet(data: DataSet, path: str | Path, report: CheckReport | None = None) -> Path:
