@@ -1,7 +1,7 @@
 """Commands and code of the documentation: how pages are read, and how each is made small enough to be run in a test.
 
-Nothing of a command is removed. Words are added to it, and of a flag given twice the last counts; they may change
-lengths, models and amounts of data (`SIZES`). Where a command cannot run on every machine, a reason is stated and the
+No flag of a command is removed. Flags are added to it, or get another value, and may change lengths, models and amounts
+of data only (`SIZES`). Where a command cannot run on every machine, a reason is stated and the
 command is only parsed: its flags, recipe and settings must exist.
 """
 
@@ -106,22 +106,35 @@ def unknown(words: list[str]) -> list[str]:
     return []
 
 
+def shortened(words: list[str], added: str) -> list[str]:
+    """A command with further flags; one that it has already gets their value.
+
+    >>> shortened(["train", "demo", "--optim.epochs", "9", "--seed", "1"], "--optim.epochs 1 --data.limit 60")
+    ['train', 'demo', '--seed', '1', '--optim.epochs', '1', '--data.limit', '60']
+    """
+    for flag in [word for word in added.split() if word.startswith("--") and word in words]:
+        place = words.index(flag)
+        words = words[:place] + words[place + 2 :]
+    return [*words, *added.split()]
+
+
 @dataclass(frozen=True)
 class Page:
     """How a page is run: what must be there before, what makes it small, and what is only parsed."""
 
     before: tuple[str, ...] = ()  # commands whose results the page takes for granted
-    smaller: Mapping[str, str] = field(default_factory=dict)  # part of a command: words that are added to it
+    smaller: Mapping[str, str] = field(default_factory=dict)  # part of a command: flags that it gets
     texts: Mapping[str, str] = field(default_factory=dict)  # part of code or a file: what replaces it
     parsed: Mapping[str, str] = field(default_factory=dict)  # part of a command: why it is not run
 
 
-MICRO = "--data.limit 240 --model.trunk.depth 2 --optim.epochs 1"  # of `demo`
+MICRO = "--data.limit 240 --data.workers 0 --model.trunk.depth 2 --optim.epochs 1"  # of `demo`
 TOUR = f"vitrail train demo --out runs/tour {MICRO}"
-PHOTOS = "--model.name vit_micro_28 --model.trunk.depth 1 --optim.epochs 1"
-RUN = "vitrail train vit --data photos/ --out RUN --model.name vit_micro_28 --model.trunk.depth 1 --optim.epochs 1"
-CONVOLUTIONS = "--model.name timm:test_resnet --model.image_size 64 --data.batch 16 --optim.epochs 1"
+PHOTOS = "--model.name vit_micro_28 --model.image_size 28 --model.trunk.depth 1 --optim.epochs 1 --data.workers 0"
+RUN = f"vitrail train vit --data photos/ --out RUN {PHOTOS}"
+CONVOLUTIONS = "--model.name timm:test_resnet --model.image_size 64 --data.batch 16 --optim.epochs 1 --data.workers 0"
 INSTALLS = "installs packages"
+REPEATED = "docs/fit.md has the same command, and is run"
 WEIGHTS = "needs published weights"
 ACCELERATORS = "needs eight accelerators"
 BUCKET = "needs a bucket or a server"
@@ -130,12 +143,12 @@ EVIDENCE = "hours on an accelerator; a result, with its command"
 
 PAGES = {
     "README.md": Page(
-        smaller={"vitrail train photos/": PHOTOS, "vitrail fit": "--minutes 0.05"},
-        parsed={"make": INSTALLS, "pip": INSTALLS},
+        smaller={"vitrail train photos/": PHOTOS},
+        parsed={"make": INSTALLS, "pip": INSTALLS, "vitrail fit": REPEATED},
     ),
     "docs/start.md": Page(
         smaller={"vitrail train demo": MICRO},
-        texts={"replace(config, optim": 'replace(config, data=replace(config.data, limit=240), optim'},
+        texts={"replace(config, optim": "replace(config, data=replace(config.data, limit=240), optim"},
         parsed={"pip": INSTALLS, "deit_smal ": "shows a mistake"},
     ),
     "docs/fit.md": Page(smaller={"vitrail fit": "--minutes 0.05"}),
@@ -148,9 +161,12 @@ PAGES = {
         },
         parsed={"vitrail app": "starts a server, and needs gradio"},
     ),
-    "docs/trust.md": Page(smaller={"vitrail train small-deit": "--data.limit 600 --optim.epochs 1"}),
+    "docs/trust.md": Page(smaller={"vitrail train small-deit": "--data.limit 600 --optim.epochs 1 --data.workers 0"}),
     "docs/label-errors.md": Page(
-        before=("vitrail train vit --data cifar10 --out resnet20 --model.name cifar_resnet20 --optim.epochs 1",),
+        before=(
+            "vitrail train vit --data cifar10 --out resnet20 --model.name cifar_resnet20 --model.trunk.depth 8 "
+            "--optim.epochs 1 --data.workers 0",
+        ),
         smaller={"vitrail train vit": "--model.name vit_tiny_32 --model.trunk.depth 1 --optim.epochs 1"},
     ),
     "docs/robustness.md": Page(
@@ -211,11 +227,10 @@ PAGES = {
     "docs/guides/photographs.md": Page(
         before=(RUN,),
         smaller={
-            "vitrail fit": "--minutes 0.05",
             "vitrail train scratch": CONVOLUTIONS,
             "--model.weights deit_small": "--model.name timm:test_vit --optim.epochs 1",
         },
-        parsed={"finetune --data photos/  ": WEIGHTS, "hf download": "needs a network"},
+        parsed={"finetune --data photos/  ": WEIGHTS, "vitrail fit": REPEATED, "hf download": "needs a network"},
     ),
     "docs/guides/rare-classes.md": Page(smaller={"vitrail train scratch": CONVOLUTIONS}),
     "docs/guides/speed.md": Page(
@@ -262,7 +277,9 @@ def furnish(folder: Path) -> None:
     parts = {"x_train": pixels[:100], "y_train": labels[:100], "x_test": pixels[100:], "y_test": labels[100:]}
     for name in ("cifar10", "cifar100"):
         np.savez(folder / f"{name}.npz", **parts, classes=np.array([f"class{i}" for i in range(10)]))
-    rows = [f"photos/{name}/{i:02d}.png,{name},{'home' if i % 2 else 'wild'}" for name in ("cat", "dog") for i in range(20)]
+    rows = [
+        f"photos/{name}/{i:02d}.png,{name},{'home' if i % 2 else 'wild'}" for name in ("cat", "dog") for i in range(20)
+    ]
     (folder / "labels.csv").write_text("\n".join(["path,label,kind", *rows]), encoding="utf-8")
     (folder / "shards").mkdir()
     for split, numbers in (("train-000", range(8)), ("train-001", range(8, 16)), ("val-00", range(16, 20))):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented import PAGES, SIZES, Page, Step, furnish, pages, spans, steps, unknown
+from documented import PAGES, SIZES, Page, Step, furnish, pages, shortened, spans, steps, unknown
 
 import vitrail.fit.run as fitting
 from vitrail.cli import run as command
@@ -19,6 +19,8 @@ from vitrail.fit.candidates import Candidate
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+
+
 def is_parsed_only(page: str, named: Page) -> bool:
     return all(any(part in step.text for part in named.parsed) for step in steps(page))
 
@@ -38,7 +40,7 @@ def carried_out(step: Step, page: Page) -> str:
             exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})
         return ""
     added = next((words for part, words in page.smaller.items() if part in text), "")
-    words = [*shlex.split(text, comments=True), *added.split()]
+    words = shortened(shlex.split(text, comments=True), added)
     if words[0] == "vitrail":
         code = command(words[1:])
         return f"exit code {code}" if code else ""
@@ -123,7 +125,7 @@ def test_the_commands_and_code_of_a_page_work_in_their_order(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate("vit_micro_28", 28)])
-    monkeypatch.setattr(fitting, "TEACHERS", {})
+    monkeypatch.setattr(fitting, "TEACHERS", {"photo": "vit_micro_28", "small": "vit_micro_28"})
     for text in PAGES[page].before:
         assert command(shlex.split(text)[1:]) == 0, capsys.readouterr().err[-2000:]
     for step in steps(page):
