@@ -174,10 +174,10 @@ PAGES = {
             "vitrail train vit --data cifar10.npz --out RUN --model.name vit_tiny_32 --model.trunk.depth 1 "
             "--optim.epochs 1",
         ),
-        smaller={"make_cifar_c.py": "--images 10"},
+        smaller={"make_cifar_c.py": "--images 2"},
     ),
     "docs/streams.md": Page(
-        smaller={"vitrail train deit3-1k-400 --data 'shards": PHOTOS + " --data.batch 8"},
+        smaller={"--data shards/": PHOTOS + " --data.batch 8"},
         parsed={"pip": INSTALLS, "s3://": BUCKET, "https://": BUCKET},
     ),
     "docs/scale.md": Page(
@@ -205,7 +205,10 @@ PAGES = {
         before=(TOUR,), smaller={"vitrail train demo": MICRO, "vitrail attack": "--optim.steps 2"}
     ),
     "docs/guides/compare.md": Page(
-        texts={"{recipe: demo, optim": "{recipe: demo, data: {limit: 60}, model: {trunk: {depth: 1}}, optim"}
+        texts={
+            "{recipe: demo, optim": "{recipe: demo, data: {limit: 60}, model: {trunk: {depth: 1}}, optim",
+            "seeds: 3": "seeds: 2",
+        }
     ),
     "docs/guides/distil.md": Page(
         smaller={"--model.name timm:resnet50": CONVOLUTIONS, "--model.name timm:mobilenetv4_conv_small": CONVOLUTIONS}
@@ -218,7 +221,10 @@ PAGES = {
         },
     ),
     "docs/guides/more-images.md": Page(
-        before=("vitrail train vit --data cifar10.npz --out runs/vit --model.name vit_tiny_32 --optim.epochs 1",),
+        before=(
+            "vitrail train vit --data cifar10.npz --out runs/vit --model.name vit_tiny_32 "
+            "--model.trunk.depth 1 --optim.epochs 1",
+        ),
         smaller={
             "small-diffusion": "--model.trunk.width 8 --model.trunk.depth 1 --model.trunk.multipliers 1 1 "
             "--model.trunk.heads 1 --model.trunk.draws 1 --data.batch 20 --optim.steps 2",
@@ -249,7 +255,7 @@ PAGES = {
             "small-mae": "--model.trunk.depth 2 --model.trunk.width 48 --model.trunk.heads 3 --data.batch 20 "
             "--objective.decoder_width 48 --objective.decoder_depth 1 --objective.decoder_heads 3 --optim.epochs 1",
             "small-attention-distill": "--model.trunk.depth 2 --model.trunk.width 48 --model.trunk.heads 3 "
-            "--data.batch 4 --optim.epochs 1",
+            "--objective.layers first:2 --data.batch 4 --optim.epochs 1",
         }
     ),
 }
@@ -268,15 +274,16 @@ def furnish(folder: Path) -> None:
         for i in range(20):
             for place in (f"photos/{name}", f"imagenet/{name}", f"cifar10/{name}", "unsorted"):
                 (folder / place).mkdir(parents=True, exist_ok=True)
-                side = 32 if place.startswith("cifar10") else 72
+                side = 32 if place.startswith("cifar10") else 56  # above 64 workers decode; their start takes seconds
                 picture(c, side).save(folder / place / f"{name if place == 'unsorted' else ''}{i:02d}.png")
-    picture(0, 72).save(folder / "cat.jpg")
-    picture(1, 72).save(folder / "dog.png")
+    picture(0, 56).save(folder / "cat.jpg")
+    picture(1, 56).save(folder / "dog.png")
     labels = np.arange(120) % 10
     pixels = noise.integers(0, 255, (120, 32, 32, 3), dtype=np.uint8)
     parts = {"x_train": pixels[:100], "y_train": labels[:100], "x_test": pixels[100:], "y_test": labels[100:]}
+    names = np.array(["cat", "dog", "lynx", *(f"class{i}" for i in range(3, 10))])
     for name in ("cifar10", "cifar100"):
-        np.savez(folder / f"{name}.npz", **parts, classes=np.array([f"class{i}" for i in range(10)]))
+        np.savez(folder / f"{name}.npz", **parts, classes=names)
     rows = [
         f"photos/{name}/{i:02d}.png,{name},{'home' if i % 2 else 'wild'}" for name in ("cat", "dog") for i in range(20)
     ]
