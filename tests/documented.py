@@ -137,6 +137,7 @@ INSTALLS = "installs packages"
 REPEATED = "docs/fit.md has the same command, and is run"
 WEIGHTS = "needs published weights"
 ACCELERATORS = "needs eight accelerators"
+DIFFUSION = "minutes on an accelerator; tests/generate has small ones"
 BUCKET = "needs a bucket or a server"
 IMAGENET = "needs ImageNet"
 EVIDENCE = "hours on an accelerator; a result, with its command"
@@ -174,7 +175,7 @@ PAGES = {
             "vitrail train vit --data cifar10.npz --out RUN --model.name vit_tiny_32 --model.trunk.depth 1 "
             "--optim.epochs 1",
         ),
-        smaller={"make_cifar_c.py": "--images 2"},
+        smaller={"make_cifar_c.py": "--images 10"},
     ),
     "docs/streams.md": Page(
         smaller={"--data shards/": PHOTOS + " --data.batch 8"},
@@ -222,13 +223,10 @@ PAGES = {
     ),
     "docs/guides/more-images.md": Page(
         before=(
-            "vitrail train vit --data cifar10.npz --out runs/vit --model.name vit_tiny_32 "
-            "--model.trunk.depth 1 --optim.epochs 1",
+            "vitrail train vit --data cifar10.npz --out runs/vit --model.name vit_tiny_32 --model.trunk.depth 1 "
+            "--optim.epochs 1",
         ),
-        smaller={
-            "small-diffusion": "--model.trunk.width 8 --model.trunk.depth 1 --model.trunk.multipliers 1 1 "
-            "--model.trunk.heads 1 --model.trunk.draws 1 --data.batch 20 --optim.steps 2",
-        },
+        parsed={"small-diffusion": DIFFUSION, "genie_ada": DIFFUSION},
     ),
     "docs/guides/photographs.md": Page(
         before=(RUN,),
