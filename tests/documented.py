@@ -150,7 +150,11 @@ PAGES = {
     "docs/start.md": Page(
         smaller={"vitrail train demo": MICRO},
         texts={"replace(config, optim": "replace(config, data=replace(config.data, limit=240), optim"},
-        parsed={"pip": INSTALLS, "deit_smal ": "shows a mistake"},
+        parsed={
+            "pip": INSTALLS,
+            "deit_smal ": "shows a mistake",
+            "knn,linear,corruptions": "75 passes over the test images; tests/measure has them",
+        },
     ),
     "docs/fit.md": Page(smaller={"vitrail fit": "--minutes 0.05"}),
     "docs/export.md": Page(before=(f"vitrail train demo --out runs/demo {MICRO}",)),
@@ -183,9 +187,10 @@ PAGES = {
     ),
     "docs/scale.md": Page(
         smaller={
-            "show finetune": "--model.name vit_micro_28 --optim.epochs 1",
+            "show scratch": CONVOLUTIONS,
             "--engine.shard": "--model.name vit_micro_28 --model.trunk.depth 2 --data.batch 12 --optim.steps 2",
-            "--engine.activation": "--model.trunk.depth 2 --model.trunk.width 64 --data.batch 4 --optim.steps 2",
+            "--engine.activation": "--model.trunk.depth 2 --model.trunk.width 64 --model.trunk.heads 2 --data.batch 4 "
+            "--optim.steps 2",
         },
         parsed={
             "--nproc_per_node 8": ACCELERATORS,
