@@ -6,29 +6,49 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documented import PAGES, SIZES, Page, Step, furnish, pages, shortened, spans, steps, unknown
+
+import vitrail.fit.run as fitting
+from vitrail.cli import run as command
+from vitrail.fit.candidates import Candidate
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-SMALL = "--data.limit 240 --model.trunk.depth 2"  # added to `vitrail train demo`, so that minutes become seconds
-SHORTER = {"knn,linear,corruptions": "knn"}  # 75 passes over the test images; tests/measure has them
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, text) of every block of a page that is a command or code."""
-    return re.findall(
-        r"^```(sh|python)\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+def is_parsed_only(page: str, named: Page) -> bool:
+    return all(any(part in step.text for part in named.parsed) for step in steps(page))
 
 
-def commands(text: str) -> list[list[str]]:
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+def carried_out(step: Step, page: Page) -> str:
+    """Run a step of a page, in the current folder; returns what went wrong, or nothing."""
+    text = step.text
+    if any(part in text for part in page.parsed):
+        return ""
+    if step.language != "sh":
+        for part, other in page.texts.items():
+            text = text.replace(part, other)
+        if step.language == "yaml":
+            name = re.search(r"^name: (\w+)$", text, re.MULTILINE)
+            Path(f"{name[1]}.yaml").write_text(text, encoding="utf-8")  # type: ignore[index]
+        else:
+            exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})
+        return ""
+    added = next((words for part, words in page.smaller.items() if part in text), "")
+    words = shortened(shlex.split(text, comments=True), added)
+    if words[0] == "vitrail":
+        code = command(words[1:])
+        return f"exit code {code}" if code else ""
+    call = [sys.executable, *words[1:]] if words[0] == "python" else words
+    if words[0] == "torchrun":
+        call = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False)
+    return done.stderr[-2000:] if done.returncode else ""
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -66,21 +86,49 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
     assert (tmp_path / done.stdout.splitlines()[-1] / "report.html").is_file()
 
 
+@pytest.mark.parametrize("page", pages())
+def test_every_page_with_commands_or_code_is_run(page: str) -> None:
+    assert not steps(page) or page in PAGES
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_of_a_page_has_known_flags_recipes_and_settings(page: str) -> None:
+    for text in [*(step.text for step in steps(page) if step.language == "sh"), *spans(page)]:
+        if "deit_smal " in text or "..." in text:
+            continue  # what the answer to a mistake looks like; a command that is not whole
+        assert unknown(shlex.split(text, comments=True)) == [], text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_made_smaller_in_lengths_models_and_amounts_of_data_only(page: str) -> None:
+    added = [word for words in PAGES[page].smaller.values() for word in words.split() if word.startswith("--")]
+    assert {word.removeprefix("--") for word in added} <= set(SIZES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_table_names_nothing_that_a_page_does_not_have(page: str) -> None:
+    named = PAGES[page]
+    texts = [step.text for step in steps(page)]
+    parts = [*named.smaller, *named.texts, *named.parsed]
+    assert [part for part in parts if not any(part in text for text in texts)] == []
+
+
 @pytest.mark.slow
-def test_the_tour_and_what_builds_on_it_work_in_their_order(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    for name in ("boot.png", "bag.png"):
-        shutil.copy(DOCS / name, tmp_path / "docs")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment, "timeout": 900}
-    for page in ("start.md", "guides/adaptive.md", "guides/other-images.md"):
-        for language, text in blocks(page):
-            for words in [["-c", text]] if language == "python" else commands(text):
-                if words[0] == "pip" or words == ["vitrail", "train", "demo"]:
-                    continue  # the first lines of the page: installation, and minutes of training
-                small = SMALL.split() if words[:3] == ["vitrail", "train", "demo"] else []
-                call = [SHORTER.get(word, word) for word in [*words, *small]]
-                call = [sys.executable, *(["-m", *call] if call[0] == "vitrail" else call)]
-                done = subprocess.run(call, check=False, **options)  # type: ignore[call-overload]
-                assert done.returncode == 0, f"{page}: {' '.join(words)[:200]}\n{done.stderr[-2000:]}"
+@pytest.mark.parametrize("page", [page for page, named in PAGES.items() if not is_parsed_only(page, named)])
+def test_the_commands_and_code_of_a_page_work_in_their_order(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate("vit_micro_28", 28)])
+    monkeypatch.setattr(fitting, "TEACHERS", {"photo": "vit_micro_28", "small": "vit_micro_28"})
+    for text in PAGES[page].before:
+        assert not carried_out(Step("sh", text), Page()), capsys.readouterr().err[-2000:]
+    for step in steps(page):
+        capsys.readouterr()
+        problem = carried_out(step, PAGES[page])
+        assert not problem, f"{step.text[:200]}\n{problem}\n{capsys.readouterr().err[-2000:]}"

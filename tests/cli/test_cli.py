@@ -429,3 +429,14 @@ def test_bench_measures_a_trained_model_beside_a_named_one(trained: Path, capsys
     assert [row["model"] for row in found["rows"]] == [str(trained), "vit_micro_28"]
     assert found["rows"][0]["top1"] is not None
     assert all(row["images_per_second"] > 0 and row["batch"] == 2 for row in found["rows"])
+
+
+def test_a_plan_whose_measured_steps_fail_says_why_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*_: object) -> None:
+        raise RuntimeError("model.weights: no published weights")
+
+    monkeypatch.setattr("vitrail.compare.budgets.probe", failed)
+    assert run(["show", "demo", "--plan", "--measure"]) == 2
+    assert capsys.readouterr().err == "vitrail: model.weights: no published weights\n"

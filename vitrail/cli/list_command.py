@@ -76,5 +76,9 @@ class ShowCommand:
         config = configured(self.names[0], self.settings)
         if self.measure and not config.data.uri:
             return fail("--measure trains some steps: name the images with --data URI")
-        plan = plan_run(config, probe(config, MEASURED_SECONDS, MEASURED_STEPS) if self.measure else None)
+        try:
+            measured = probe(config, MEASURED_SECONDS, MEASURED_STEPS) if self.measure else None
+        except RuntimeError as error:  # the steps ran in a process, which failed with this sentence
+            return fail(str(error))
+        plan = plan_run(config, measured)
         return output(self.json, {"recipe": self.names[0], **plan}, plan_text(plan))
