@@ -12,7 +12,7 @@ from rich.text import Text
 
 from vitrail.measure.classification import Figures, MultiLabelFigures, SingleLabelFigures
 from vitrail.measure.evaluator import Findings, ResultTable, UnlabelledFigures
-from vitrail.quantities import number, percent, shorten
+from vitrail.quantities import MISSING, number, percent, shorten
 from vitrail.registry import part
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NO_IMAGES = "no images"  # in place of a recall
 
 def headline(figures: Figures, title: str = "") -> Table:
     """The metrics that are one number each."""
-    table = _table(title or f"{figures.count:,} images", "figure", "value", left="value")
+    table = _table(title or f"{figures.count:,} images", "metric", "value", left="value")
     scalars = figures.scalars()
     if isinstance(figures, UnlabelledFigures):
         table.add_row("spread of embeddings", f"{number(figures.spread, 3)}  (0: all images alike; 1: everywhere)")
@@ -72,7 +72,7 @@ CALIBRATION: dict[str, tuple[str, Callable[[float], str]]] = {
 def trust_table(trust: Mapping[str, Any]) -> list[Table | str]:
     """What was fitted on val (`measure.trust.Fitted.facts`) and what it gives."""
     what = "vector scaling" if trust["kind"] == "vector" else f"temperature {number(trust['temperature'])}"
-    table = _table(f"{trust['split']}: {what}, fitted on {trust['images']:,} val images", "figure", "before", "after")
+    table = _table(f"{trust['split']}: {what}, fitted on {trust['images']:,} val images", "metric", "before", "after")
     for name, (title, tell) in CALIBRATION.items():
         if "after" in trust:
             table.add_row(title, tell(trust["before"][name]), tell(trust["after"][name]))
@@ -96,8 +96,8 @@ def per_class(figures: Figures, most: int | None = None) -> Table:
     columns = ["class", "images", "precision", "recall", "F1"] + (["AP"] if multilabel else [])
     table = _table(title, *columns)
     for i in rows:
-        recall = percent(figures.recall[i]) if figures.support[i] else NO_IMAGES
-        cells = [percent(figures.precision[i]), recall, percent(figures.f1[i])]
+        there = [percent(figures.recall[i]), percent(figures.f1[i])] if figures.support[i] else [NO_IMAGES, MISSING]
+        cells = [percent(figures.precision[i]), *there]
         cells += [percent(score[i])] if multilabel else []
         table.add_row(_name(figures.classes[i]), f"{figures.support[i]:,}", *cells)
     return table
@@ -112,7 +112,7 @@ def confused(figures: SingleLabelFigures, most: int = 10) -> Table:
     return table
 
 
-def _table(title: str | None, first: str, *others: str, left: str = "figure") -> Table:
+def _table(title: str | None, first: str, *others: str, left: str = "metric") -> Table:
     table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for name in others:
@@ -130,7 +130,7 @@ COUNTS = frozenset({"median_rank"})  # every other figure between 0 and 1 is a s
 
 def protocol_tables(results: Mapping[str, Findings], title: str) -> Iterator[Table]:
     """All metrics in one table; then the tables of single protocols."""
-    table = _table(title, "protocol", "figure", "value")
+    table = _table(title, "protocol", "metric", "value")
     for protocol, findings in results.items():
         for row, (name, value) in enumerate(findings["numbers"].items()):
             share = name not in COUNTS and -1 <= value <= 1 and name not in ("loss", "strength", "correlation")

@@ -17,7 +17,7 @@ from vitrail.config import RunConfig
 from vitrail.data.augment.host import Augment, stored_alike, view_augments
 from vitrail.data.batch import Batch, ViewSpec
 from vitrail.data.dataset import DataSet, Split
-from vitrail.data.loading.device_loader import DeviceEvalLoader, DeviceImages, DeviceLoader, fits
+from vitrail.data.loading.device_loader import HOST_SIDE, DeviceEvalLoader, DeviceImages, DeviceLoader, fits
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
@@ -168,7 +168,13 @@ class ImageModule(DataModule):
         alike = stored_alike([self.augment, *self.augments])
         if alike and fits(train, self.preprocess, self.device, self.config.data.augment):
             return "device", f"the decoded images fit on {device}"
-        reason = f"the decoded images do not fit on {device}" if alike else "the views want images in several forms"
+        reason = f"the decoded images do not fit on {device}"
+        if device == "cpu":
+            reason = f"on a CPU only images of up to {HOST_SIDE} pixels, and 1 GiB, are decoded once for all epochs"
+        if getattr(train.reader, "form", None):
+            reason = "the images are no RGB of eight bits"
+        elif not alike:
+            reason = "the views want images in several forms"
         if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
         from vitrail.data.jpeg import EncodedImages
