@@ -8,7 +8,8 @@ rule for epochs and with one seed. The runs are a study, FIT_FOLDER/studies/grid
 and runs that the search itself made are not repeated, but their seconds count for both. The best on val is exported
 into FIT_FOLDER/grid and evaluated on test, and so is the file of the search, to compare both image by image; nothing is
 chosen by that. Differences are of the search minus the grid, with a 95 % interval over the images of test: it says
-nothing of training again. Seconds are of training steps, teachers included, evaluation and measured speeds not; runs that share an accelerator (--jobs) take more of them.
+nothing of training again. Seconds are of training steps, teachers included, without evaluation and without measuring
+speeds; runs that share an accelerator (--jobs) take more of them.
 """
 
 from __future__ import annotations

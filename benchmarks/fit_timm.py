@@ -111,9 +111,9 @@ def train(network: Measured, images: DecodedImages, classes: int, seconds: float
             if spent >= seconds and steps:
                 break
             schedule.step_update(min(TICKS - 1, int(TICKS * spent / seconds)))
-            inputs, target = mixup(inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+            mixed, target = mixup(inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True))
             with _precision(device):
-                loss = loss_of(model(inputs.contiguous(memory_format=torch.channels_last)).float(), target)
+                loss = loss_of(model(mixed.contiguous(memory_format=torch.channels_last)).float(), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 import vitrail
+from vitrail.compare.budgets import probe
 from vitrail.compare.jobs import IdleWorkers, run_missing
 from vitrail.compare.study import Planned, Study, plan
 from vitrail.compare.worker import Worker
@@ -407,3 +409,18 @@ def test_finished_runs_are_not_begun_again(stand_in: Path) -> None:
     run_missing(runs, stand_in / "s", devices=["4"], quiet=True)
     (stand_in / "vitrail" / "__main__.py").write_text("raise SystemExit('must not begin')")
     assert run_missing(runs, stand_in / "s", devices=["4"], quiet=True) == {}
+
+
+@pytest.mark.slow
+def test_a_measured_speed_leaves_its_worker_for_the_next() -> None:
+    config, idle = from_mapping(TINY, recipe("demo")), IdleWorkers()
+    try:
+        assert probe(config, 0.1, steps=2, idle=idle) > 0
+        (first,) = idle.workers
+        assert probe(config, 0.1, steps=2, idle=idle) > 0
+        assert idle.workers == [first]
+        with pytest.raises(RuntimeError, match="nowhere"):
+            probe(replace(config, data=replace(config.data, uri="nowhere")), 0.1, idle=idle)
+        assert not first[1].alive
+    finally:
+        idle.end()

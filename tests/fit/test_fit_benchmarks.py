@@ -12,12 +12,23 @@ import pytest
 from study_calls import script_module
 
 from vitrail.data.open import open_data
+from vitrail.fit import candidates, search
 from vitrail.fit import run as fitting
 from vitrail.fit.candidates import Candidate
 from vitrail.fit.limits import Budget
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NETWORKS = [Candidate("vit_micro_28", 28), Candidate("timm:test_efficientnet", 32)]
+NETWORKS = [Candidate("vit_micro_28", 28), Candidate("timm:test_efficientnet", 28)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> Iterator[None]:
+    """A few steps per training, no second seed, short measurements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "FEWEST_STEPS", 3)
+        patch.setattr(search, "CLOSE", 0.0)
+        patch.setattr(candidates, "SECONDS", 0.1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "candidates_for", lambda _: NETWORKS)
         patch.setattr(fitting, "TEACHERS", {"small": "vit_micro_28"})
-        fitting.fit(data, Budget(0.5), folder / "fit", minutes=0.1, weights="none", say=lambda _: None, quiet=True)
+        fitting.fit(data, Budget(0.5), folder / "fit", minutes=0.02, weights="none", say=lambda _: None, quiet=True)
     return folder / "fit", data
 
 
@@ -61,8 +72,8 @@ def test_the_grid_trains_every_form_of_every_candidate_once_and_keeps_the_best_o
     folder, data = finished
     monkeypatch.setattr(scripts["fit_grid"], "TEACHERS", {"small": "vit_micro_28"})
     result = printed(scripts["fit_grid"], [str(folder), "--data", data], capsys)
-    plain = ["vit_micro_28-28", "test_efficientnet-32"]
-    expected = [*plain, "test_efficientnet-32-distilled", *(f"{name}-attention_pool" for name in plain)]
+    plain = ["vit_micro_28-28", "test_efficientnet-28"]
+    expected = [*plain, "test_efficientnet-28-distilled", *(f"{name}-attention_pool" for name in plain)]
     assert sorted(trial["name"] for trial in result["trials"]) == sorted(expected)
     ours, grid = result["rows"]
     assert grid["val"] == max(trial["val"] for trial in result["trials"])
@@ -82,7 +93,7 @@ def test_the_timm_script_trains_the_timm_networks_within_the_budget_and_compares
     folder, data = finished
     words = [str(folder), "--data", data, "--minutes", "0.05", "--batch", "20", "--workers", "0", "--device", "cpu"]
     result = printed(scripts["fit_timm"], words, capsys)
-    assert [trial["name"] for trial in result["trials"]] == ["test_efficientnet-32"]
+    assert [trial["name"] for trial in result["trials"]] == ["test_efficientnet-28"]
     assert result["trials"][0]["epochs"] > 0
     ours, plain = result["rows"]
     assert (ours["images"], plain["images"]) == (40, 40)

@@ -58,8 +58,8 @@ def compare_study(
     Finished runs are never repeated, whichever study made them. `jobs` runs are trained at a time, spread over
     `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. `jobs="slurm"` makes each
     run a job that asks for `cluster`, and waits for them. Speed is measured for about `seconds` per variant when all
-    runs are done (0: not at all). Workers are taken from `idle`, kept there and train any variant. Raises `ConfigError` for an invalid study, `vitrail.compare.jobs.StudyStopped` when
-    interrupted.
+    runs are done (0: not at all). Workers of `idle` train any variant, and are left there. Raises `ConfigError` for an
+    invalid study, `vitrail.compare.jobs.StudyStopped` when interrupted.
     """
     if not isinstance(study, Study):
         study = read_study(study)
