@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import yaml
 
 import vitrail
-from vitrail.compare.jobs import run_missing
+from vitrail.compare.budgets import probe
+from vitrail.compare.jobs import IdleWorkers, run_missing
 from vitrail.compare.study import Planned, Study, plan
 from vitrail.compare.worker import Worker
 from vitrail.config import dump, from_mapping
@@ -327,6 +329,43 @@ def test_a_run_that_ends_badly_costs_itself_and_the_next_one_gets_a_fresh_worker
     assert process(runs[0]) == process(runs[1]) != process(runs[2]) == process(runs[3])
 
 
+def test_an_idle_worker_trains_all_variants_of_one_study_after_another(stand_in: Path) -> None:
+    runs, idle = planned(stand_in, 3, 1), IdleWorkers()
+    try:
+        run_missing(runs[:2], stand_in / "s", jobs=1, devices=[], quiet=True, idle=idle)
+        run_missing(runs[2:], stand_in / "t", jobs=1, devices=[], quiet=True, idle=idle)
+        assert len({process(p) for p in runs}) == 1
+        (worker,) = [worker for _, worker in idle.workers]
+        assert worker.alive
+    finally:
+        idle.end()
+    assert not worker.alive
+
+
+@pytest.mark.parametrize("variable", ["TO_BE_KILLED", "TO_FAIL"])
+def test_a_run_that_ends_badly_ends_the_idle_worker_and_not_the_study(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    runs, idle = planned(stand_in, 3, 1), IdleWorkers()
+    monkeypatch.setenv(variable, "v1-seed0")
+    try:
+        assert set(run_missing(runs, stand_in / "s", jobs=1, devices=[], quiet=True, idle=idle)) == {runs[1].path}
+        assert process(runs[0]) == process(runs[1]) != process(runs[2])
+        assert [str(worker.process.pid) for _, worker in idle.workers] == [process(runs[2])]
+    finally:
+        idle.end()
+
+
+def test_an_idle_worker_serves_no_other_device(stand_in: Path) -> None:
+    runs, idle = planned(stand_in, 2, 1), IdleWorkers()
+    try:
+        run_missing(runs[:1], stand_in / "s", devices=["4"], quiet=True, idle=idle)
+        run_missing(runs[1:], stand_in / "t", devices=["7"], quiet=True, idle=idle)
+        assert [(p.path / "process").read_text().split()[1] for p in runs] == ["4", "7"]
+    finally:
+        idle.end()
+
+
 def test_a_log_holds_the_words_of_its_run_and_of_no_other(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TALKS", "")
     monkeypatch.setenv("TO_FAIL", "v0-seed1")
@@ -370,3 +409,18 @@ def test_finished_runs_are_not_begun_again(stand_in: Path) -> None:
     run_missing(runs, stand_in / "s", devices=["4"], quiet=True)
     (stand_in / "vitrail" / "__main__.py").write_text("raise SystemExit('must not begin')")
     assert run_missing(runs, stand_in / "s", devices=["4"], quiet=True) == {}
+
+
+@pytest.mark.slow
+def test_a_measured_speed_leaves_its_worker_for_the_next() -> None:
+    config, idle = from_mapping(TINY, recipe("demo")), IdleWorkers()
+    try:
+        assert probe(config, 0.1, steps=2, idle=idle) > 0
+        (first,) = idle.workers
+        assert probe(config, 0.1, steps=2, idle=idle) > 0
+        assert idle.workers == [first]
+        with pytest.raises(RuntimeError, match="nowhere"):
+            probe(replace(config, data=replace(config.data, uri="nowhere")), 0.1, idle=idle)
+        assert not first[1].alive
+    finally:
+        idle.end()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from vitrail.cli import run as command
@@ -18,7 +19,8 @@ from vitrail.fit import candidates
 from vitrail.fit import run as fitting
 from vitrail.fit.candidates import Candidate, Measured, build, candidates_for, measure, over_at_a_smaller_size
 from vitrail.fit.limits import Budget, quantity
-from vitrail.fit.search import Form, Search, Trial, _spread
+from vitrail.fit.search import SHARES, Form, Search, Trial, _spread
+from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe
 
 
@@ -87,6 +89,48 @@ def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.Mo
     assert calls == [(0, 1), (1, 1), (2, 1), (2, 2)]
     assert best.form.measured.candidate.model == "b"
     assert {t.seeds for t in search.trials if t.rung == 2} == {2}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "left"),
+    [
+        # 100 images and a fifth of 100 s: three epochs take 15 images/s.
+        ([16, 40, 50, 60], [16, 40, 50, 60]),
+        ([14, 40, 50, 60], [40, 50, 60]),
+        ([1, 2, 3, 4], [2, 3, 4]),  # the second rung takes three
+        ([1, 1], [1, 1]),
+    ],
+)
+def test_candidates_that_would_see_the_images_less_than_three_times_are_left_out_first(
+    tmp_path: Path, speeds: list[float], left: list[float]
+) -> None:
+    costs = [cost(f"n{number}", 1 + number) for number in range(len(speeds))]
+    by_name = dict(zip((m.candidate.name for m in costs), speeds, strict=True))
+    state = {"speeds": by_name, "epochs": {}}
+    seconds = 100 / SHARES[0]
+    search = Search(recipe("scratch"), 100, 50, seconds, tmp_path, "top1", state, lambda: None, lambda _: None)
+    assert [by_name[m.candidate.name] for m in search._trainable(costs)] == left
+
+
+@pytest.mark.slow  # exporters take seconds
+def test_the_file_that_is_measured_computes_the_same_as_the_model(tmp_path: Path) -> None:
+    model = build(Candidate("vit_micro_28", 28), ["a", "b", "c"])
+    path = tmp_path / "new" / "one.onnx"  # the first candidate of a search comes before its folder
+    assert to_single_onnx(model, path) == path.stat().st_size
+    image = torch.randint(256, (1, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = model(image).softmax(1)
+    assert torch.allclose(read_onnx(path)(image), wanted, atol=1e-5)
+
+
+def test_eager_latency_is_of_one_thread_and_leaves_the_number_of_threads() -> None:
+    threads, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        candidates._eager_latency(lambda images: seen.append(torch.get_num_threads()), 8)
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_forms_have_names_of_their_own() -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.compare.jobs import failure_reason
+from vitrail.compare.jobs import IdleWorkers, failure_reason, given_device, visible_devices
 from vitrail.compare.study import Study, run_hash
+from vitrail.compare.worker import Worker
 from vitrail.config import RunConfig, dump
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import parse_json, write_text
 from vitrail.model.cost import cost
+from vitrail.run.launch import STOPPED
 from vitrail.run.run_data import open_run
 from vitrail.run.train import build_model
 
@@ -97,52 +97,59 @@ def _cost_per_image(budget: str, config: RunConfig) -> float:
     return 1 / probe(config)
 
 
-def probe(config: RunConfig, seconds: float = PROBE_SECONDS, steps: int = PROBE_STEPS) -> float:
+def probe(
+    config: RunConfig, seconds: float = PROBE_SECONDS, steps: int = PROBE_STEPS, idle: IdleWorkers | None = None
+) -> float:
     """Images/s of real training steps, so many at a time: a run that is stopped before it is ever evaluated.
 
-    Raises `RuntimeError` where it cannot be begun.
+    A worker of `idle` trains it, and is left there. Raises `RuntimeError` where it cannot be begun.
     """
-    folder = Path(tempfile.mkdtemp(prefix="vitrail-probe-"))
+    folder, workers = Path(tempfile.mkdtemp(prefix="vitrail-probe-")), idle or IdleWorkers()
     try:
         log_every = min(steps, config.engine.log_every)
         engine = replace(config.engine, evaluate_every=0.0, checkpoint_every=0.0, log_every=log_every)
         engine = replace(engine, select="last", patience=0)
         optim = replace(config.optim, steps=10**6)  # longer than it is ever watched
         write_text(folder / "probe.yaml", dump(replace(config, engine=engine, optim=optim, out=None)))
-        arguments = ["train", "--config", str(folder / "probe.yaml"), "--out", str(folder / "run")]
-        with (folder / "log.txt").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vitrail", *arguments],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        device, log = next(iter(visible_devices()), None), folder / "log.txt"
+        worker = workers.take(device) or Worker(log, given_device(device))
         try:
-            speeds = _watch(process, RunFolder(folder / "run"), seconds)
-        finally:
-            process.terminate()
-            process.wait()
+            worker.submit(["--config", str(folder / "probe.yaml"), "--out", str(folder / "run")], log)
+            speeds, code = _watch(worker, RunFolder(folder / "run"), seconds)
+        except BaseException:
+            worker.stop()
+            worker.end()
+            raise
+        if code == STOPPED and worker.alive:
+            workers.workers.append((device, worker))
+        else:  # its state is unknown
+            worker.end()
         if not speeds:
-            raise RuntimeError(failure_reason(folder / "log.txt", process.returncode))
+            raise RuntimeError(failure_reason(log, code))
         return statistics.median(speeds)
     finally:
+        if idle is None:
+            workers.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(process: subprocess.Popen[bytes], run: RunFolder, seconds: float) -> list[float]:
-    """Images/s of the lines after the first two, in which kernels are chosen and graphs compiled."""
+def _watch(worker: Worker, run: RunFolder, seconds: float) -> tuple[list[float], int]:
+    """Images/s of the lines after the first two, in which kernels are chosen and graphs compiled; and the exit code."""
     began: float | None = None
     patience = time.monotonic() + PROBE_PATIENCE
     speeds: list[float] = []
-    while process.poll() is None and time.monotonic() < patience:
+    while (code := worker.exit_code()) is None and time.monotonic() < patience:
         speeds = [line["images_per_second"] for line in run.read_metrics() if "images_per_second" in line][2:]
         if speeds and began is None:
             began = time.monotonic()
         if began is not None and len(speeds) >= PROBE_LINES and time.monotonic() - began >= seconds:
             break
         time.sleep(0.1)
-    return speeds
+    if code is None:
+        worker.stop()
+    while code is None and (code := worker.exit_code()) is None:
+        time.sleep(0.05)
+    return speeds, code
 
 
 def _count(config: RunConfig) -> int:

@@ -4,6 +4,8 @@ A worker (`vitrail.compare.worker`) trains the seeds of one variant, one after t
 short run is compilation, which a second model of the same shape does not need. Several work side by side on one
 accelerator or spread over several. Nothing is remembered here: what is finished, begun or missing is read from the run
 folders, so a killed study resumes where it stopped, also next to others that share its runs.
+
+Runs that compile nothing need no worker per variant: with `IdleWorkers` one process trains them all, over many studies.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitrail.compare.study import Planned
@@ -30,6 +32,26 @@ POLL_EVERY = 0.1  # seconds
 
 class StudyStopped(Exception):
     """A study was asked to stop; its unfinished runs saved their state."""
+
+
+@dataclass
+class IdleWorkers:
+    """Processes that wait for a run of any variant. Who makes this ends it."""
+
+    workers: list[tuple[str | None, Worker]] = field(default_factory=list)  # with the device that each was given
+
+    def take(self, device: str | None) -> Worker | None:
+        """One that is alive and was given this device."""
+        for entry in [e for e in self.workers if e[0] == device]:
+            self.workers.remove(entry)
+            if entry[1].alive:
+                return entry[1]
+        return None
+
+    def end(self) -> None:
+        """End all processes."""
+        while self.workers:
+            self.workers.pop()[1].end()
 
 
 @dataclass
@@ -53,6 +75,11 @@ def visible_devices() -> list[str]:
     return given.split(",")[:count] if given else [str(i) for i in range(count)]
 
 
+def given_device(device: str | None) -> dict[str, str]:
+    """The environment of a process that sees this device alone (none: all)."""
+    return {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
+
+
 def run_missing(
     planned: Sequence[Planned],
     folder: Path,
@@ -61,13 +88,15 @@ def run_missing(
     devices: Sequence[str] | None = None,
     minutes: float | None = None,
     quiet: bool = False,
+    idle: IdleWorkers | None = None,
 ) -> dict[Path, str]:
     """Begin or continue every run that is not finished, `jobs` at a time (none: one per device). A run that stands on
     others is begun when these are finished, and fails where one of them did.
 
     Each worker stays with its variant while that has runs to train; a new one takes the first run of the plan whose
     variant has fewest workers. So all variants go on side by side where there are as many jobs, and with fewer they
-    come one after the other. After a run that failed, the rest of its variant is trained by a fresh worker.
+    come one after the other. After a run that failed, the rest of its variant is trained by a fresh worker. With `idle`
+    a worker takes any run, and is left there at the end.
 
     `folder` is the study's: it keeps the configurations and logs of the runs. Returns run folder -> reason of those
     that failed. Raises `StudyStopped` on Ctrl-C, SIGTERM or after so many minutes, when the running ones have saved.
@@ -81,7 +110,7 @@ def run_missing(
     waiting = [p for p in unique.values() if not RunFolder(p.path).finished]
     with StopRequest() as stop, Progress("study", len(unique), quiet=quiet) as progress:
         progress.advance(len(unique) - len(waiting))
-        scheduler = _Scheduler(waiting, folder, available, most, progress)
+        scheduler = _Scheduler(waiting, folder, available, most, progress, idle)
         try:
             while waiting or scheduler.slots:
                 scheduler.assign()
@@ -98,8 +127,15 @@ class _Scheduler:
     """The workers of a study, at most `most` of them, and the runs that wait for one."""
 
     def __init__(
-        self, waiting: list[Planned], folder: Path, devices: Sequence[str | None], most: int, progress: Progress
+        self,
+        waiting: list[Planned],
+        folder: Path,
+        devices: Sequence[str | None],
+        most: int,
+        progress: Progress,
+        idle: IdleWorkers | None = None,
     ) -> None:
+        self.idle = idle
         self.waiting, self.folder, self.devices, self.most, self.progress = waiting, folder, devices, most, progress
         self.slots: list[_Slot] = []
         self.failed: dict[Path, str] = {}  # run folder -> reason
@@ -113,8 +149,11 @@ class _Scheduler:
                 self.failed[blocked.path] = f"it stands on {lost[0]}, which failed: {self.failed[lost[0]]}"
                 self.progress.advance(1, f"{blocked.name} failed")
         for slot in [s for s in self.slots if s.job is None]:
-            job = self._next(slot.variant) if slot.worker.alive else None
-            if job is None:
+            job = self._next(slot.variant if self.idle is None else None) if slot.worker.alive else None
+            if job is None and self.idle is not None and slot.worker.alive:
+                self.slots.remove(slot)
+                self.idle.workers.append((slot.device, slot.worker))
+            elif job is None:
                 self._end(slot)
             else:
                 self._submit(slot, job)
@@ -159,14 +198,13 @@ class _Scheduler:
 
     def _start(self, job: Planned) -> _Slot:
         device = min(self.devices, key=lambda d: sum(s.device == d for s in self.slots))
-        environment = dict(os.environ)
-        if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = device
+        environment = given_device(device)
         if self.most > 1:  # side by side, each gets its share of the cores
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.most)))
         log = self._new_log(job)
-        self.slots.append(_Slot(Worker(log, environment), job.variant, device, log=log))
+        worker = None if self.idle is None else self.idle.take(device)
+        self.slots.append(_Slot(worker or Worker(log, environment), job.variant, device, log=log))
         return self.slots[-1]
 
     def _end(self, slot: _Slot) -> None:
@@ -184,6 +222,7 @@ class _Scheduler:
             write_text(config, dump(job.config))
             arguments = ["--config", str(config), "--out", str(job.path)]
         begun = slot.job is None and slot.log == self._log(job)  # it may hold why the worker could not begin
+        slot.variant = job.variant
         slot.job, slot.log, slot.began = job, slot.log if begun else self._new_log(job), time.monotonic()
         slot.worker.submit([*arguments, "--json"], slot.log)
         device = "" if slot.device is None else f" on device {slot.device}"

@@ -16,7 +16,7 @@ from typing import Any
 from vitrail.bench.run import bench
 from vitrail.compare.budgets import lengths_of
 from vitrail.compare.comparison import Comparison, Failure, Member, Price, compare_members
-from vitrail.compare.jobs import run_missing
+from vitrail.compare.jobs import IdleWorkers, run_missing
 from vitrail.compare.page import write_comparison
 from vitrail.compare.study import STUDIES, Planned, Study, plan, read_study, run_hash, stands_on, write_study
 from vitrail.compare.tuning import SettingsGrid, merged
@@ -51,14 +51,15 @@ def compare_study(
     seconds: float = 1.0,
     minutes: float | None = None,
     quiet: bool = False,
+    idle: IdleWorkers | None = None,
 ) -> tuple[Comparison, Path]:
     """Run what is missing of a study, then compare; returns the comparison and the study's folder.
 
     Finished runs are never repeated, whichever study made them. `jobs` runs are trained at a time, spread over
     `devices` (none: all that CUDA shows); after `minutes` they save and stop, as on Ctrl-C. `jobs="slurm"` makes each
     run a job that asks for `cluster`, and waits for them. Speed is measured for about `seconds` per variant when all
-    runs are done (0: not at all). Raises `ConfigError` for an invalid study, `vitrail.compare.jobs.StudyStopped` when
-    interrupted.
+    runs are done (0: not at all). Workers of `idle` train any variant, and are left there. Raises `ConfigError` for an
+    invalid study, `vitrail.compare.jobs.StudyStopped` when interrupted.
     """
     if not isinstance(study, Study):
         study = read_study(study)
@@ -81,7 +82,7 @@ def compare_study(
 
         failed = run_on_cluster(planned, folder, jobs, cluster or Cluster(), **left)
     else:
-        failed = run_missing(planned, folder, jobs=jobs, devices=devices, **left)
+        failed = run_missing(planned, folder, jobs=jobs, devices=devices, idle=idle, **left)
     planned = [p for p in planned if p.variant in study.variants]
     done = [p for p in planned if p.path not in failed]
     if not done:

@@ -31,7 +31,7 @@ from vitrail.fit.candidates import (
     over_at_a_smaller_size,
 )
 from vitrail.fit.limits import HEADROOM, Budget
-from vitrail.fit.search import Form, Search, Trial
+from vitrail.fit.search import TAUGHT, Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
@@ -261,12 +261,7 @@ def _other_forms(
     """What may buy accuracy at the same cost: a teacher, another head."""
     forms, candidate = [], best.measured.candidate
     if candidate.model != teacher.model:
-        forms.append(
-            Form(
-                best.measured,
-                {"objective": {"kind": "distillation", "teacher": "run:teacher", "mode": "soft", "weight": 0.5}},
-            )
-        )
+        forms.append(Form(best.measured, TAUGHT))
     if not candidate.settings:
         swapped = replace(candidate, settings={"head": {"kind": "attention_pool"}}, precision="float32")
         costs = measure(swapped, data.classes, budget, pictures, out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.compare.budgets import probe
+from vitrail.compare.jobs import IdleWorkers
 from vitrail.compare.run import compare_study
 from vitrail.compare.study import Study
 from vitrail.compare.tuning import merged
@@ -19,6 +20,8 @@ SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
 COMPILED_FROM = 240.0  # seconds of training: what torch.compile takes is not made up for in less
+FEWEST_EPOCHS = 3.0  # of a first trial, while more candidates are left than the second rung takes
+TAUGHT = {"objective": {"kind": "distillation", "teacher": "run:teacher", "mode": "soft", "weight": 0.5}}
 CLOSE = 1.0  # standard errors of val: nearer ones are trained once more, with another seed
 
 
@@ -67,6 +70,7 @@ class Search:
     say: Callable[[str], None]
     quiet: bool = False
     trials: list[Trial] = field(default_factory=list)
+    idle: IdleWorkers = field(default_factory=IdleWorkers)  # one process trains all models: starting takes long
 
     def run(
         self,
@@ -76,8 +80,20 @@ class Search:
         teacher: Candidate,
     ) -> Trial:
         """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy."""
-        first = _spread(feasible, KEPT[0])
-        rung = self._rung(0, [Form(m) for m in (*first, *([beyond] if beyond else []))])
+        try:
+            return self._halve(feasible, beyond, forms, teacher)
+        finally:
+            self.idle.end()
+
+    def _halve(
+        self,
+        feasible: Sequence[Measured],
+        beyond: Measured | None,
+        forms: Callable[[Trial], list[Form]],
+        teacher: Candidate,
+    ) -> Trial:
+        first = self._trainable([*_spread(feasible, KEPT[0]), *([beyond] if beyond else [])])
+        rung = self._rung(0, [Form(m) for m in first])
         rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
         rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
         best, *others = _best(rung)
@@ -102,13 +118,43 @@ class Search:
         shared_by: int | None = None,
     ) -> list[Trial]:
         """Trains forms, each as long as if `shared_by` of them (none: as many as there are) shared the rung's time."""
+        seconds = self._share(number, shared_by or len(forms))
+        return self.train(f"rung-{number}" + ("-seeds" if seeds > 1 else ""), number, forms, seconds, teacher, seeds)
+
+    def _share(self, number: int, count: int) -> float:
+        """Seconds of each training of a rung; one more is a teacher, if there is one."""
+        return SHARES[number] * self.seconds / (1 + count)
+
+    def _trainable(self, first: list[Measured]) -> list[Measured]:
+        """Without those that train slowest, as long as they would see the images less than `FEWEST_EPOCHS` times."""
+        while len(first) > KEPT[1]:
+            seconds = self._share(0, len(first))
+            slowest = min(first, key=lambda m: self._speed(m.candidate, seconds))
+            epochs = seconds * self._speed(slowest.candidate, seconds) / self.images
+            if epochs >= FEWEST_EPOCHS:
+                break
+            self.say(f"{slowest.candidate.name} is left out: {epochs:.2g} epochs in a first trial of {seconds:.3g} s")
+            first = [m for m in first if m is not slowest]
+        return first
+
+    def train(
+        self,
+        name: str,
+        number: int,
+        forms: Sequence[Form],
+        seconds: float,
+        teacher: Candidate | None = None,
+        seeds: int = 1,
+        jobs: int | None = None,
+    ) -> list[Trial]:
+        """Trains forms, each for about so many seconds, as a study of this name; those that failed are left out."""
         taught = teacher is not None and any("objective" in form.training for form in forms)
-        seconds = SHARES[number] * self.seconds / (1 + (shared_by or len(forms)))  # one is a teacher, if there is one
         variants = {form.name: self._settings(form.measured.candidate, form.training, seconds) for form in forms}
         first = {"teacher": self._settings(teacher, {}, seconds)} if taught and teacher else {}
-        name = f"rung-{number}" + ("-seeds" if seeds > 1 else "")
         study = Study(name, self.base, variants, seeds=range(seeds), budget="none", first=first)
-        comparison, _ = compare_study(study, root=self.root, seconds=0, quiet=self.quiet)
+        # What one model compiles is of no use to another, and fills torch's cache of compiled code.
+        idle = self.idle if seconds < COMPILED_FROM else None
+        comparison, _ = compare_study(study, root=self.root, jobs=jobs, seconds=0, quiet=self.quiet, idle=idle)
         by_name, trials = {form.name: form for form in forms}, []
         for row in comparison.rows:
             for failure in row.failures:
@@ -129,22 +175,30 @@ class Search:
 
     def _settings(self, candidate: Candidate, training: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Nested settings of a run of about this length."""
-        model = {"name": candidate.model, "image_size": candidate.size, **candidate.settings}
+        model = _model(candidate)
         engine = {"compile": False} if seconds < COMPILED_FROM else {}
         settings = merged({"model": model, "engine": engine}, training)
-        if candidate.name not in self.state["speeds"]:
-            self.say(f"{candidate.name}: measuring its training speed")
-            config = from_mapping(
-                merged(plain(self.base), {"model": model, "engine": {"compile": False}}), replace(self.base)
-            )
-            self.state["speeds"][candidate.name] = probe(config, min(8.0, seconds / 10), steps=3)
-            self.keep()
-        images = max(seconds * self.state["speeds"][candidate.name], FEWEST_STEPS * self.base.data.batch)
+        images = max(seconds * self._speed(candidate, seconds), FEWEST_STEPS * self.base.data.batch)
         epochs = min(MOST_EPOCHS, images / self.images)
         key = f"{candidate.name} {seconds:.4g}"
         epochs = self.state["epochs"].setdefault(key, float(f"{epochs:.3g}"))
         self.keep()
         return merged(settings, {"optim": {"epochs": epochs, "warmup": min(5.0, round(epochs / 10, 3))}})
+
+    def _speed(self, candidate: Candidate, seconds: float) -> float:
+        """Images/s of training, measured once, briefly for a training that is short."""
+        speeds: dict[str, float] = self.state["speeds"]
+        if candidate.name not in speeds:
+            self.say(f"{candidate.name}: measuring its training speed")
+            changes = {"model": _model(candidate), "engine": {"compile": False}}
+            config = from_mapping(merged(plain(self.base), changes), replace(self.base))
+            speeds[candidate.name] = probe(config, min(8.0, seconds / 10), steps=3, idle=self.idle)
+            self.keep()
+        return speeds[candidate.name]
+
+
+def _model(candidate: Candidate) -> dict[str, Any]:
+    return {"name": candidate.model, "image_size": candidate.size, **candidate.settings}
 
 
 def _best(trials: Sequence[Trial]) -> list[Trial]:
