@@ -34,7 +34,19 @@ SIZES = (  # settings that the table of pages may add to a command: lengths, mod
     *("model.name", "model.image_size", "model.trunk.depth", "model.trunk.width", "model.trunk.heads"),
     *("model.trunk.multipliers", "model.trunk.patch", "model.trunk.draws", "objective.bank", "objective.layers"),
     *("objective.decoder_width", "objective.decoder_depth", "objective.decoder_heads"),
-    *("minutes", "seconds", "rounds", "limit", "images", "epochs", "image_size", "each", "up_to", "episodes"),
+    *(
+        "minutes",
+        "seconds",
+        "rounds",
+        "limit",
+        "images",
+        "epochs",
+        "image_size",
+        "each",
+        "up_to",
+        "episodes",
+        "queries",
+    ),
 )
 
 
@@ -135,6 +147,7 @@ RUN = f"vitrail train vit --data photos/ --out RUN {PHOTOS}"
 CONVOLUTIONS = "--model.name timm:test_resnet --model.image_size 64 --data.batch 16 --optim.epochs 1 --data.workers 0"
 INSTALLS = "installs packages"
 REPEATED = "docs/fit.md has the same command, and is run"
+COMPARED = "hours on an accelerator; tests/fit has small ones"
 WEIGHTS = "needs published weights"
 ACCELERATORS = "needs eight accelerators"
 DIFFUSION = "minutes on an accelerator; tests/generate has small ones"
@@ -156,7 +169,7 @@ PAGES = {
             "knn,linear,corruptions": "75 passes over the test images; tests/measure has them",
         },
     ),
-    "docs/fit.md": Page(smaller={"vitrail fit": "--minutes 0.05"}),
+    "docs/fit.md": Page(smaller={"vitrail fit": "--minutes 0.05"}, parsed={"benchmarks/fit_": COMPARED}),
     "docs/export.md": Page(before=(f"vitrail train demo --out runs/demo {MICRO}",)),
     "docs/inspect.md": Page(
         smaller={
@@ -231,6 +244,7 @@ PAGES = {
             "vitrail train vit --data cifar10.npz --out runs/vit --model.name vit_tiny_32 --model.trunk.depth 1 "
             "--optim.epochs 1",
         ),
+        smaller={"--protocol episodes": "--queries 1 --episodes 4"},
         parsed={"small-diffusion": DIFFUSION, "genie_ada": DIFFUSION},
     ),
     "docs/guides/other-images.md": Page(),
