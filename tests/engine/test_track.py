@@ -15,7 +15,7 @@ import pytest
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig
-from vitrail.engine.trackers import FOLDER, TRACKERS, TensorBoard
+from vitrail.engine.trackers import FOLDER, TRACKERS, MlflowTracker, TensorBoard
 from vitrail.recipes import recipe, with_values
 
 SMALL = {
@@ -170,3 +170,26 @@ def test_without_its_package_a_run_is_refused_before_anything_is_written(
     assert command(["train", "demo", *words]) == 2
     assert f"{name} is not installed; pip install vitrail[{extra}]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("named", ["", "http://tracker:5000"])
+def test_mlflow_logs_to_the_server_of_the_environment_else_to_files_of_the_run(named, tmp_path, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow([], calls))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    MlflowTracker(tmp_path / "run", 0)
+    assert calls == [named or (tmp_path / "run" / "mlflow").as_uri()]
+
+
+@pytest.mark.slow
+def test_the_packages_themselves_take_what_is_logged(tmp_path, monkeypatch):
+    """Where they are installed: their interfaces change."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("mlflow", "wandb"):
+        pytest.importorskip(name)
+        tracker = TRACKERS[name](tmp_path, 0)
+        for line in LINES:
+            tracker.write(line)
+        tracker.close()
+        assert any((tmp_path / name).rglob("*"))

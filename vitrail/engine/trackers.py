@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,12 +49,17 @@ class TensorBoard:
 
 
 class MlflowTracker:
-    """A file store in RUN/mlflow (`mlflow ui --backend-store-uri RUN/mlflow`); a resumed run is a second one there."""
+    """The store that MLFLOW_TRACKING_URI names, else files in RUN/mlflow; a resumed run is a second one there.
+
+    To see the files: `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow`.
+    """
 
     def __init__(self, run: Path, step: int) -> None:
         import mlflow
 
-        client = mlflow.MlflowClient(tracking_uri=(run / "mlflow").absolute().as_uri())
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which later versions of MLflow 3 want
+        files = (run / "mlflow").absolute().as_uri()
+        client = mlflow.MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or files)
         known = client.get_experiment_by_name("vitrail")
         experiment = client.create_experiment("vitrail") if known is None else known.experiment_id
         name = f"{run.name} from step {step}" if step else run.name
