@@ -137,7 +137,7 @@ def test_classes_are_matched_by_name_without_comparing_all_with_all(monkeypatch:
     names = [CountedName(i) for i in range(count)]
     index, logits = torch.arange(count), torch.eye(count)
     predictions = Predictions(index, index, logits)
-    model = SimpleNamespace(multilabel=False, classes=tuple(names))
+    model = SimpleNamespace(multilabel=False, regression=False, classes=tuple(names))
     split = Split("test", None, index.numpy(), [""] * count, index.numpy())  # type: ignore[arg-type]
     data = DataSet("", tuple(reversed(names)), {"test": split})
     monkeypatch.setattr(CountedName, "comparisons", 0)

@@ -146,7 +146,8 @@ def test_heads_see_as_many_tokens_as_without_prompts(head: str, deep: bool) -> N
 def test_the_fused_kernel_gets_all_tokens_and_no_mask(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, inner = [], softmax.packed_attention
 
-    def fused(qkv: Tensor) -> Tensor:
+    def fused(qkv: Tensor, size: Tensor | None) -> Tensor:
+        assert size is None
         seen.append(qkv.shape[1])
         return inner(qkv)
 

@@ -437,11 +437,11 @@ def test_short_trials_of_a_study_accept_runs_that_select(
     assert [tried[name].engine.select for name in ("best", "last")] == ["best", "last"]
     written: list[RunConfig] = []
 
-    def instead(words: list[str], **_: Any) -> None:
+    def instead(self: budgets.Worker, words: list[str], _: Path) -> None:
         written.append(from_mapping(load_yaml(words[words.index("--config") + 1])))
         raise RuntimeError
 
-    monkeypatch.setattr(budgets.subprocess, "Popen", instead)
+    monkeypatch.setattr(budgets.Worker, "submit", instead)
     with pytest.raises(RuntimeError):
         budgets.probe(config)
     assert (written[0].engine.select, written[0].engine.patience) == ("last", 0)
