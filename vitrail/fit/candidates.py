@@ -24,15 +24,17 @@ from vitrail.model.quantize import write_int8
 
 SMALL = 64  # pixels up to which networks for small images are candidates
 SIZES = (96, 128, 160, 192, 224)
+# Those first that learn most in minutes from scratch, as far as measured (docs/results/training.md, fit.md).
 SMALL_NETWORKS = {  # and the multiple that an image size must be
-    "vit_micro_28": 7, "cifar_resnet20": 4, "cifar_resnet32": 4, "cifar_resnet56": 4, "cifar_resnet110": 4,
-    "resnet18_32": 4, "vit_tiny_32": 4, "xcit_t12_32": 4, "patchconvnet_t20_32": 4, "resmlp_t12_32": 4, "sot_7_32": 4,
+    "resnet18_32": 4, "cifar_resnet56": 4, "cifar_resnet110": 4, "cifar_resnet32": 4, "cifar_resnet20": 4,
+    "patchconvnet_t20_32": 4, "xcit_t12_32": 4, "vit_tiny_32": 4, "sot_7_32": 4, "vit_micro_28": 7, "resmlp_t12_32": 4,
 }  # fmt: skip
-PHOTO_NETWORKS = (
-    "timm:mobilenetv4_conv_small_050", "timm:mobilenetv4_conv_small", "timm:mobilenetv4_conv_medium",
-    "timm:efficientnet_lite0", "timm:repvit_m0_9", "timm:fastvit_t8", "timm:convnext_atto", "timm:resnet18",
-    "timm:resnet26d", "deit_tiny", "deit_small", "xcit_t24_p16", "patchconvnet_s20", "resmlp_s12",
-)  # fmt: skip
+PHOTO_NETWORKS = {  # and ImageNet's top-1 of published weights, by timm's tables and the papers; 0 where there are none
+    "timm:resnet26d": 76.7, "patchconvnet_s20": 0.0, "timm:resnet18": 71.5, "timm:efficientnet_lite0": 75.5,
+    "timm:repvit_m0_9": 78.7, "timm:fastvit_t8": 76.2, "timm:mobilenetv4_conv_medium": 79.1,
+    "timm:mobilenetv4_conv_small": 73.8, "resmlp_s12": 76.6, "xcit_t24_p16": 79.4, "timm:convnext_atto": 75.7,
+    "deit_tiny": 72.2, "deit_small": 79.8, "timm:mobilenetv4_conv_small_050": 65.8,
+}  # fmt: skip
 MERGING = ("deit_tiny", "deit_small")  # that also come with merged tokens (ToMe)
 TEACHERS = {"small": "resnet18_32", "photo": "timm:resnet50"}
 Precision = Literal["float32", "int8"]
@@ -78,16 +80,24 @@ class Measured:
 
 
 def candidates_for(side: int) -> list[Candidate]:
-    """Candidates for images of this (median, shorter) side: the two or three nearest sizes of each photo network."""
+    """Candidates for images of this (median, shorter) side: photo networks in the nearest sizes, larger ones first."""
     if side <= SMALL:
         return [Candidate(name, max(2, side // of) * of) for name, of in SMALL_NETWORKS.items()]
-    sizes = [size for size in SIZES if size <= 1.15 * side][-3:] or list(SIZES[:1])
+    sizes = [size for size in SIZES if size <= 1.15 * side][:-4:-1] or list(SIZES[:1])
     merging = [  # 0.6 of the dense cost
         Candidate(name, size, {"trunk": {"adaptive": {"kind": "tome", "r": round(13 / 196 * (size // 16) ** 2, 2)}}})
         for name in MERGING
         for size in sizes
     ]
     return [*(Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes), *merging]
+
+
+def expected(candidate: Candidate, published: bool) -> float:
+    """What is tried first where not all can be: larger is better. Merging tokens comes after what it is merged in."""
+    names = [*SMALL_NETWORKS, *PHOTO_NETWORKS]
+    place = names.index(candidate.model) if candidate.model in names else len(names)
+    score = PHOTO_NETWORKS.get(candidate.model, 0.0) if published else -place
+    return score - 0.5 * bool(candidate.settings)
 
 
 def build(candidate: Candidate, classes: Sequence[str], multilabel: bool = False) -> Classifier:
@@ -136,15 +146,20 @@ def _measure_int8(candidate: Candidate, path: Path, small: Path, budget: Budget,
         return Measured(candidate, reason=f"cannot run in int8: {_first_line(error)}")
 
 
-def over_at_a_smaller_size(candidate: Candidate, known: Sequence[Measured], budget: Budget) -> Measured | None:
-    """What the same model cost at a smaller image, where that was already more than int8 makes up for."""
-    wanted = (candidate.model, candidate.settings, "float32")
+def known_without_measuring(candidate: Candidate, known: Sequence[Measured], budget: Budget) -> str:
+    """Why the same model with larger images tells enough; empty where it does not."""
     for other in known:
-        its, limit = other.candidate, GAIN_OF_INT8 * budget.latency
-        over = other.eager is not None or (other.latency or 0.0) >= limit
-        if over and (its.model, its.settings, its.precision) == wanted and its.size < candidate.size:
-            return other
-    return None
+        its = other.candidate
+        if (its.model, its.settings) != (candidate.model, candidate.settings) or other.latency is None:
+            continue
+        if budget.meets(other.latency, other.bytes):
+            return f"{its.name} meets the budget with larger images"
+        if (
+            its.precision == "float32"
+            and other.latency * (candidate.size / its.size) ** 2 > GAIN_OF_INT8 * budget.latency
+        ):
+            return f"{its.name} is far over the budget"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -27,11 +27,11 @@ from vitrail.fit.candidates import (
     accelerator_latency,
     candidates_for,
     file_latency,
+    known_without_measuring,
     measure,
-    over_at_a_smaller_size,
 )
 from vitrail.fit.limits import HEADROOM, Budget
-from vitrail.fit.search import TAUGHT, Form, Search, Trial
+from vitrail.fit.search import Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
@@ -138,10 +138,13 @@ def fit(
     say(f"{len(fits)} of {len(measured)} candidates meet {budget.text}; {minutes:g} minutes of training")
     teacher = Candidate(TEACHERS["small" if side <= SMALL else "photo"], max(m.candidate.size for m in fits))
 
-    def other_forms(best: Trial) -> list[Form]:
-        return _other_forms(best.form, teacher, opened, budget, pictures, out)
+    def other_heads(best: Candidate) -> list[Form]:
+        return _other_heads(best, opened, budget, pictures, out)
 
-    search.run(fits, beyond, other_forms, teacher)
+    try:
+        search.run(fits, beyond, teacher, other_heads)
+    finally:
+        search.idle.end()
     tried = {id(beyond)} if beyond else set()
     ranked = sorted((t for t in search.trials if id(t.form.measured) not in tried), key=lambda t: (-t.rung, -t.value))
     result = _deployed(ranked, search, measured, opened, budget, pictures, out, say)
@@ -217,10 +220,9 @@ def _measured(
     done = {m.candidate.name.removesuffix("-int8") for m in known}
     left = [c for c in candidates_for(side) if c.name not in done]
     for number, candidate in enumerate(left):
-        smaller = over_at_a_smaller_size(candidate, known, budget)
-        if smaller is not None:
-            reason = f"{smaller.candidate.name} is already far over the budget"
-            found_all = [Measured(candidate, reason=reason, eager=smaller.eager)]
+        reason = known_without_measuring(candidate, known, budget)
+        if reason:
+            found_all = [Measured(candidate, reason=reason)]
         else:
             found_all = measure(candidate, data.classes, budget, pictures, out)
         for found in found_all:
@@ -255,18 +257,13 @@ def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
     return max(over, key=lambda m: m.latency or 0, default=None)
 
 
-def _other_forms(
-    best: Form, teacher: Candidate, data: DataSet, budget: Budget, pictures: list[Image], out: Path
-) -> list[Form]:
-    """What may buy accuracy at the same cost: a teacher, another head."""
-    forms, candidate = [], best.measured.candidate
-    if candidate.model != teacher.model:
-        forms.append(Form(best.measured, TAUGHT))
-    if not candidate.settings:
-        swapped = replace(candidate, settings={"head": {"kind": "attention_pool"}}, precision="float32")
-        costs = measure(swapped, data.classes, budget, pictures, out)
-        forms += [Form(m) for m in costs if m.latency is not None and budget.meets(m.latency, m.bytes)][:1]
-    return forms
+def _other_heads(best: Candidate, data: DataSet, budget: Budget, pictures: list[Image], out: Path) -> list[Form]:
+    """The same trunk with attention pooling, where that is within the budget."""
+    if best.settings:
+        return []
+    swapped = replace(best, settings={"head": {"kind": "attention_pool"}}, precision="float32")
+    costs = measure(swapped, data.classes, budget, pictures, out)
+    return [Form(m) for m in costs if m.latency is not None and budget.meets(m.latency, m.bytes)][:1]
 
 
 def _deployed(

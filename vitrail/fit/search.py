@@ -13,14 +13,15 @@ from vitrail.compare.run import compare_study
 from vitrail.compare.study import Study
 from vitrail.compare.tuning import merged
 from vitrail.config import RunConfig, from_mapping
-from vitrail.fit.candidates import Candidate, Measured
+from vitrail.fit.candidates import Candidate, Measured, expected
 from vitrail.schema import plain
 
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
+FEWEST_EPOCHS, FEWEST_SECONDS = 1.0, 3.0  # of a first trial, while more candidates are left than the second rung takes
+AMPLE_EPOCHS = 60.0  # of each form in the last rung: from here on another head is tried as well
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
 COMPILED_FROM = 240.0  # seconds of training: what torch.compile takes is not made up for in less
-FEWEST_EPOCHS = 3.0  # of a first trial, while more candidates are left than the second rung takes
 TAUGHT = {"objective": {"kind": "distillation", "teacher": "run:teacher", "mode": "soft", "weight": 0.5}}
 CLOSE = 1.0  # standard errors of val: nearer ones are trained once more, with another seed
 
@@ -76,28 +77,20 @@ class Search:
         self,
         feasible: Sequence[Measured],
         beyond: Measured | None,
-        forms: Callable[[Trial], list[Form]],
         teacher: Candidate,
+        other_heads: Callable[[Candidate], list[Form]],
     ) -> Trial:
         """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy."""
-        try:
-            return self._halve(feasible, beyond, forms, teacher)
-        finally:
-            self.idle.end()
-
-    def _halve(
-        self,
-        feasible: Sequence[Measured],
-        beyond: Measured | None,
-        forms: Callable[[Trial], list[Form]],
-        teacher: Candidate,
-    ) -> Trial:
-        first = self._trainable([*_spread(feasible, KEPT[0]), *([beyond] if beyond else [])])
-        rung = self._rung(0, [Form(m) for m in first])
+        first = self._first(feasible, 0 if beyond is None else 1)
+        rung = self._rung(0, [Form(m) for m in (*first, *([beyond] if beyond else []))])
         rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
         rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
         best, *others = _best(rung)
-        last = [best.form, *forms(best), *[trial.form for trial in others if self._close(best, trial)]]
+        last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
+        if best.form.measured.candidate.model != teacher.model:
+            last.append(Form(best.form.measured, TAUGHT))
+        if self._epochs(best.form.measured.candidate, self._share(2, 1 + len(last))) >= AMPLE_EPOCHS:
+            last += other_heads(best.form.measured.candidate)
         rung = _best(self._rung(2, last, teacher))
         if len(rung) > 1 and self._close(rung[0], rung[1]):
             self.say(f"{rung[0].form.name} and {rung[1].form.name} are too close on val; a second seed of both decides")
@@ -125,17 +118,20 @@ class Search:
         """Seconds of each training of a rung; one more is a teacher, if there is one."""
         return SHARES[number] * self.seconds / (1 + count)
 
-    def _trainable(self, first: list[Measured]) -> list[Measured]:
-        """Without those that train slowest, as long as they would see the images less than `FEWEST_EPOCHS` times."""
+    def _first(self, feasible: Sequence[Measured], others: int) -> list[Measured]:
+        """The most promising architectures, fewer where their trials (and `others`) would be too short to tell."""
+        first = most_promising(feasible, KEPT[0], published=self.base.recipe == "finetune")
         while len(first) > KEPT[1]:
-            seconds = self._share(0, len(first))
-            slowest = min(first, key=lambda m: self._speed(m.candidate, seconds))
-            epochs = seconds * self._speed(slowest.candidate, seconds) / self.images
-            if epochs >= FEWEST_EPOCHS:
+            seconds = self._share(0, len(first) + others)
+            epochs = min(self._epochs(m.candidate, seconds) for m in first)
+            if seconds >= FEWEST_SECONDS and epochs >= FEWEST_EPOCHS:
                 break
-            self.say(f"{slowest.candidate.name} is left out: {epochs:.2g} epochs in a first trial of {seconds:.3g} s")
-            first = [m for m in first if m is not slowest]
+            trials = f"{len(first)} first trials would be of {seconds:.2g} s and {epochs:.2g} epochs at least"
+            self.say(f"{first.pop().candidate.name} is left out: {trials}")
         return first
+
+    def _epochs(self, candidate: Candidate, seconds: float) -> float:
+        return seconds * self._speed(candidate, seconds) / self.images
 
     def train(
         self,
@@ -178,8 +174,8 @@ class Search:
         model = _model(candidate)
         engine = {"compile": False} if seconds < COMPILED_FROM else {}
         settings = merged({"model": model, "engine": engine}, training)
-        images = max(seconds * self._speed(candidate, seconds), FEWEST_STEPS * self.base.data.batch)
-        epochs = min(MOST_EPOCHS, images / self.images)
+        epochs = max(self._epochs(candidate, seconds), FEWEST_STEPS * self.base.data.batch / self.images)
+        epochs = min(MOST_EPOCHS, epochs)
         key = f"{candidate.name} {seconds:.4g}"
         epochs = self.state["epochs"].setdefault(key, float(f"{epochs:.3g}"))
         self.keep()
@@ -205,9 +201,9 @@ def _best(trials: Sequence[Trial]) -> list[Trial]:
     return sorted(trials, key=lambda trial: (-trial.value, trial.form.measured.latency or 0.0))
 
 
-def _spread(feasible: Sequence[Measured], count: int) -> list[Measured]:
-    """Of every architecture its form nearest to the budget, and of those the slowest: they are mostly the best."""
+def most_promising(feasible: Sequence[Measured], count: int, published: bool) -> list[Measured]:
+    """Of every architecture its form nearest to the budget, and of those the ones that are expected to be best."""
     nearest: dict[str, Measured] = {}
     for measured in sorted(feasible, key=lambda m: m.latency or 0.0):
         nearest[f"{measured.candidate.model} {measured.candidate.settings}"] = measured
-    return sorted(nearest.values(), key=lambda m: -(m.latency or 0.0))[:count]
+    return sorted(nearest.values(), key=lambda m: -expected(m.candidate, published))[:count]
