@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import statistics
@@ -284,6 +285,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write rows to this file")
     parser.add_argument("--history", action="store_true", help="append the figures to benchmarks/history.jsonl")
     parser.add_argument("--decoders", type=int, nargs="+", default=[DECODERS], help="batches decoded at the same time")
+    parser.add_argument("--cores", type=int, nargs="+", default=[2], help="host cores of the JPEG loader")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if options.smoke:
@@ -310,13 +312,13 @@ def all_feeds(options: argparse.Namespace, split: Split, spec: LoaderSpec, stack
         theirs = timm_batches(folder, len(spec.split), options.batch, options.workers, device)
         feeds["timm"] = Feed(theirs, every, PREFETCHED * options.workers + 2)
     if "jpeg" in options.only:
-        for count in options.decoders:
+        for count, cores in itertools.product(options.decoders, options.cores):
             loader = stack.enter_context(TimedLoader(spec))
             loader.decoders = count
             for row in range(len(split)):
                 loader.encoded.get(row)  # as after an epoch
-            name = "jpeg" if count == DECODERS else f"jpeg, {count} decoders"
-            feeds[name] = Feed(iter(loader), two, AHEAD * count + 1, loader.stages)
+            name = "jpeg" + f", {count} decoders" * (count != DECODERS) + f", {cores} cores" * (cores != 2)
+            feeds[name] = Feed(iter(loader), set(sorted(every)[:cores]), AHEAD * count + 1, loader.stages)
     return feeds
 
 
@@ -390,8 +392,19 @@ def main() -> None:
     if options.json:
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if options.history:
-        figures = {row["way"]: row["images_per_second"] for row in rows if "images_per_second" in row}
+        figures = {title(row): row["images_per_second"] for row in rows if "images_per_second" in row}
         add_to_history("jpeg.py", where(device), figures)
+
+
+def title(row: dict[str, Any]) -> str:
+    """The name of a figure in the history.
+
+    >>> title({"way": "jpeg", "cores": 2, "of_synthetic": 0.7}), title({"way": "synthetic", "cores": 2})
+    ('jpeg, two cores, images/s', 'synthetic, images/s')
+    """
+    fed = "of_synthetic" in row and row["way"] != "synthetic"
+    cores = {2: "two"}.get(row["cores"], row["cores"]) if fed else None
+    return f"{row['way']}, {cores} cores, images/s" if fed else f"{row['way']}, images/s"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *so
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
-    named = set(re.findall(r"`((?:[a-z_]+/)+[a-zA-Z0-9_-]+\.(?:py|yaml|json|md))", page.read_text(encoding="utf-8")))
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-zA-Z0-9_-]+\.(?:py|yaml|jsonl?|md))", page.read_text(encoding="utf-8")))
     gone = [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "vitrail", page.parent))]
     assert [path for path in gone if not path.startswith("runs/")] == []
 

@@ -3,7 +3,7 @@
 x [rows, inputs], weight [outputs, inputs], gradient [rows, outputs]. The products of the output and of the input's
 gradient are of 8-bit floats (e4m3) with one scale per token and per channel. The gradient of the weight, a sum over all
 tokens, stays in bf16: tensor cores multiply 8-bit floats along rows only, and the transposed copies that it would need
-cost as much time as its product would save (docs/results/speed.md).
+cost as much time as its product would save (docs/results/speed-profiles.md).
 """
 
 from __future__ import annotations
