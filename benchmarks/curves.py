@@ -7,7 +7,8 @@
 
     resolution  training and inference of six networks on 64 images of 96 to 512 pixels
     batch       the same networks on 1 to 512 images of 224 pixels
-    classes     a training step of DeiT-S on 256 images, and one of its head alone, with 10 to 21,000 classes
+    classes     a training step of DeiT-S on 256 images, and one of its head alone, with 10 to 21,000 classes (cross
+                entropy and BCE)
     bank        a training step of MSF (k = 5) and of MoCo with ResNet-18 on 256 images of 32 pixels, with 4,096 to
                 1,048,576 rows of width 128
 
@@ -67,9 +68,9 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # name, and what makes it t
     "ResNet-50": ("timm:resnet50", {"layers": (1, 1, 1, 1)}),
 }
 STEPS = {  # what is trained with a growing number of classes, and its loss
-    "step, cross entropy": SupervisedConfig(),
+    "step, CE": SupervisedConfig(),
     "step, BCE": SupervisedConfig(loss="bce"),
-    "head, cross entropy": SupervisedConfig(),
+    "head, CE": SupervisedConfig(),
     "head, BCE": SupervisedConfig(loss="bce"),
 }
 BANKS: dict[str, Any] = {"MSF, k = 5": MsfConfig(k=5, predictor_hidden=512), "MoCo": MocoConfig()}
@@ -108,7 +109,7 @@ FULL = Grid(
     },
     *(224, 64, 256, 1000),
 )
-SMOKE = Grid({"resolution": (32, 64), "batch": (1, 2), "classes": (10, 20), "bank": (16, 64)}, 32, 2, 4, 10)
+SMOKE = Grid({"resolution": (32, 64), "batch": (1, 2), "classes": (10, 20), "bank": (16, 64)}, 64, 2, 4, 10)
 
 
 def points(grid: Grid) -> list[Point]:
@@ -166,7 +167,7 @@ class HeadAlone(Supervised):
 def objective(point: Point, bench: Bench) -> Objective:
     if point.part == "bank":
         name = "cifar_resnet20" if bench.smoke else "resnet18_32"
-        model = create_model(name, classes=point.classes, head=HEAD, device=bench.device)
+        model = create_model(name, classes=point.classes, head=HEAD)
         index = np.arange(IMAGES)
         facts = TrainingFacts(index % point.classes, index, OPTIM.steps or 1)
         return build_objective(replace(BANKS[point.name], bank=point.rows), model, facts)
