@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_script
 from study_calls import call, script_module
 
 from vitrail.measure.speed import Timing
@@ -187,10 +186,12 @@ def test_rows_of_another_machine_are_not_completed(fake: Callable[..., list[Any]
         fake(file, *words, "64")
 
 
-def test_values_of_several_axes_are_rejected() -> None:
-    done = run_script(SCRIPT, "--part", "bank", "classes", "--values", "16")
-    assert done.code == 2
-    assert "name one --part" in done.err
+def test_values_of_several_axes_are_rejected(
+    fake: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fake(tmp_path / "rows.jsonl", "--part", "bank", "classes", "--values", "16")
+    assert "name one --part" in capsys.readouterr().err
 
 
 def made_up(curves: ModuleType) -> list[dict[str, Any]]:
@@ -250,7 +251,7 @@ def test_texts_of_the_charts_stay_inside(curves: ModuleType, tmp_path: Path) -> 
                 assert shift + start + long <= width, text.text
 
 
-def test_a_file_without_results_is_not_drawn(tmp_path: Path) -> None:
-    done = run_script(SCRIPT, "--draw", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path))
-    assert done.code != 0
-    assert "measure some points first" in done.err
+def test_rows_without_a_result_are_not_drawn(fake: Callable[..., list[Any]], tmp_path: Path) -> None:
+    words = ("--draw", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path))
+    with pytest.raises(ValueError, match="measure some points first"):
+        fake(tmp_path / "rows.jsonl", *words)
