@@ -25,6 +25,7 @@ from vitrail.fit.candidates import (
     expected,
     known_without_measuring,
     measure,
+    others_at_work,
 )
 from vitrail.fit.limits import Budget, quantity
 from vitrail.fit.search import SHARES, Form, Search, Trial, most_promising
@@ -203,6 +204,13 @@ def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
     assert found.latency is None
     assert "times the budget" in found.reason
     assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for load, text in (1.9, ""), (2.1, "load 2.1 on 4 cores"):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        assert others_at_work() == text
 
 
 def test_larger_images_tell_what_need_not_be_measured_with_smaller_ones() -> None:

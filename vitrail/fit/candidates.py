@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,13 @@ def known_without_measuring(candidate: Candidate, known: Sequence[Measured], bud
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 160 else f"{lines[0][:157]}..."
+
+
+def others_at_work() -> str:
+    """The load of the last minute where it is above half of the cores; empty where it is not, or not known."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"load {load:.1f} on {cores} cores" if load > cores / 2 else ""
 
 
 def file_latency(path: Path, pictures: Sequence[Image], threads: int) -> float:

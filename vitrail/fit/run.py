@@ -29,6 +29,7 @@ from vitrail.fit.candidates import (
     file_latency,
     known_without_measuring,
     measure,
+    others_at_work,
 )
 from vitrail.fit.limits import HEADROOM, Budget
 from vitrail.fit.search import Form, Search, Trial
@@ -219,6 +220,8 @@ def _measured(
     known = [Measured.from_json(values) for values in state["measured"]]
     done = {m.candidate.name.removesuffix("-int8") for m in known}
     left = [c for c in candidates_for(side) if c.name not in done]
+    if left and budget.on == "cpu" and (load := others_at_work()):
+        say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     for number, candidate in enumerate(left):
         reason = known_without_measuring(candidate, known, budget)
         if reason:
