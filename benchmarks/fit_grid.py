@@ -2,8 +2,9 @@
 
     python benchmarks/fit_grid.py FIT_FOLDER --data DATA [--seconds N] [--jobs 4] [--json]
 
-Every candidate that met the budget is trained in every form (plain, distilled from the search's teacher, with attention
-pooling) for as long as the last rung of the search trained its winner, by the same rule for epochs and with one seed.
+Every candidate that meets the budget, also of those that the search did not measure, is trained in every form (plain,
+distilled from the search's teacher, with attention pooling) for as long as the last rung of the search trained its
+winner, by the same rule for epochs and with one seed.
 The runs are a study, FIT_FOLDER/studies/grid: the same command goes on where it was, and runs that the search itself
 made are not repeated, but their seconds count for both. The best on val is exported into FIT_FOLDER/grid and evaluated
 on test, and so is the file of the search, to compare both image by image; nothing is chosen by that. Differences are of
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,9 @@ from vitrail.compare.statistics import paired_interval
 from vitrail.compare.study import read_study
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import json_text, parse_json, write_text
-from vitrail.fit.candidates import SMALL, TEACHERS, Candidate, Measured
+from vitrail.fit.candidates import SMALL, TEACHERS, Candidate, Measured, candidates_for
 from vitrail.fit.limits import Budget
-from vitrail.fit.run import FILE, STATE, _correct, _deployed, _pictures
+from vitrail.fit.run import FILE, STATE, _correct, _deployed, _pictures, measure_all
 from vitrail.fit.search import TAUGHT, Form, Search, Trial
 from vitrail.recipes import with_values
 from vitrail.run.evaluate import load
@@ -142,23 +144,26 @@ class Grid:
         self.base = _base(fit, data)
         self.data = open_run(self.base.data)
         self.pictures = _pictures(self.data["train"])
-        side = int(statistics.median(min(picture.size) for picture in self.pictures))
+        self.side = int(statistics.median(min(picture.size) for picture in self.pictures))
         self.teacher = Candidate(
-            TEACHERS["small" if side <= SMALL else "photo"], max(m.candidate.size for m in fit.feasible)
+            TEACHERS["small" if self.side <= SMALL else "photo"], max(m.candidate.size for m in fit.feasible)
         )
         self.out.mkdir(parents=True, exist_ok=True)
         self.path = self.out / "grid.json"
-        self.state: dict[str, Any] = {"speeds": dict(fit.state["speeds"]), "epochs": dict(fit.state["epochs"])}
+        self.state: dict[str, Any] = {name: fit.state[name] for name in ("measured", "speeds", "epochs")}
         if self.path.is_file():
             self.state = parse_json(self.path.read_text(encoding="utf-8"))
 
     def keep(self) -> None:
         write_text(self.path, json_text(self.state, indent=1))
 
-    def forms(self) -> list[Form]:
+    def forms(self, say: Callable[[str], None]) -> list[Form]:
         """Attention pooling counts as dear as the plain form, and trains as fast; its file is measured if it wins."""
-        forms: list[Form] = []
-        for measured in self.fit.feasible:
+        budget, forms = self.fit.budget, []
+        where = self.data, budget, self.pictures, self.out, self.state, self.keep, say
+        for measured in measure_all(candidates_for(self.side), None, *where):
+            if measured.latency is None or not budget.meets(measured.latency, measured.bytes):
+                continue
             forms.append(Form(measured))
             candidate = measured.candidate
             if candidate.model != self.teacher.model:
@@ -170,10 +175,15 @@ class Grid:
 
     def run(self, seconds: float, jobs: int | None, quiet: bool) -> dict[str, Any]:
         """Train, export the best on val, compare with the search."""
-        options, forms = self.fit.state["options"], self.forms()
+
+        def say(text: str) -> None:
+            if not quiet:
+                print(text, flush=True)
+
+        options, forms = self.fit.state["options"], self.forms(say)
         lengths = len(self.data["train"]), len(self.data["val"]), 60 * options["minutes"]
         where = self.fit.folder / "studies", options["metric"], self.state, self.keep
-        search = Search(self.base, *lengths, *where, lambda text: None if quiet else print(text), quiet)
+        search = Search(self.base, *lengths, *where, say, quiet)
         try:
             for candidate in (form.measured.candidate for form in forms):
                 if candidate.settings.get("head"):  # as fast as the plain form

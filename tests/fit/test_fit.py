@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,31 @@ def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
     assert found.latency is None
     assert "times the budget" in found.reason
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("enough", "asked"), [(2, ["a-128", "a-96", "b-128"]), (None, ["a-128", "a-96", "b-128", "c-128"])]
+)
+def test_measuring_ends_when_enough_architectures_meet_the_budget(
+    enough: int | None, asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = {"a-128": 1.2, "a-96": 0.8, "b-128": 0.7, "c-128": 0.6}  # b fits with 128 pixels: 96 tell nothing more
+    calls: list[str] = []
+
+    def measured(candidate: Candidate, *_: object) -> list[Measured]:
+        calls.append(candidate.name)
+        return [cost(candidate.model, times[candidate.name], candidate.size)]
+
+    monkeypatch.setattr(fitting, "measure", measured)
+    candidates = [Candidate(model, size) for model in "abc" for size in (128, 96)]
+    state: dict[str, Any] = {"measured": []}
+    data = open_data("embedded:fashion")
+    where = data, Budget(0.001), [], tmp_path, state, lambda: None, lambda _: None
+    found = fitting.measure_all(candidates, enough, *where)
+    assert calls == asked
+    assert [m.to_json() for m in found] == state["measured"]
+    assert fitting.measure_all(candidates, enough, *where) == found  # goes on: nothing is measured again
+    assert calls == asked
 
 
 def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def test_the_grid_trains_every_form_of_every_candidate_once_and_keeps_the_best_o
 ) -> None:
     folder, data = finished
     monkeypatch.setattr(scripts["fit_grid"], "TEACHERS", {"small": "vit_micro_28"})
+    monkeypatch.setattr(scripts["fit_grid"], "candidates_for", lambda _: NETWORKS)
     result = printed(scripts["fit_grid"], [str(folder), "--data", data], capsys)
     plain = ["vit_micro_28-28", "test_efficientnet-28"]
     expected = [*plain, "test_efficientnet-28-distilled", *(f"{name}-attention_pool" for name in plain)]

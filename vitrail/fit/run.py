@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +26,14 @@ from vitrail.fit.candidates import (
     Measured,
     accelerator_latency,
     candidates_for,
+    expected,
     file_latency,
     known_without_measuring,
     measure,
     others_at_work,
 )
 from vitrail.fit.limits import HEADROOM, Budget
-from vitrail.fit.search import Form, Search, Trial
+from vitrail.fit.search import KEPT, Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
@@ -128,7 +129,9 @@ def fit(
         base = with_values(base, {"data.batch": _batch(len(opened["train"]))})
     pictures = _pictures(opened["train"])
     side = int(statistics.median(min(picture.size) for picture in pictures))
-    measured = _measured(opened, side, budget, pictures, out, state, keep, say)
+    published = base.recipe == "finetune"
+    promising = sorted(candidates_for(side), key=lambda candidate: -expected(candidate, published))
+    measured = measure_all(promising, KEPT[0], opened, budget, pictures, out, state, keep, say)
     fits = [m for m in measured if m.latency is not None and budget.meets(m.latency, m.bytes)]
     if not fits:
         raise ValueError(_nothing_fits(budget, measured))
@@ -206,9 +209,10 @@ def _pictures(rows: Split) -> list[Image]:
     return [rows.read(int(row)) for row in order]
 
 
-def _measured(
+def measure_all(
+    candidates: Sequence[Candidate],
+    enough: int | None,
     data: DataSet,
-    side: int,
     budget: Budget,
     pictures: list[Image],
     out: Path,
@@ -216,19 +220,23 @@ def _measured(
     keep: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Every candidate's cost on the target; kept, so that a search that goes on does not measure again."""
+    """Costs on the target, until so many architectures (none: all) are within the budget.
+
+    They are kept, so that a search that goes on does not measure again.
+    """
     known = [Measured.from_json(values) for values in state["measured"]]
     done = {m.candidate.name.removesuffix("-int8") for m in known}
-    left = [c for c in candidates_for(side) if c.name not in done]
+    left = [c for c in candidates if c.name not in done]
     if left and budget.on == "cpu" and (load := others_at_work()):
         say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     for number, candidate in enumerate(left):
+        fits = [m.candidate for m in known if m.latency is not None and budget.meets(m.latency, m.bytes)]
+        if enough is not None and len({f"{c.model} {c.settings}" for c in fits}) >= enough:
+            say(f"{len(left) - number} more are not measured: {enough} that are expected to be better meet the budget")
+            break
         reason = known_without_measuring(candidate, known, budget)
-        if reason:
-            found_all = [Measured(candidate, reason=reason)]
-        else:
-            found_all = measure(candidate, data.classes, budget, pictures, out)
-        for found in found_all:
+        measured = [Measured(candidate, reason=reason)] if reason else []
+        for found in measured or measure(candidate, data.classes, budget, pictures, out):
             cost = found.reason or f"{1e3 * (found.latency or 0):.3g} ms, {found.bytes / 1e6:.3g} MB"
             say(f"[{number + 1}/{len(left)}] {found.candidate.name}: {cost}")
             known.append(found)
