@@ -401,10 +401,12 @@ def title(row: dict[str, Any]) -> str:
 
     >>> title({"way": "jpeg", "cores": 2, "of_synthetic": 0.7}), title({"way": "synthetic", "cores": 2})
     ('jpeg, two cores, images/s', 'synthetic, images/s')
+    >>> title({"way": "jpeg, 4 cores", "cores": 4, "of_synthetic": 0.7})
+    'jpeg, 4 cores, images/s'
     """
     fed = "of_synthetic" in row and row["way"] != "synthetic"
-    cores = {2: "two"}.get(row["cores"], row["cores"]) if fed else None
-    return f"{row['way']}, {cores} cores, images/s" if fed else f"{row['way']}, images/s"
+    way = row["way"].removesuffix(f", {row['cores']} cores") if fed else row["way"]
+    return f"{way}, {'two' if row['cores'] == 2 else row['cores']} cores, images/s" if fed else f"{way}, images/s"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ SMALL_NETWORKS = {  # and the multiple that an image size must be
     "resnet18_32": 4, "cifar_resnet56": 4, "cifar_resnet110": 4, "cifar_resnet32": 4, "cifar_resnet20": 4,
     "patchconvnet_t20_32": 4, "xcit_t12_32": 4, "vit_tiny_32": 4, "sot_7_32": 4, "vit_micro_28": 7, "resmlp_t12_32": 4,
 }  # fmt: skip
-PHOTO_NETWORKS = {  # and ImageNet's top-1 of published weights, by timm's tables and the papers; 0 where there are none
+PHOTO_NETWORKS = {  # and ImageNet's top-1 of published weights, about, which only orders them; 0 where there are none
     "timm:resnet26d": 76.7, "patchconvnet_s20": 0.0, "timm:resnet18": 71.5, "timm:efficientnet_lite0": 75.5,
     "timm:repvit_m0_9": 78.7, "timm:fastvit_t8": 76.2, "timm:mobilenetv4_conv_medium": 79.1,
     "timm:mobilenetv4_conv_small": 73.8, "resmlp_s12": 76.6, "xcit_t24_p16": 79.4, "timm:convnext_atto": 75.7,
