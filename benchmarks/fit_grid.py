@@ -61,7 +61,7 @@ class FinishedFit:
     def feasible(self) -> list[Measured]:
         """Candidates that met the budget."""
         costs = [Measured.from_json(values) for values in self.state["measured"]]
-        return [m for m in costs if m.latency is not None and self.budget.meets(m.latency, m.bytes)]
+        return [m for m in costs if m.meets(self.budget)]
 
     @property
     def file(self) -> Path:
@@ -162,7 +162,7 @@ class Grid:
         budget, forms = self.fit.budget, []
         where = self.data, budget, self.pictures, self.out, self.state, self.keep, say
         for measured in measure_all(candidates_for(self.side), None, *where):
-            if measured.latency is None or not budget.meets(measured.latency, measured.bytes):
+            if not measured.meets(budget):
                 continue
             forms.append(Form(measured))
             candidate = measured.candidate

@@ -75,7 +75,7 @@ def networks(fit: FinishedFit, data: DataSet, models: list[str], largest: bool) 
     costs = [m for m in fit.feasible if m.candidate.model.startswith("timm:") and not m.candidate.settings]
     for text in models:
         found = measure(named(text), data.classes, fit.budget, _pictures(data["train"]), fit.folder)
-        within = [m for m in found if m.latency is not None and fit.budget.meets(m.latency, m.bytes)]
+        within = [m for m in found if m.meets(fit.budget)]
         costs += within[:1]
         if not within:
             print(f"{text} is left out: {found[0].reason or f'{1e3 * (found[0].latency or 0):.3g} ms'}")

@@ -54,6 +54,11 @@ class Candidate:
     precision: Precision = "float32"  # of the file
 
     @property
+    def architecture(self) -> str:
+        """What forms with other image sizes and precisions share."""
+        return f"{self.model} {self.settings}"
+
+    @property
     def name(self) -> str:
         """As a variant of a study and a file may be called."""
         parts = [*self.settings.values(), *self.settings.get("trunk", {}).values()]
@@ -71,6 +76,9 @@ class Measured:
     bytes: int = 0
     reason: str = ""
     eager: float | None = None  # seconds in PyTorch, where that alone was far over the budget
+
+    def meets(self, budget: Budget) -> bool:
+        return self.latency is not None and budget.meets(self.latency, self.bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "candidate": {**asdict(self.candidate), "settings": dict(self.candidate.settings)}}
@@ -151,9 +159,9 @@ def known_without_measuring(candidate: Candidate, known: Sequence[Measured], bud
     """Why the same model with larger images tells enough; empty where it does not."""
     for other in known:
         its = other.candidate
-        if (its.model, its.settings) != (candidate.model, candidate.settings) or other.latency is None:
+        if its.architecture != candidate.architecture or other.latency is None:
             continue
-        if budget.meets(other.latency, other.bytes):
+        if other.meets(budget):
             return f"{its.name} meets the budget with larger images"
         if (
             its.precision == "float32"

@@ -132,7 +132,7 @@ def fit(
     published = base.recipe == "finetune"
     promising = sorted(candidates_for(side), key=lambda candidate: -expected(candidate, published))
     measured = measure_all(promising, KEPT[0], opened, budget, pictures, out, state, keep, say)
-    fits = [m for m in measured if m.latency is not None and budget.meets(m.latency, m.bytes)]
+    fits = [m for m in measured if m.meets(budget)]
     if not fits:
         raise ValueError(_nothing_fits(budget, measured))
     beyond = _next_larger(budget, measured)
@@ -230,8 +230,8 @@ def measure_all(
     if left and budget.on == "cpu" and (load := others_at_work()):
         say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     for number, candidate in enumerate(left):
-        fits = [m.candidate for m in known if m.latency is not None and budget.meets(m.latency, m.bytes)]
-        if enough is not None and len({f"{c.model} {c.settings}" for c in fits}) >= enough:
+        fits = [m.candidate for m in known if m.meets(budget)]
+        if enough is not None and len({c.architecture for c in fits}) >= enough:
             say(f"{len(left) - number} more are not measured: {enough} that are expected to be better meet the budget")
             break
         reason = known_without_measuring(candidate, known, budget)
@@ -261,7 +261,7 @@ def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
 
 def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
     """The slowest candidate within twice the latency that does not fit in int8, either: what more would buy."""
-    fits = {m.candidate.name for m in measured if m.latency is not None and budget.meets(m.latency, m.bytes)}
+    fits = {m.candidate.name for m in measured if m.meets(budget)}
     over = [m for m in measured if m.latency is not None and m.candidate.precision == "float32"]
     over = [m for m in over if f"{m.candidate.name}-int8" not in fits]  # one training serves both
     over = [m for m in over if budget.latency < (m.latency or 0) <= 2 * budget.latency]
@@ -274,7 +274,7 @@ def _other_heads(best: Candidate, data: DataSet, budget: Budget, pictures: list[
         return []
     swapped = replace(best, settings={"head": {"kind": "attention_pool"}}, precision="float32")
     costs = measure(swapped, data.classes, budget, pictures, out)
-    return [Form(m) for m in costs if m.latency is not None and budget.meets(m.latency, m.bytes)][:1]
+    return [Form(m) for m in costs if m.meets(budget)][:1]
 
 
 def _deployed(

@@ -205,5 +205,5 @@ def most_promising(feasible: Sequence[Measured], count: int, published: bool) ->
     """Of every architecture its form nearest to the budget, and of those the ones that are expected to be best."""
     nearest: dict[str, Measured] = {}
     for measured in sorted(feasible, key=lambda m: m.latency or 0.0):
-        nearest[f"{measured.candidate.model} {measured.candidate.settings}"] = measured
+        nearest[measured.candidate.architecture] = measured
     return sorted(nearest.values(), key=lambda m: -expected(m.candidate, published))[:count]
