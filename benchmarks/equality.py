@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+
+from vitrail.engine import run_folder as checkpoint
 
 TINY = {
     "data.uri": "synthetic:shapes?n=60&size=32",
@@ -114,15 +115,9 @@ def samples(folder: Path) -> list[list[Any]]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the last step and their moving average, by name."""
     newest = max((folder / "run" / "checkpoint").glob("step-*"))
-    files = sorted(newest.glob("*.safetensors")) if newest.is_dir() else [newest]
-    if newest.is_dir():
-        from vitrail.engine.shard import read_shards
-
-        tensors = read_shards(newest).tensors
-    else:
-        with safe_open(files[0], framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    return {name: t for name, t in tensors.items() if name.startswith(("objective/model.", "ema/"))}
+    state = checkpoint.read(newest)
+    every = {f"{part}/{name}": t for part in ("objective", "ema") for name, t in state.part(part).items()}
+    return {name: tensor for name, tensor in every.items() if name.startswith(("objective/model.", "ema/"))}
 
 
 def difference(one: Path, other: Path) -> float:

@@ -3,11 +3,14 @@
     python benchmarks/sharding.py --device cuda --json        # ViT-B/16, batch 256, bf16, NCCL with one rank
     python benchmarks/sharding.py --device cpu                # a tiny ViT, gloo
     python benchmarks/sharding.py --build --processes 2 4     # host memory while a model of 203 M parameters is built
+    python benchmarks/sharding.py --run --processes 2 4       # and in each part of a run, from first step to resume
 
 Steps are eager for all three, in interleaved rounds; figures are medians, and the ratio is that of each round to the
 plain one of the same round. Peak memory is that of a variant alone: weights, optimiser state, activations (CUDA only).
 With `--build` processes report the high-water mark of their memory (VmHWM) above that before the model: built whole and
-then sharded, and built block by block with only a process's rows kept.
+then sharded, and built block by block with only a process's rows kept. With `--run` two steps are trained on a CPU, and
+one more after a resume; figures are the most anonymous memory (RssAnon, sampled) that any process had in each part,
+above that before the model: files that are mapped do not count, since the system can drop what it read of them.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import statistics
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +44,21 @@ from vitrail.model.build import create_model
 
 VARIANTS = ("plain", "DDP", "FSDP2", "FSDP2, activation checkpointing")
 LARGE: dict[str, Any] = {"width": 1024, "depth": 16, "heads": 16}  # vit_base with these: 203 M parameters
+PARTS = ("between", "built", "steps", "evaluated", "checkpoint", "resumed", "finished")
+RUN: dict[str, Any] = {
+    "data.uri": "synthetic:shapes?n=40&size=64",
+    "data.batch": 8,
+    "data.check": "off",
+    "data.workers": 0,
+    "data.loader": "host",
+    "model.name": "vit_base",
+    "model.image_size": 64,
+    "model.trunk": {**LARGE, "depth": 8},
+    "optim.name": "adamw",
+    "optim.steps": 2,
+    "engine.device": "cpu",
+    "engine.shard": "full",
+}
 
 
 def objective_of(size: str, recompute: bool = False) -> Supervised:
@@ -54,7 +76,8 @@ def step_of(variant: str, device: torch.device) -> TrainStep:
     optim = OptimConfig()
     autocast = choose_precision("auto", device)
     schedule = make_schedule(optim, 256, 100_000)
-    step = TrainStep(objective, optim, schedule, device=device, autocast=autocast, shard=variant.startswith("FSDP2"))
+    shard = Path(tempfile.gettempdir()) / "gathered" if variant.startswith("FSDP2") else None  # nothing is gathered
+    step = TrainStep(objective, optim, schedule, device=device, autocast=autocast, shard=shard)
     if variant == "DDP":
         devices = [device] if device.type == "cuda" else None
         step._wrapped = nn.parallel.DistributedDataParallel(objective, device_ids=devices)
@@ -128,24 +151,93 @@ def _build(rank: int, world: int, folder: str, in_rows: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
+def _run(rank: int, world: int, folder: str, call: int) -> None:
+    """One process of a run, stopped after its first step (call 0) and resumed (call 1); records memory by part."""
+    import vitrail
+    from vitrail.engine.loop import Loop, Stopped
+    from vitrail.recipes import recipe, with_values
+    from vitrail.run import train
+
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    meet = f"file://{folder}/meet-{call}"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+    shard_objective(objective_of("tiny"), torch.device("cpu"), None)  # imports count as memory before
+    before, most, ended = _memory("RssAnon"), dict.fromkeys(PARTS, 0), threading.Event()
+    parts, asked = ["between"], threading.Lock()
+
+    def sample() -> None:
+        while not ended.wait(0.005):
+            most[parts[-1]] = max(most[parts[-1]], _memory("RssAnon") - before)
+
+    def watch(owner: Any, name: str, part: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            parts.append(part)
+            result = function(*args, **options)
+            parts.pop()
+            if part == "steps" and call == 0 and asked.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        setattr(owner, name, watched)
+
+    watch(train.Trainer, "__init__", "built")
+    watch(Loop, "restore", "resumed")
+    watch(TrainStep, "feed", "steps")
+    watch(Loop, "_evaluate", "evaluated")
+    watch(Loop, "save", "checkpoint")
+    watch(train, "finish", "finished")
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        vitrail.train(with_values(recipe("vit"), {**RUN, "out": f"{folder}/run"}), quiet=True, continued=True)
+    except Stopped:
+        pass
+    finally:
+        ended.set()
+        sampler.join()
+        Path(f"{folder}/{rank}-{call}.json").write_text(json.dumps(most))
+        torch.distributed.destroy_process_group()
+
+
+def _in_processes(function: Callable[..., None], world: int, *args: Any) -> None:
+    """Call `function(rank, world, *args)` in so many processes."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=function, args=(rank, world, *args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=900)
+        if process.exitcode != 0:
+            raise SystemExit(f"a process ended with {process.exitcode}")
+
+
+def _most(folder: str) -> dict[str, float]:
+    """The largest of what processes recorded."""
+    found = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
+    return {key: max(values[key] for values in found) for key in found[0]}
+
+
+def compare_runs(worlds: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            _in_processes(_run, world, folder, 0)
+            _in_processes(_run, world, folder, 1)
+            rows.append({"processes": world, "most": _most(folder)})
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    return rows
+
+
 def compare_builds(worlds: list[int]) -> list[dict[str, Any]]:
     rows = []
     for world in worlds:
         for in_rows in (False, True):
             with tempfile.TemporaryDirectory() as folder:
-                processes = [
-                    multiprocessing.get_context("spawn").Process(target=_build, args=(rank, world, folder, in_rows))
-                    for rank in range(world)
-                ]
-                for process in processes:
-                    process.start()
-                for process in processes:
-                    process.join(timeout=300)
-                    if process.exitcode != 0:
-                        raise SystemExit(f"a process ended with {process.exitcode}")
-                found = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
-            most = {key: max(values[key] for values in found) for key in found[0]}
-            rows.append({"processes": world, "built": "in rows" if in_rows else "whole", "most": most})
+                _in_processes(_build, world, folder, in_rows)
+                rows.append({"processes": world, "built": "in rows" if in_rows else "whole", "most": _most(folder)})
     return rows
 
 
@@ -156,11 +248,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--batch", type=int, help="default: 256 on CUDA, 16 on a CPU")
     parser.add_argument("--build", action="store_true", help="measure memory of building instead")
+    parser.add_argument("--run", action="store_true", help="measure memory of a run instead")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     words = parser.parse_args()
-    if words.build:
-        rows = compare_builds(words.processes)
+    if words.build or words.run:
+        if words.run:
+            os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # so that freed memory is returned
+        rows = (compare_runs if words.run else compare_builds)(words.processes)
     else:
         cuda = words.device == "cuda"
         if cuda:
@@ -176,9 +271,10 @@ def main() -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        if words.build:
+        if words.build or words.run:
             sizes = ", ".join(f"{key} {size / 2**20:,.0f} MiB" for key, size in row["most"].items() if key != "seconds")
-            print(f"{row['processes']} processes, {row['built']:<8} {sizes}; {row['most']['seconds']:.1f} s")
+            time = f"; {row['most']['seconds']:.1f} s" if words.build else ""
+            print(f"{row['processes']} processes, {row.get('built', ''):<8} {sizes}{time}")
         else:
             peak = "" if row["peak_bytes"] is None else f"  peak {row['peak_bytes'] / 2**30:.2f} GiB"
             print(f"{row['variant']:<32} {row['milliseconds']:9.2f} ms per step  {row['ratio']:.3f} of plain{peak}")

@@ -1,6 +1,7 @@
 """How fast images come from tar shards behind a URL, compared with local files and with a plain download.
 
     python benchmarks/streams.py [--images 2000] [--shards 8] [--size 160] [--rounds 5] [--json]
+    python benchmarks/streams.py --s3        # first epochs from a simulated S3 (moto), litdata among them
 
 A threaded server of static files runs in a process of its own on the loopback address, so these figures are those of
 the software: they say nothing of S3, whose latency and bandwidth are other ones. All ways read every image once, at
@@ -12,7 +13,8 @@ first       with an empty cache, from opening the data to the last image; the do
             threads as vitrail has, written to disk, and then the local tars are opened and read
 
 WebDataset (`pip install webdataset`) is compared where it is installed: it reads shards in their order, through curl,
-into a shuffle buffer. litdata is not: it reads a format of its own, which such a server cannot list.
+into a shuffle buffer. So is litdata, from the simulated S3: it reads a format of its own (chunks of about the size of a
+shard, written before the clock starts), which a server of files cannot list.
 """
 
 from __future__ import annotations
@@ -46,6 +48,21 @@ from vitrail.data.dataset import Split
 from vitrail.data.open import open_source
 from vitrail.data.pack import pack
 from vitrail.data.sources.stream import _FETCHED
+
+BUCKET = "bench"
+AWS = {
+    "AWS_ACCESS_KEY_ID": "nobody",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+MOTO = """
+from threading import Event
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+Event().wait()
+"""
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -130,6 +147,61 @@ def web_dataset(url: str, shards: int, form: str) -> None:
         pass
 
 
+def chunk(image: tuple[int, bytes]) -> dict[str, Any]:
+    """An image as litdata stores it."""
+    return {"image": image[1], "class": image[0]}
+
+
+def write_chunks(tars: Path, folder: Path, shards: int) -> None:
+    """The images of the tars as litdata's chunks."""
+    import litdata
+
+    split = open_source(str(tars))["train"]
+    images = [(int(split.labels[row]), split.reader.stored(int(split.index[row]))) for row in range(len(split))]  # type: ignore[attr-defined]
+    size = sum(len(content) for _, content in images) // shards + 1
+    litdata.optimize(chunk, images, str(folder), chunk_bytes=size, num_workers=1, verbose=False)
+
+
+def lit_data(form: str) -> None:
+    import litdata
+    from litdata.streaming import downloader
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it expects https of every S3
+    with tempfile.TemporaryDirectory() as cache:
+        place = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+        for row in litdata.StreamingDataset(f"s3://{BUCKET}/chunks", cache, shuffle=True, storage_options=place):
+            if form == "decode":
+                Image.open(io.BytesIO(row["image"])).convert("RGB")
+
+
+def upload(folder: Path) -> None:
+    """Every file below a folder into the bucket."""
+    import s3fs
+
+    system = s3fs.S3FileSystem()
+    system.mkdir(BUCKET)
+    for path in sorted(file for file in folder.rglob("*") if file.is_file()):
+        system.put_file(str(path), f"{BUCKET}/{path.relative_to(folder)}", ACL="public-read")
+
+
+def first_ways(url: str, stream: str, shards: int, order: list[int]) -> dict[str, Callable[[], None]]:
+    """All ways of a first epoch of the tars below `url`, which vitrail reads as `stream`."""
+    ways: dict[str, Callable[[], None]] = {
+        "first, download alone": partial(downloaded, url, shards, order, None),
+        "first, download, then read": partial(downloaded, url, shards, order, read),
+        "first, stream, read": partial(first_epoch, stream, shards, order, read, ""),
+        "first, download, then decode": partial(downloaded, url, shards, order, decode),
+        "first, stream, decode": partial(first_epoch, stream, shards, order, decode, ""),
+    }
+    if find_spec("webdataset"):
+        ways["first, WebDataset, read"] = partial(web_dataset, url, shards, "read")
+        ways["first, WebDataset, decode"] = partial(web_dataset, url, shards, "decode")
+    if stream.startswith("s3:") and find_spec("litdata"):
+        ways["first, litdata, read"] = partial(lit_data, "read")
+        ways["first, litdata, decode"] = partial(lit_data, "decode")
+    return ways
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000)
@@ -137,6 +209,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--s3", action="store_true", help="first epochs, from a simulated S3 (moto)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
@@ -149,13 +222,28 @@ def main() -> None:
         tars.mkdir()
         write_shards(tars, asked.images, asked.shards, asked.size)
         command = [sys.executable, __file__, "--serve", folder]
+        if asked.s3:
+            command = [sys.executable, "-c", MOTO]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
-            measure(asked, f"http://127.0.0.1:{int(server.stdout.readline())}", tars, packed)
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            if asked.s3:
+                os.environ |= {**AWS, "AWS_ENDPOINT_URL": url}
+                if find_spec("litdata"):
+                    write_chunks(tars, tars / "chunks", asked.shards)
+                upload(tars)
+                race(asked, first_ways(f"{url}/{BUCKET}", f"s3://{BUCKET}", asked.shards, in_order(asked)), tars)
+            else:
+                measure(asked, url, tars, packed)
         finally:
             server.kill()
             server.wait()
+
+
+def in_order(asked: argparse.Namespace) -> list[int]:
+    order: list[int] = np.random.default_rng(0).permutation(asked.images).tolist()
+    return order
 
 
 def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> None:
@@ -168,8 +256,7 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
         warm = open_source(pattern)["train"]
         ranged = open_source(f"{pattern}?read=ranged")["train"]
         local, mapped = open_source(str(tars))["train"], open_source(str(packed))["train"]
-        order = np.random.default_rng(0).permutation(asked.images).tolist()
-        where_from = (url, asked.shards, order)
+        order = in_order(asked)
         ways: dict[str, Callable[[], None]] = {
             "read, local tars": partial(read, local, order),
             "read, stream, warm cache": partial(read, warm, order),
@@ -178,22 +265,19 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
             "decode, stream of packed, warm": partial(decode, served, order),
             "decode, local tars": partial(decode, local, order),
             "decode, stream, warm cache": partial(decode, warm, order),
-            "first, download alone": partial(downloaded, *where_from, None),
-            "first, download, then read": partial(downloaded, *where_from, read),
-            "first, stream, read": partial(first_epoch, *where_from, read, ""),
-            "first, download, then decode": partial(downloaded, *where_from, decode),
-            "first, stream, decode": partial(first_epoch, *where_from, decode, ""),
         }
-        if find_spec("webdataset"):
-            ways["first, WebDataset, read"] = partial(web_dataset, url, asked.shards, "read")
-            ways["first, WebDataset, decode"] = partial(web_dataset, url, asked.shards, "decode")
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(asked.rounds + 1):
-            for name, work in ways.items():
-                began = time.perf_counter()
-                work()
-                if turn:  # the first round fills the page cache
-                    seconds[name].append(time.perf_counter() - began)
+        race(asked, ways | first_ways(url, url, asked.shards, order), tars)
+
+
+def race(asked: argparse.Namespace, ways: dict[str, Callable[[], None]], tars: Path) -> None:
+    """Time all ways in rounds, and print their rates and ratios."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(asked.rounds + 1):
+        for name, work in ways.items():
+            began = time.perf_counter()
+            work()
+            if turn:  # the first round fills the page cache
+                seconds[name].append(time.perf_counter() - began)
     compared = {
         "read, stream, warm cache": "read, local tars",
         "read, stream, ranged": "read, local tars",
@@ -204,6 +288,8 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
         "first, stream, decode": "first, download, then decode",
         "first, WebDataset, read": "first, download, then read",
         "first, WebDataset, decode": "first, download, then decode",
+        "first, litdata, read": "first, download, then read",
+        "first, litdata, decode": "first, download, then decode",
     }
     ratio = {
         name: statistics.median(b / a for a, b in zip(seconds[name], seconds[to], strict=True))
@@ -211,17 +297,19 @@ def measure(asked: argparse.Namespace, url: str, tars: Path, packed: Path) -> No
         if name in seconds
     }
     speed = {name: asked.images / statistics.median(times) for name, times in seconds.items()}
-    against_packed = statistics.median(
-        b / a for a, b in zip(seconds["decode, stream, warm cache"], seconds["decode, local packed"], strict=True)
-    )
-    against_download = statistics.median(
-        b / a for a, b in zip(seconds["first, stream, read"], seconds["first, download alone"], strict=True)
-    )
-    extra = {"warm / packed": against_packed, "first / download alone": against_download}
+    pairs = {
+        "warm / packed": ("decode, stream, warm cache", "decode, local packed"),
+        "first / download alone": ("first, stream, read", "first, download alone"),
+    }
+    extra = {
+        name: statistics.median(b / a for a, b in zip(seconds[way], seconds[to], strict=True))
+        for name, (way, to) in pairs.items()
+        if way in seconds
+    }
     if asked.json:
         print(json.dumps({"images/s": speed, "ratio": ratio, **extra}, indent=1))
         return
-    size = sum(path.stat().st_size for path in tars.iterdir()) / 1e6
+    size = sum(path.stat().st_size for path in tars.glob("*.tar")) / 1e6
     print(
         f"{where(torch.device('cpu'))}; {asked.images} JPEGs, {asked.size} pixels, {asked.shards} shards, {size:.0f} MB"
     )

@@ -19,8 +19,11 @@ from vitrail.engine import run_folder as checkpoint
 from vitrail.engine.device import ProcessGroup, leave
 from vitrail.engine.shard import (
     PartialParameter,
+    StoredRows,
     can_be_partial,
+    chunk_of,
     gather_into,
+    hold_one_block,
     keeping_rows,
     shard_objective,
     without_weights,
@@ -58,6 +61,23 @@ def test_a_sharded_run_goes_on_under_another_number_of_processes(tmp_path: Path)
     moved = train_cell(run_ranks, tmp_path / "moved", [(4, 2), (2, 4), (1, 6), (3, None)], **FULL)
     assert samples(moved) == samples(one)
     assert difference(moved, one) < CLOSE
+
+
+@pytest.mark.slow
+def test_the_best_weights_of_a_sharded_run_are_kept_also_when_it_is_resumed(tmp_path: Path) -> None:
+    looks = {"engine.select": "best", "engine.evaluate_every": 1 / 3, "optim.lr": 0.03, "optim.name": "lamb"}
+    one = train_cell(run_ranks, tmp_path / "one", [(1, None)], **ALONE, **looks)
+    moved = train_cell(run_ranks, tmp_path / "moved", [(2, 6), (3, None)], **FULL, **looks)
+    best = [checkpoint.newest(folder / "run/checkpoint")[0] for folder in (one, moved)]
+    assert best[0] is not None
+    assert best[1] is not None
+    assert best[0].facts["best"]["step"] == best[1].facts["best"]["step"] < 10
+    kept, last = best[1].part("best"), best[1].part("ema")
+    stored = load_model(moved / "run").state_dict()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in kept.items())
+    assert not all(torch.equal(stored[name], tensor) for name, tensor in last.items())
+    assert max(float((kept[name] - t).abs().max()) for name, t in best[0].part("best").items()) < CLOSE
+    assert not (moved / "run/checkpoint/gathered").exists()
 
 
 @pytest.mark.slow
@@ -112,8 +132,61 @@ def test_rows_of_all_processes_are_joined(tmp_path: Path) -> None:
     state, damaged = checkpoint.newest(tmp_path)
     assert state is not None
     assert (state.step, damaged) == (4, [])
-    assert torch.equal(state.tensors["a"], rows)
+    stored = state.tensors["a"]
+    assert isinstance(stored, StoredRows)
+    assert stored.shape == (5, 2)
+    assert torch.equal(stored.whole(), rows)
+    for start in range(6):
+        for stop in range(start, 6):
+            assert torch.equal(stored[start:stop], rows[start:stop])
     assert torch.equal(state.tensors["b"], torch.ones(3))
+
+
+def test_a_part_of_a_checkpoint_has_whole_tensors(tmp_path: Path) -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    written(
+        tmp_path / "step-000000004",
+        [{"ema/a": rows[:2], "ema/b": rows.clone()}, {"ema/a": rows[2:]}],
+        {"ema/a": [3, 2]},
+    )
+    state = checkpoint.newest(tmp_path)[0]
+    assert state is not None
+    assert torch.equal(state.part("ema")["a"], rows)
+    assert torch.equal(state.part("ema")["b"], rows)
+
+
+def test_every_row_is_of_the_process_that_torch_gives_it_to() -> None:
+    for rows in range(12):
+        for world in range(1, 6):
+            chunks = [list(chunk) for chunk in torch.arange(rows).chunk(world)] if rows else []
+            ours = [list(range(rows))[chunk_of(rows, world, rank)] for rank in range(world)]
+            assert [own for own in ours if own] == [[int(i) for i in chunk] for chunk in chunks]
+
+
+def test_blocks_are_held_one_at_a_time() -> None:
+    whole, streamed = small_model(), small_model()
+    held: list[int] = []
+
+    def count(block: torch.nn.Module, args: object) -> None:
+        held.append(sum("mapped" in parameter.__dict__ for parameter in streamed.parameters()))
+
+    weights = streamed.state_dict()
+    for _ in range(2):  # weights are gathered again and again
+        hold_one_block(streamed, torch.device("cpu"))
+    for block in streamed.trunk.blocks:
+        block.mlp.register_forward_pre_hook(count)
+    images = torch.rand(3, 3, 32, 32)
+    assert torch.equal(whole.eval()(images), streamed.eval()(images))
+    assert held == [len(list(block.parameters())) for block in streamed.trunk.blocks]
+    assert all(tensor.data_ptr() == weights[name].data_ptr() for name, tensor in streamed.state_dict().items())
+
+
+def test_a_block_that_fails_is_let_go_of() -> None:
+    model = small_model()
+    hold_one_block(model, torch.device("cpu"))
+    with pytest.raises(AttributeError):
+        model.trunk.blocks[0](torch.rand(1, 2, 3))
+    assert not any("mapped" in parameter.__dict__ for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("fault", ["file", "rows", "checksum"])
@@ -143,7 +216,7 @@ def started_in_rows(rank: int, world: int, folder: str, weights: str) -> None:
     assert all(parameter.is_meta for parameter in block.parameters())
     empty = without_weights(objective.model)
     shard_objective(objective, torch.device("cpu"), None)
-    gather_into(empty, objective.model, torch.device("cpu"))
+    gather_into(empty, objective.model, torch.device("cpu"), Path(folder) / "gathered")
     if rank == 0:
         torch.save(empty.state_dict(), f"{folder}/gathered.pt")
     torch.distributed.destroy_process_group()

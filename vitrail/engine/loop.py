@@ -23,7 +23,7 @@ from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
-from vitrail.engine.shard import can_shard, laid_out, save_shards
+from vitrail.engine.shard import StoredRows, can_shard, laid_out, save_shards
 from vitrail.engine.shard import like as sharded_like
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
@@ -141,7 +141,7 @@ class Loop:
             ema=self.engine.ema,
             accumulate=self.engine.accumulate or 1,
             group=self.group,
-            shard=self.engine.shard == "full" and can_shard(),
+            shard=self.folder.gathered if self.engine.shard == "full" and can_shard() else None,
         )
         self.saved: int | None = None  # step of the last checkpoint
         self._lost = 0  # updates in a row that were skipped
@@ -212,7 +212,7 @@ class Loop:
                     break
             self.work.gather()  # where nothing was left to train, too
             if self.best.weights:
-                self.kept.load_state_dict(self.best.weights, strict=False)  # without what is found again
+                self.work.keep(self.best.weights)
             for text in self.outcome():
                 self._say(bar, text)
                 self.notes.append(text)
@@ -329,7 +329,7 @@ class Loop:
             # Of the first process, so that all select and stop alike.
             improved = self.best.update(self.group.gather(metrics)[0], self.step)
             if improved and self.engine.select == "best":
-                self.best.weights = {n: t.to("cpu", copy=True) for n, t in self.kept.state_dict().items()}
+                self.best.weights = self.work.weights()
         seconds = round(time.monotonic() - began, 3)
         self._write(
             {"step": self.step, "epoch": round(self._epoch(), 6), "split": "val", **metrics, "seconds": seconds}
@@ -431,17 +431,17 @@ class Loop:
                     f"the checkpoint was made with {key} = {state.facts.get(key)!r}, now it is {value!r}; "
                     f"a run can only be resumed {same} it began with"
                 )
-        stored = laid_out(state.part("objective"), self.objective)
+        stored = laid_out(state.stored("objective"), self.objective)
         missing = self.objective.load_state_dict(stored, strict=False).missing_keys
         if self.work.ema is not None:
-            stored = laid_out(state.part("ema"), self.work.ema.model)
+            stored = laid_out(state.stored("ema"), self.work.ema.model)
             lacking = self.work.ema.model.load_state_dict(stored, strict=False).missing_keys
             missing = [*missing, *(f"model.{name}" for name in lacking)]
         base = self._base()
         missing = [name for name in missing if not self._found_again(name, base)]
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(missing[:4])}; it belongs to another model")
-        saved = state.part("optimizer")
+        saved = state.stored("optimizer")
         self.work.follow_checkpoint(saved)
         for group in self.work.optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -476,8 +476,10 @@ class Loop:
         self.work.meter.restore(sums, self.device)
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+def _laid_out(value: Tensor | StoredRows, like: Tensor) -> Tensor:
     """Optimiser state on its parameter's device and, of the same shape, with its strides, as fused steps need it."""
     if value.shape != like.shape:
+        assert isinstance(value, Tensor)
         return value.to(like.device)
-    return torch.empty_like(like, dtype=value.dtype).copy_(sharded_like(value, like))
+    laid = sharded_like(value, like)
+    return torch.empty_like(like, dtype=laid.dtype).copy_(laid)

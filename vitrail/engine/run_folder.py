@@ -56,6 +56,11 @@ class RunFolder:
         return self.path / "checkpoint"
 
     @property
+    def gathered(self) -> Path:
+        """Weights of a sharded model, while a process runs that needs them all."""
+        return self.checkpoints / "gathered"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
 
@@ -116,6 +121,7 @@ class RunFolder:
     ) -> None:
         if self.tracker is not None:
             self.tracker.close()
+        self.gathered.unlink(missing_ok=True)
         self.unlock()
 
     def write_environment(self, extra: Mapping[str, Any]) -> None:
@@ -230,10 +236,14 @@ class State:
     tensors: dict[str, Tensor]  # by name: objective/..., ema/..., optimizer/..., rng/..., meter/...
     facts: dict[str, Any] = field(default_factory=dict)  # plain values
 
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose name starts with `prefix/`, without it."""
+    def stored(self, prefix: str) -> dict[str, Any]:
+        """What is stored under names that start with `prefix/`, without it; of sharded tensors `StoredRows`."""
         cut = len(prefix) + 1
         return {name[cut:]: t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The same as whole tensors."""
+        return {name: t if isinstance(t, Tensor) else t.whole() for name, t in self.stored(prefix).items()}
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:

@@ -3,11 +3,14 @@
 Parameters, gradients, optimiser state, moving averages and momentum teachers are DTensors, rows of which lie on each
 process; a block of the trunk is gathered while it computes. Every process draws all initial weights, in the order of
 an unsharded run, and keeps its rows of a block once the block is built: host memory is that of the rows, one block,
-stem and head. For evaluation, and at the end, every process gathers the weights (not gradients or optimiser state) of
-the model that is kept, because processes evaluate unequally many batches.
+stem and head. Processes evaluate unequally many batches, so to evaluate, and to save the model, the weights that are
+kept are gathered, one tensor at a time, into a file of the run folder that every process maps into its memory: the
+system reads from it what a block needs, and may drop it afterwards. An accelerator holds all of them where they take
+at most half of its free memory, otherwise one block at a time.
 
 A checkpoint is a folder: a safetensors file with the rows of each process, and `layout.json`, which is written last.
-torch.distributed.checkpoint would pickle its metadata, and nothing of a run folder is unpickled.
+A process that resumes maps all files and copies its rows. torch.distributed.checkpoint would pickle its metadata, and
+nothing of a run folder is unpickled.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.engine.device import ProcessGroup
-from vitrail.files import FORMAT_VERSION, parse_json, reject_later, write_text
+from vitrail.files import FORMAT_VERSION, parse_json, reject_later, replacing, write_text
 from vitrail.model.parts.block import Block, ParallelBlock
 from vitrail.model.store import current_names, write_tensors
 from vitrail.model.trunks.vit import Trunk
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 LAYOUT = "layout.json"
+ALIGNED = 64  # bytes, at multiples of which gathered tensors begin
 BLOCKS = re.compile(r"(^|\.)trunk(\..*)?\.blocks")
 
 
@@ -58,17 +63,54 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def like(tensor: Tensor, layout: Tensor) -> Tensor:
-    """A whole tensor that every process has, sharded as `layout` where that is; nothing is sent."""
-    if not is_sharded(layout) or is_sharded(tensor):
-        return tensor
+def chunk_of(rows: int, world: int, rank: int) -> slice:
+    """The rows of a process, divided as FSDP2 (and `torch.chunk`) divides them.
+
+    >>> [chunk_of(5, 4, rank) for rank in range(4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 5, None)]
+    """
+    size = -(-rows // world)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+class StoredRows:
+    """A tensor of a checkpoint whose rows lie in the files of several processes, mapped but not read yet."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+        self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """A copy of the rows from `rows.start` to `rows.stop`."""
+        starts = [0]
+        for part in self.parts:
+            starts.append(starts[-1] + len(part))
+        spans = zip(starts, self.parts, strict=False)
+        return torch.cat([part[max(rows.start - at, 0) : max(rows.stop - at, 0)] for at, part in spans])
+
+    def whole(self) -> Tensor:
+        return self[slice(0, len(self))]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def like(tensor: Tensor | StoredRows, layout: Tensor) -> Tensor:
+    """A tensor that every process has or can read, sharded as `layout` where that is; nothing is sent."""
+    if not is_sharded(layout):
+        return tensor.whole() if isinstance(tensor, StoredRows) else tensor
+    if is_sharded(tensor):
+        return tensor  # type: ignore[return-value]
     mesh, placements = layout.device_mesh, layout.placements  # type: ignore[attr-defined]
-    local = tensor.to(layout.device)
-    return torch.distributed.tensor.distribute_tensor(local, mesh, placements, src_data_rank=None)
+    assert placements[0].is_shard(0)
+    rows = tensor[chunk_of(len(tensor), mesh.size(), mesh.get_local_rank())].to(layout.device)
+    return torch.distributed.tensor.DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=layout.shape, stride=layout.stride()
+    )
 
 
 def laid_out(tensors: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors, sharded as those that a module has under their names."""
+    """Tensors as a checkpoint has them, sharded as those that a module has under their names."""
     there = module.state_dict()
     return {name: like(tensor, there[name]) if name in there else tensor for name, tensor in tensors.items()}
 
@@ -88,8 +130,7 @@ class PartialParameter(nn.Parameter):
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """This process's rows of a whole tensor, divided as FSDP2 divides it."""
-        chunks = tensor.chunk(self.group.world)
-        return chunks[self.group.rank] if self.group.rank < len(chunks) else tensor[:0]
+        return tensor[chunk_of(len(tensor), self.group.world, self.group.rank)]
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> PartialParameter:  # weights are loaded through it
         self.rows.copy_(self.rows_of(source))
@@ -156,11 +197,76 @@ def with_copied_weights(empty: nn.Module, model: nn.Module) -> nn.Module:
     return empty.to(next(model.parameters()).device)
 
 
-def gather_into(empty: nn.Module, model: nn.Module, device: torch.device) -> None:
-    """Give `empty` all weights and buffers of a sharded model (all processes must call it)."""
-    tensors = {name: whole(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
-    empty.load_state_dict(tensors, assign=True)
-    empty.to(device).eval()
+def gather_into(empty: nn.Module, model: nn.Module, device: torch.device, file: Path) -> dict[str, Tensor]:
+    """Give `empty` all weights and buffers of a sharded model (all processes must call it).
+
+    They lie in `file`, which all processes must be able to read; returns them as they are mapped from it.
+    """
+    state = model.state_dict()
+    _write_gathered(state, file)
+    dist.barrier()
+    sizes = [_padded(tensor.numel() * tensor.itemsize) for tensor in state.values()]
+    storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=sum(sizes))
+    contents = torch.empty(0, dtype=torch.uint8).set_(storage).split(sizes)  # type: ignore[arg-type]
+    mapped = {
+        name: content[: tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), content in zip(state.items(), contents, strict=True)
+    }
+    hold(empty, mapped, device)
+    return mapped
+
+
+def _padded(size: int) -> int:
+    return max(1, -(-size // ALIGNED)) * ALIGNED
+
+
+def _write_gathered(state: dict[str, Tensor], file: Path) -> None:
+    gathered = (whole(tensor.detach()).contiguous().cpu().reshape(-1).view(torch.uint8) for tensor in state.values())
+    if dist.get_rank() != 0:
+        for _ in gathered:
+            pass
+        return
+    with replacing(file) as temporary, temporary.open("wb") as out:
+        for content in gathered:
+            out.write(content.numpy().data)
+            out.write(bytes(_padded(len(content)) - len(content)))
+
+
+def hold(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Give a model these weights, to be evaluated on `device`: all of them there, or a block at a time."""
+    model.load_state_dict(weights, assign=True)
+    model.eval()
+    size = sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
+    if device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[0] / 2:
+        model.to(device)
+    else:
+        hold_one_block(model, device)
+
+
+def hold_one_block(model: nn.Module, device: torch.device) -> None:
+    """Move a model to `device`, but blocks of the trunk only while they compute."""
+    blocks = [block for blocks in _lists_of_blocks(model) for block in blocks.children()]
+    away = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    model._apply(lambda tensor: tensor if id(tensor) in away else tensor.to(device))
+    for block in blocks:
+        if not block._forward_pre_hooks:  # not yet
+            block.register_forward_pre_hook(partial(_fetch, device))
+            block.register_forward_hook(_drop, always_call=True)
+
+
+def _fetch(device: torch.device, block: nn.Module, args: object) -> None:
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.mapped = tensor.data  # type: ignore[attr-defined]
+        tensor.data = tensor.data.to(device, copy=True)
+
+
+def _drop(block: nn.Module, args: object, output: object) -> None:
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.data = tensor.__dict__.pop("mapped")
+
+
+def _lists_of_blocks(module: nn.Module) -> list[nn.Module]:
+    return [m for name, m in module.named_modules() if BLOCKS.search(name) and name.endswith("blocks")]
 
 
 def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
@@ -178,14 +284,13 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
     options: dict[str, Any] = {"mesh": mesh}
     if autocast is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32)
-    lists = [m for name, m in objective.named_modules() if BLOCKS.search(name) and name.endswith("blocks")]
-    for module in (*(block for blocks in lists for block in blocks.children()), objective):
+    for module in (*(block for blocks in _lists_of_blocks(objective) for block in blocks.children()), objective):
         kept = {n: p.rows for n, p in module.named_parameters() if isinstance(p, PartialParameter)}
         fully_shard(module, **options)
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         while kept:
             name, rows = kept.popitem()
-            module.get_parameter(name).data.to_local().copy_(rows)
+            module.get_parameter(name).data.to_local().copy_(rows)  # type: ignore[attr-defined]
         _release()
 
 
@@ -222,7 +327,10 @@ def save_shards(folder: Path, state: State) -> Path:
 
 
 def read_shards(path: Path) -> State:
-    """Read a checkpoint, whole, whatever the number of processes that wrote it. Raises `ValueError` if damaged."""
+    """Read a checkpoint, whatever the number of processes that wrote it. Raises `ValueError` if damaged.
+
+    Tensors are mapped from the files, those that were sharded as `StoredRows`.
+    """
     from safetensors.torch import load_file
 
     from vitrail.engine.run_folder import State, checksum
@@ -238,7 +346,7 @@ def read_shards(path: Path) -> State:
             for name, tensor in rows.items():
                 parts.setdefault(name, []).append(tensor)
         shapes = header["shapes"]
-        tensors = {name: torch.cat(every) if name in shapes else every[0] for name, every in parts.items()}
+        tensors: dict[str, Any] = {n: StoredRows(every) if n in shapes else every[0] for n, every in parts.items()}
         if any(list(tensors[name].shape) != shape for name, shape in shapes.items()):
             raise ValueError("rows are missing")
         return State(header["step"], current_names(tensors), header["facts"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from vitrail.data.batch import Batch
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.optimizer import DECOUPLED, Schedule, build_optimizer, set_step
-from vitrail.engine.shard import gather_into, shard_objective, whole, with_copied_weights, without_weights
+from vitrail.engine.shard import gather_into, hold, shard_objective, whole, with_copied_weights, without_weights
 from vitrail.kernels.cuda_graph import captured, on
 from vitrail.learn.objective import Objective
 
@@ -196,6 +197,7 @@ class TrainStep:
 
     `graph` captures steps as a CUDA graph after a warm-up; micro-batches of another shape run without it. Where
     something must be decided on the host there is none, and `why_no_graph` says why. `fp8`: see `train_in_fp8`.
+    `shard`: a file to gather a sharded model in (none: it is not sharded).
     """
 
     def __init__(
@@ -212,17 +214,19 @@ class TrainStep:
         ema: float = 0.0,
         accumulate: int = 1,
         group: ProcessGroup | None = None,
-        shard: bool = False,
+        shard: Path | None = None,
     ) -> None:
         self.objective = objective
         self.gathered: nn.Module | None = None  # of a sharded model: the weights that are kept, as `agree` found them
+        self._mapped: dict[str, Tensor] = {}  # those, in the file `shard`
+        self._file = shard
         empty: nn.Module | None = None
-        if shard:
+        if shard is not None:
             self.gathered = without_weights(objective.model)
             empty = without_weights(objective.model) if ema else None
             shard_objective(objective, device, autocast)
         self.objective.to(device)
-        if not shard and device.type == "cuda" and is_convolutional(objective.model):
+        if shard is None and device.type == "cuda" and is_convolutional(objective.model):
             self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
         if fp8:
             from vitrail.kernels.fp8_training import train_in_fp8
@@ -319,8 +323,21 @@ class TrainStep:
 
     def gather(self) -> None:
         """Gather the weights of a sharded model that are evaluated and kept (all processes must call it)."""
+        if self.gathered is not None and self._file is not None:
+            self._mapped = gather_into(self.gathered, self._followed, self.device, self._file)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that are kept, on the host: a copy, or what a sharded model was last gathered in."""
         if self.gathered is not None:
-            gather_into(self.gathered, self._followed, self.device)
+            return self._mapped
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
+
+    def keep(self, weights: Mapping[str, Tensor]) -> None:
+        """Evaluate and keep these weights; what a checkpoint does not store of them stays."""
+        if self.gathered is not None:
+            hold(self.gathered, {**self._mapped, **weights}, self.device)
+        else:
+            self.model.load_state_dict(weights, strict=False)
 
     def _compute(self, piece: Batch) -> bool:
         if self._wrapped is None:

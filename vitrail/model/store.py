@@ -68,11 +68,16 @@ FORMAT, WHOLE = 2, 1  # the newest that is read; 2 is a base and an adapter, 1 a
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors (contiguous, unshared) as safetensors, atomically."""
+    """Write tensors as safetensors, atomically; those that share memory, or are not contiguous, are copied."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    ready = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    ready = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    end = 0
+    for name, tensor in sorted(ready.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            ready[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
     with replacing(path) as temporary:
         try:
             save_file(ready, temporary, metadata=dict(metadata or {}))
