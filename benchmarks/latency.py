@@ -10,6 +10,7 @@ ours optimized   `model.optimize()`: LayerScale, affine maps and batch norms fol
 ours compiled    the same, compiled (with --compiled)
 onnxruntime      the file of `vitrail export` (float input, logits), by its CPU provider
 OpenVINO         the same file, where openvino is installed
+int8             the file of `vitrail export --int8`, by onnxruntime (random weights: nothing is known of accuracy)
 timm             timm's model of the same architecture and weights
 timm compiled    torch.compile of it (with --compiled: minutes)
 
@@ -58,6 +59,7 @@ from vitrail.model.mixers.config import EluKernel, MixerOptions, Sima, Softmax, 
 from vitrail.model.mixers.mixer import build_mixer
 from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.tokens import Tokens
+from vitrail.model.quantize import write_int8
 from vitrail.model.timm_weights import load_weights
 from vitrail.model.trunks.timm_trunk import TimmTrunk
 from vitrail.model.zoo import ZOO
@@ -187,6 +189,14 @@ def cpu_works(subject: Subject, images: Tensor, options: argparse.Namespace) -> 
             works[name] = prepare(file, images, options.threads)
         except (ValueError, RuntimeError) as error:
             without[name] = " ".join(str(error).split())[:200]
+    if "onnxruntime" in works:
+        reduced = file.with_suffix(".int8.onnx")
+        try:
+            if not reduced.exists():
+                write_int8(file, reduced, torch.randn(32, *images.shape[1:]))
+            works["int8"] = onnxruntime_work(reduced, images, options.threads)
+        except Exception as error:  # onnxruntime has error classes of its own
+            without["int8"] = " ".join(str(error).split())[:200]
     if theirs is not None:
         works["timm"] = module_work(theirs, images)
         if options.compiled:
@@ -315,6 +325,7 @@ def main() -> None:
         ways[2:] = [
             *(["ours compiled"] if options.compiled else []),
             *RUNTIMES,
+            "int8",
             *ways[2 : 4 if options.compiled else 3],
         ]
     print(f"| {' | '.join([*titles, *ways, 'fastest'])} |\n{'|---' * (len(titles) + len(ways) + 1)}|", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,18 @@ from vitrail.measure import speed
 from vitrail.measure.speed import Timing, Way
 
 HISTORY = Path(__file__).parent / "history.jsonl"
+PRODUCTS = {
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+    "bf16",
+}
 WARM_UP = 2  # calls that choose kernels, compile and fill memory pools, and do not count
 
 
@@ -45,8 +58,18 @@ def in_turns(
 
 def where(device: torch.device) -> str:
     """Hardware and versions, for the head of a table."""
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return f"{place}, torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"cpu ({processor()}), {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The processor's name and what it has for 8-bit and 16-bit products, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = set(facts.get("flags", facts.get("Features", "")).split()) & PRODUCTS
+    return " ".join([facts.get("model name", platform.machine()), *sorted(flags)])
 
 
 def add_to_history(benchmark: str, machine: str, figures: Mapping[str, float], file: Path = HISTORY) -> None:
