@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 
 TINY = {
     "data.uri": "synthetic:shapes?n=60&size=32",

@@ -13,7 +13,7 @@ from stopping import stop_after
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.loop import Stopped
 from vitrail.engine.run_folder import TIMING
 from vitrail.engine.step import TrainStep

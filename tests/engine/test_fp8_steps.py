@@ -15,7 +15,7 @@ from torch import nn
 import vitrail
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.device import choose_precision
 from vitrail.engine.optimizer import make_schedule

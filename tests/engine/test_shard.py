@@ -15,7 +15,7 @@ from small import quick_of
 
 from benchmarks.equality import difference, one_rank, samples, train_cell, weights
 from vitrail.config import validate
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.device import ProcessGroup, leave
 from vitrail.engine.shard import (
     PartialParameter,

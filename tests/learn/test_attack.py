@@ -22,7 +22,7 @@ import vitrail
 from vitrail.cli import run as cli
 from vitrail.data.batch import Batch
 from vitrail.data.config import PreprocessConfig
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.loop import Stopped
 from vitrail.engine.optimizer import make_schedule

@@ -21,7 +21,7 @@ import vitrail
 from vitrail.config import RunConfig
 from vitrail.data.batch import Batch
 from vitrail.data.config import AugmentConfig
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep

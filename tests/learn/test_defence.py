@@ -13,7 +13,7 @@ from torch import nn
 
 import vitrail
 from vitrail.data.batch import Batch
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep

@@ -16,7 +16,7 @@ import vitrail
 from vitrail.config import validate
 from vitrail.data.batch import Batch
 from vitrail.data.loading.sampler import BatchSampler
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.run_folder import RunFolder
 from vitrail.learn.cmsf import draw_labelled
 from vitrail.learn.config import FixmatchConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import vitrail
 from vitrail.config import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import ConvStem

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.model.build import create_model
 from vitrail.model.heads.config import AttentionPool, ClassAttention
 from vitrail.model.parts.block import LayerScale, Mlp, make_norm

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, validate
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.loop import Stopped
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, parameter_groups

@@ -21,7 +21,7 @@ from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.check import scan as scans
 from vitrail.data.open import open_data
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.loop import Stopped
 from vitrail.recipes import recipe

@@ -17,7 +17,7 @@ import vitrail
 from vitrail.cli import run as command
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.open import open_data
-from vitrail.engine.run_folder import steps_saved
+from vitrail.engine.checkpoint import steps_saved
 from vitrail.files import FORMAT_VERSION
 from vitrail.learn.attack import UniversalPatch, load_patch, save_patch
 from vitrail.model.adapters.adapter_file import load_adapter, save_adapter

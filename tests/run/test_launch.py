@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from vitrail.cli import run
-from vitrail.engine.run_folder import newest
+from vitrail.engine.checkpoint import newest
 from vitrail.run.launch import Cluster, TrainJob, submit
 
 TINY = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.cli import run as command
 from vitrail.config import validate
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import parameter_groups
 from vitrail.learn.attention_teacher import readable

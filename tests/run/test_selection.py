@@ -24,7 +24,7 @@ from vitrail.compare import budgets
 from vitrail.compare.study import Study, run_hash, smoke
 from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.batch import Batch
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.loop import Best, Loop
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import TIMING

@@ -27,7 +27,7 @@ from vitrail.config import RunConfig, dump, from_mapping, load_yaml
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import Split
 from vitrail.data.loading.loader import EvalLoader
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.loop import Stopped
 from vitrail.engine.run_folder import TIMING
 from vitrail.engine.step import TrainStep

@@ -22,9 +22,10 @@ import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping, load_yaml
 from vitrail.data.batch import Batch
+from vitrail.engine.checkpoint import steps_saved
 from vitrail.engine.device import choose_device
 from vitrail.engine.loop import Diverged, Stopped, TooLarge
-from vitrail.engine.run_folder import steps_saved, unused
+from vitrail.engine.run_folder import unused
 from vitrail.engine.step import TrainStep
 from vitrail.files import remove_leftovers, write_text
 from vitrail.recipes import recipe
@@ -228,7 +229,7 @@ def test_a_device_that_is_none_is_a_sentence(name: str) -> None:
 def test_a_checkpoint_keeps_the_settings_that_must_not_change(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitrail.engine import run_folder as checkpoint
+    from vitrail.engine import checkpoint
 
     run = stopped(3, photos, tmp_path / "run", monkeypatch)
     state, _ = checkpoint.newest(run / "checkpoint")

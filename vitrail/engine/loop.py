@@ -17,13 +17,13 @@ from torch import Tensor
 from vitrail.console import out_of_memory
 from vitrail.data.batch import Batch
 from vitrail.data.counter import seed_of
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.config import EngineConfig, OptimConfig
 from vitrail.engine.device import ProcessGroup, StopRequest, Vote
 from vitrail.engine.optimizer import Schedule, describe_shares, optimizer_shares
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
-from vitrail.engine.shard import StoredRows, can_shard, laid_out, save_shards
+from vitrail.engine.shard import StoredRows, can_shard, laid_out
 from vitrail.engine.shard import like as sharded_like
 from vitrail.engine.step import TrainStep
 from vitrail.learn.objective import Objective
@@ -408,7 +408,7 @@ class Loop:
         if self.group.main or sharded:
             try:
                 if sharded:
-                    save_shards(self.folder.checkpoints, state)
+                    checkpoint.save_shards(self.folder.checkpoints, state)
                     if self.group.main:
                         checkpoint.prune(self.folder.checkpoints, state.step, self.engine.keep)
                 else:

@@ -1,30 +1,20 @@
-"""The run folder: configuration, metrics (in a tracker too, on request), log, environment, checkpoints; one writer.
-
-A checkpoint is one safetensors file, tensors and a JSON header, written atomically: it is complete or not there. Its
-header has a checksum, so that a damaged one is reported and never used.
-"""
+"""The run folder: configuration, metrics (in a tracker too, on request), log, environment; one writer."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import re
-import shutil
 import sys
 import time
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from vitrail.files import FORMAT_VERSION, LEFTOVER, LaterVersion, parse_json, reject_later, remove_leftovers, write_text
-from vitrail.model.store import current_names, write_tensors
+from vitrail.files import FORMAT_VERSION, LEFTOVER, parse_json, remove_leftovers, write_text
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
@@ -184,8 +174,6 @@ def environment() -> dict[str, Any]:
     """Versions, hardware and command of a run."""
     from importlib.metadata import PackageNotFoundError, version
 
-    import torch
-
     def installed(package: str) -> str:
         try:
             return version(package)
@@ -223,101 +211,3 @@ def free_name(base: Path) -> Path:
         n += 1
         path = base.with_name(f"{base.name}-{n}")
     return path
-
-
-FORMAT = 1
-
-
-@dataclass
-class State:
-    """Everything that training needs to continue as if it had never stopped."""
-
-    step: int  # optimiser steps done
-    tensors: dict[str, Tensor]  # by name: objective/..., ema/..., optimizer/..., rng/..., meter/...
-    facts: dict[str, Any] = field(default_factory=dict)  # plain values
-
-    def stored(self, prefix: str) -> dict[str, Any]:
-        """What is stored under names that start with `prefix/`, without it; of sharded tensors `StoredRows`."""
-        cut = len(prefix) + 1
-        return {name[cut:]: t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
-
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The same as whole tensors."""
-        return {name: t if isinstance(t, Tensor) else t.whole() for name, t in self.stored(prefix).items()}
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Of names and values."""
-    total = 0
-    for name in sorted(tensors):
-        data = tensors[name].detach().cpu().contiguous()
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data, total)
-    return total
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    path = folder / f"step-{step:09d}"
-    return path if path.is_dir() else path.with_suffix(".safetensors")
-
-
-def steps_saved(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first: files, or folders where the model is sharded."""
-    matches = (re.fullmatch(r"step-(\d+)(\.safetensors)?", p.name) for p in folder.glob("step-*"))
-    return sorted({int(m[1]) for m in matches if m})
-
-
-def save(folder: Path, state: State, keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`; no older one is removed before the new one is safe."""
-    header = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": state.step, "facts": state.facts}
-    header["checksum"] = checksum(state.tensors)
-    path = checkpoint_path(folder, state.step)
-    write_tensors(path, state.tensors, {"vitrail": json.dumps(header)})
-    prune(folder, state.step, keep)
-    return path
-
-
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to that of `step`, which is whole."""
-    for older in [s for s in steps_saved(folder) if s <= step][: -max(1, keep)]:
-        path = checkpoint_path(folder, older)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def read(path: Path) -> State:
-    """Read one checkpoint. Raises `ValueError` with one sentence if it is damaged or foreign."""
-    from safetensors import safe_open
-
-    if path.is_dir():
-        from vitrail.engine.shard import read_shards
-
-        return read_shards(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = parse_json((file.metadata() or {})["vitrail"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"checkpoint {path} is damaged or not ours ({reason})") from None
-    reject_later(f"checkpoint {path}", header, FORMAT)
-    if header.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}")
-    if header["checksum"] != checksum(tensors):
-        raise ValueError(f"checkpoint {path} is damaged (its checksum does not match)")
-    return State(header["step"], current_names(tensors), header["facts"])
-
-
-def newest(folder: Path) -> tuple[State | None, list[str]]:
-    """The newest checkpoint that is whole, and a sentence for each damaged one."""
-    damaged: list[str] = []
-    for step in reversed(steps_saved(folder)):
-        try:
-            return read(checkpoint_path(folder, step)), damaged
-        except LaterVersion:
-            raise
-        except ValueError as error:
-            damaged.append(str(error))
-    return None, damaged

@@ -1,4 +1,4 @@
-"""Models that are sharded over processes by FSDP2 (`--engine.shard full`), and their checkpoints.
+"""Models that are sharded over processes by FSDP2 (`--engine.shard full`).
 
 Parameters, gradients, optimiser state, moving averages and momentum teachers are DTensors, rows of which lie on each
 process; a block of the trunk is gathered while it computes. Every process draws all initial weights, in the order of
@@ -7,42 +7,30 @@ stem and head. Processes evaluate unequally many batches, so to evaluate, and to
 kept are gathered, one tensor at a time, into a file of the run folder that every process maps into its memory: the
 system reads from it what a block needs, and may drop it afterwards. An accelerator holds all of them where they take
 at most half of its free memory, otherwise one block at a time.
-
-A checkpoint is a folder: a safetensors file with the rows of each process, and `layout.json`, which is written last.
-A process that resumes maps all files and copies its rows. torch.distributed.checkpoint would pickle its metadata, and
-nothing of a run folder is unpickled.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-import json
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.engine.device import ProcessGroup
-from vitrail.files import FORMAT_VERSION, parse_json, reject_later, replacing, write_text
+from vitrail.files import replacing
 from vitrail.model.parts.block import Block, ParallelBlock
-from vitrail.model.store import current_names, write_tensors
 from vitrail.model.trunks.vit import Trunk
 
-if TYPE_CHECKING:
-    from vitrail.engine.run_folder import State
-
-FORMAT = 1
-LAYOUT = "layout.json"
 ALIGNED = 64  # bytes, at multiples of which gathered tensors begin
 BLOCKS = re.compile(r"(^|\.)trunk(\..*)?\.blocks")
 
@@ -292,68 +280,3 @@ def shard_objective(objective: nn.Module, device: torch.device, autocast: torch.
             name, rows = kept.popitem()
             module.get_parameter(name).data.to_local().copy_(rows)  # type: ignore[attr-defined]
         _release()
-
-
-def save_shards(folder: Path, state: State) -> Path:
-    """Write a checkpoint (all processes must call it); it is complete once it has its name."""
-    from vitrail.engine.run_folder import checksum
-
-    rank, path = dist.get_rank(), folder / f"step-{state.step:09d}"
-    temporary = folder / f"{path.name}.partial"
-    if rank == 0:
-        for left in folder.glob("*.partial"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    rows: dict[str, Tensor] = {}
-    shapes = {name: list(t.shape) for name, t in state.tensors.items() if is_sharded(t)}
-    for name, tensor in state.tensors.items():
-        if name in shapes:
-            assert tensor.placements[0].is_shard(0)  # type: ignore[attr-defined]
-            local = tensor.to_local()  # type: ignore[attr-defined]
-            if local.numel():
-                rows[name] = local
-        elif rank == 0:
-            rows[name] = tensor
-    write_tensors(temporary / f"rank-{rank:05d}.safetensors", rows)
-    sums: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sums, checksum(rows))
-    if rank == 0:
-        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": state.step, "facts": state.facts}
-        write_text(temporary / LAYOUT, json.dumps({**header, "checksums": sums, "shapes": shapes}))
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier attempt at this step
-        temporary.rename(path)
-    return path
-
-
-def read_shards(path: Path) -> State:
-    """Read a checkpoint, whatever the number of processes that wrote it. Raises `ValueError` if damaged.
-
-    Tensors are mapped from the files, those that were sharded as `StoredRows`.
-    """
-    from safetensors.torch import load_file
-
-    from vitrail.engine.run_folder import State, checksum
-
-    try:
-        header = parse_json((path / LAYOUT).read_text(encoding="utf-8"))
-        reject_later(f"checkpoint {path}", header, FORMAT)
-        parts: dict[str, list[Tensor]] = {}
-        for rank, expected in enumerate(header["checksums"]):
-            rows = load_file(path / f"rank-{rank:05d}.safetensors")
-            if checksum(rows) != expected:
-                raise ValueError(f"the checksum of process {rank} does not match")
-            for name, tensor in rows.items():
-                parts.setdefault(name, []).append(tensor)
-        shapes = header["shapes"]
-        tensors: dict[str, Any] = {n: StoredRows(every) if n in shapes else every[0] for n, every in parts.items()}
-        if any(list(tensors[name].shape) != shape for name, shape in shapes.items()):
-            raise ValueError("rows are missing")
-        return State(header["step"], current_names(tensors), header["facts"])
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError, json.JSONDecodeError) as error:
-        if type(error).__name__ == "LaterVersion":
-            raise
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"checkpoint {path} is damaged or not ours ({reason})") from None
-    except Exception as error:  # safetensors has an error of its own
-        raise ValueError(f"checkpoint {path} is damaged or not ours ({error})") from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.config import RunConfig
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.inspect.attention_section import fixed
 from vitrail.inspect.embeddings import MOST_NEIGHBOURS, NEAREST, neighbour_cell, rank_columns
 from vitrail.inspect.section import Card, ImageBatch, InspectedModel, Inspection, PagePart, Section

@@ -16,7 +16,7 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.device import choose_device, choose_precision, join
 from vitrail.engine.loop import resumable
 from vitrail.engine.progress import Progress

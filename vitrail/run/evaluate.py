@@ -16,9 +16,9 @@ from vitrail.data.config import PreprocessConfig
 from vitrail.data.counter import seed_of, uniform
 from vitrail.data.dataset import UNLABELLED, DataSet, Split, choose_level
 from vitrail.data.open import open_source
+from vitrail.engine.checkpoint import checkpoint_path, read, steps_saved
 from vitrail.engine.device import choose_device, choose_precision
 from vitrail.engine.progress import Progress
-from vitrail.engine.run_folder import checkpoint_path, read, steps_saved
 from vitrail.files import json_text, write_text
 from vitrail.measure.classification import Figures
 from vitrail.measure.evaluator import (

@@ -18,7 +18,7 @@ from vitrail.data.check.scan import Bad
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.stack import channel_moments, form_in
-from vitrail.engine import run_folder as checkpoint
+from vitrail.engine import checkpoint
 from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
 from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
