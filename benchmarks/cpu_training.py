@@ -4,11 +4,13 @@
 
 demo     the recipe `demo`: 28-pixel images in memory, padded crops, a ViT of width 64, batch 50
 photos   the recipe `vit` with DeiT-Ti at 112 pixels, batch 32, from JPEG: decode, random resized crop, flip
+scratch  the recipe `scratch`, timm's ResNet-26-D, at 112 pixels, batch 32, from JPEG likewise
 
 Equal work on both sides: the same images, augmentation, architecture, label smoothing, drop path, fused AdamW, clipping
-of gradients and moving average of the weights, in float32. Ours are the parts that `vitrail train` builds, with
-`--data.loader` as it chooses itself for small images and `host` for JPEG; the other side is timm's VisionTransformer
-with a DataLoader of torchvision transforms and timm's ModelEmaV3. Both have the same threads and worker processes.
+of gradients and moving average of the weights, in float32 (so `scratch` is without Muon, CutMix and TrivialAugment).
+Ours are the parts that `vitrail train` builds, with `--data.loader` as it chooses itself for small images and `host`
+for JPEG; the other side is timm's model with a DataLoader of torchvision transforms and timm's ModelEmaV3. Both have the
+same threads and worker processes.
 
 training   images/s of the whole loop
 loading    of its batches alone (read, decode, augment, collate)
@@ -59,6 +61,7 @@ from vitrail.recipes import recipe
 from vitrail.run.run_data import read_data
 from vitrail.run.train import Trainer
 
+SETTINGS = ("demo", "photos", "scratch")
 LEAST_CALLS = 3
 Feed = tuple[Callable[[], Any], Callable[[Any], object]]  # the next batch, and a step on it
 
@@ -91,7 +94,7 @@ def settings(options: argparse.Namespace, stack: ExitStack) -> Iterator[Setting]
     if "demo" in options.only:
         config = from_mapping({"data": data, "engine": engine, "model": small}, recipe("demo"))
         yield Setting("demo", config, None)
-    if "photos" not in options.only:
+    if not {"photos", "scratch"} & set(options.only):
         return
     folder = drawn(Path(stack.enter_context(tempfile.TemporaryDirectory()))) if options.smoke else options.data
     if not (folder / "train").is_dir():
@@ -99,10 +102,13 @@ def settings(options: argparse.Namespace, stack: ExitStack) -> Iterator[Setting]
     if not (folder / "train").is_dir():
         print(f"photos are left out: no folder {folder}/train; name one with --data, or its parent with VITRAIL_DATA")
         return
-    augment = {"rand_ops": 0, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
+    augment = {"rand_ops": 0, "trivial": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
     data |= {"uri": str(folder), "loader": "host", "batch": 4 if options.smoke else 32, "augment": augment}
-    model = {"name": "deit_tiny", "image_size": 112, **small}
-    yield Setting("photos", from_mapping({"data": data, "engine": engine, "model": model}, recipe("vit")), folder)
+    models = {"photos": ("vit", {"name": "deit_tiny", **small}), "scratch": ("scratch", {"name": "timm:resnet26d"})}
+    for name, (base, model) in models.items():
+        if name in options.only:
+            whole = {"data": data, "engine": engine, "model": {"image_size": 112, **model}, "optim": {"name": "adamw"}}
+            yield Setting(name, from_mapping(whole, recipe(base)), folder)
 
 
 def drawn(folder: Path) -> Path:
@@ -134,22 +140,31 @@ def our_feed(setting: Setting, stack: ExitStack) -> tuple[Feed, Trainer]:
     return (lambda: next(batches), step.feed), trainer
 
 
-def timm_feed(setting: Setting, trainer: Trainer) -> Feed:
-    """A plain loop over timm's model of the same architecture."""
-    config, device, split = setting.config, trainer.device, trainer.data["train"]
-    objective, trunk = config.objective, trainer.model.trunk.config
-    assert isinstance(objective, SupervisedConfig)
+def timm_model(config: RunConfig, trainer: Trainer) -> nn.Module:
+    classes = len(trainer.data.classes)
+    if config.model.name.startswith("timm:"):
+        built: nn.Module = timm.create_model(config.model.name.removeprefix("timm:"), num_classes=classes)
+        return built
+    trunk = trainer.model.trunk.config
     assert isinstance(trunk, TrunkConfig)
-    model: nn.Module = VisionTransformer(
+    return VisionTransformer(
         img_size=trunk.image_size,
         patch_size=trunk.patch,
         embed_dim=trunk.width,
         depth=trunk.depth,
         num_heads=trunk.heads,
-        num_classes=len(trainer.data.classes),
+        num_classes=classes,
         drop_path_rate=trunk.drop_path,
         act_layer={"relu": nn.ReLU, "gelu": nn.GELU}[trunk.activation],
     )
+
+
+def timm_feed(setting: Setting, trainer: Trainer) -> Feed:
+    """A plain loop over timm's model of the same architecture."""
+    config, device, split = setting.config, trainer.device, trainer.data["train"]
+    objective = config.objective
+    assert isinstance(objective, SupervisedConfig)
+    model = timm_model(config, trainer)
     ours = sum(p.numel() for p in trainer.model.parameters())
     assert ours == sum(p.numel() for p in model.parameters()), "the two models differ"
     model.to(device).train()
@@ -273,7 +288,7 @@ def main() -> None:
     keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("imagenette"))
-    parser.add_argument("--only", nargs="+", default=["demo", "photos"], choices=["demo", "photos"])
+    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0, help="processes that load, besides the threads")

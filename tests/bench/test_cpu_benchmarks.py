@@ -26,7 +26,7 @@ def test_the_latency_benchmark_compares_every_runtime_and_names_the_fastest(tmp_
         (model, batch) for model in ("DeiT-Ti", "DeiT-S, ATS sampled", "MobileNetV4-S") for batch in (1, 8)
     ]
     by_model = {row["model"]: set(row["p50_ms"]) | set(row["not_measured"]) for row in rows}
-    exported = {"onnxruntime", "OpenVINO"}
+    exported = {"onnxruntime", "OpenVINO", "int8"}
     assert by_model["DeiT-Ti"] == {"ours", "ours optimized", "timm", *exported}
     assert by_model["DeiT-S, ATS sampled"] == {"ours", "ours optimized", *exported}  # timm has no such model
     assert by_model["MobileNetV4-S"] == {"timm", *exported}
@@ -58,13 +58,16 @@ def test_the_latency_benchmark_of_blocks_covers_the_shapes_of_the_table_of_edge_
 def test_the_benchmark_of_training_compares_both_loops_part_by_part(tmp_path: Path) -> None:
     rows, text = rows_of("cpu_training.py", tmp_path)
     parts = ("training", "loading", "step")
-    assert [(row["setting"], row["measured"]) for row in rows] == [(s, p) for s in ("demo", "photos") for p in parts]
-    assert [row["loader"] for row in rows[::3]] == ["device", "host"]
+    assert [(row["setting"], row["measured"]) for row in rows] == [
+        (s, p) for s in ("demo", "photos", "scratch") for p in parts
+    ]
+    assert [row["loader"] for row in rows[::3]] == ["device", "host", "host"]
     for row in rows:
         assert min(row["ours_images_per_second"], row["timm_images_per_second"]) > 0
         assert row["fastest"] == ("ours" if row["ratio"] > 1 else "timm")
     assert "| demo | training | 50 |" in text
     assert "| photos | training | 4 |" in text
+    assert "| scratch | training | 4 |" in text
 
 
 def test_the_benchmark_of_training_leaves_photos_out_where_there_are_none(tmp_path: Path) -> None:

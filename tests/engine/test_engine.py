@@ -22,7 +22,7 @@ from vitrail.engine.loop import _laid_out
 from vitrail.engine.muon import orthogonalised
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, decays, make_schedule, parameter_groups, set_step
 from vitrail.engine.run_folder import RunFolder, free_name
-from vitrail.engine.step import Ema, Meter, TrainStep, Updater, is_convolutional
+from vitrail.engine.step import Ema, Meter, TrainStep, Updater, channels_last_works, is_convolutional
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adapters.apply import apply
@@ -580,6 +580,42 @@ def test_restored_state_has_the_strides_of_its_parameter_as_fused_steps_need_the
 )
 def test_networks_of_convolutions_are_told_from_others(name: str, wide: bool) -> None:
     assert is_convolutional(create_model(name, classes=3, device="meta")) is wide
+
+
+def test_channels_are_not_put_last_where_the_backward_pass_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    convolutions = {
+        (3, 8, 1, 2, 1): False,  # as in FastViT
+        (16, 8, 1, 2, 1): True,
+        (3, 8, 1, 1, 1): True,
+        (3, 8, 3, 2, 1): True,
+        (8, 8, 1, 2, 8): True,
+    }
+    for (inside, outside, kernel, stride, groups), works in convolutions.items():
+        layer = torch.nn.Conv2d(inside, outside, kernel, stride, groups=groups)
+        assert channels_last_works(torch.nn.Sequential(layer), CPU) is works
+        assert channels_last_works(layer, torch.device("cuda"))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not channels_last_works(torch.nn.Conv2d(16, 8, 3), CPU)
+
+
+def test_steps_with_channels_last_are_those_of_the_usual_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        torch.manual_seed(0)
+        model = create_model("cifar_resnet20", classes=3, depth=8)
+        config = OptimConfig(name="sgd", lr=0.01, warmup=0, schedule="constant")
+        step = TrainStep(Supervised(model, SupervisedConfig()), config, make_schedule(config, 8, 80), device=CPU)
+        for seed in range(4):
+            images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+            label = torch.arange(8) % 3
+            step.feed(Batch((images,), label, label, torch.arange(8)))
+        weight = next(p for p in model.parameters() if p.ndim == 4 and p.shape[2] > 1)
+        assert weight.is_contiguous(memory_format=torch.channels_last) is (machine == "x86_64")
+        trained.append(model.state_dict())
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(tensor, trained[1][name], msg=name)
 
 
 def test_a_skipped_update_leaves_running_statistics_as_they_were() -> None:

@@ -7,6 +7,7 @@ what changes from step to step (images, learning rate, clock, decay of the avera
 from __future__ import annotations
 
 import copy
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -226,8 +227,8 @@ class TrainStep:
             empty = without_weights(objective.model) if ema else None
             shard_objective(objective, device, autocast)
         self.objective.to(device)
-        if shard is None and device.type == "cuda" and is_convolutional(objective.model):
-            self.objective.to(memory_format=torch.channels_last)  # faster on tensor cores
+        if shard is None and is_convolutional(objective.model) and channels_last_works(objective, device):
+            self.objective.to(memory_format=torch.channels_last)  # faster
         if fp8:
             from vitrail.kernels.fp8_training import train_in_fp8
 
@@ -403,6 +404,18 @@ def is_convolutional(model: nn.Module) -> bool:
     """Whether most layers of a network are convolutions over images."""
     convolutions = sum(isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) for m in model.modules())
     return convolutions > sum(isinstance(m, nn.Linear) for m in model.modules())
+
+
+def channels_last_works(module: nn.Module, device: torch.device) -> bool:
+    """Whether convolutions may keep the channels of a pixel together in memory: on CUDA, and on x86.
+
+    There the backward pass of oneDNN (torch 2.15) writes outside its memory for strided 1x1 convolutions of fewer than
+    16 channels, as FastViT has one; of 2,500 random convolutions all 39 that crashed were such. Other CPUs: not tried.
+    """
+    x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
+    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv2d) and m.groups == 1]
+    fragile = [m for m in convolutions if max(m.kernel_size) == 1 and max(m.stride) > 1 and m.in_channels < 16]
+    return device.type == "cuda" or (x86 and not fragile)
 
 
 class StaticBatch:
