@@ -9,8 +9,8 @@ scratch  the recipe `scratch`, timm's ResNet-26-D, at 112 pixels, batch 32, from
 Equal work on both sides: the same images, augmentation, architecture, label smoothing, drop path, fused AdamW, clipping
 of gradients and moving average of the weights, in float32 (so `scratch` is without Muon, CutMix and TrivialAugment).
 Ours are the parts that `vitrail train` builds, with `--data.loader` as it chooses itself for small images and `host`
-for JPEG; the other side is timm's model with a DataLoader of torchvision transforms and timm's ModelEmaV3. Both have the
-same threads and worker processes.
+for JPEG; the other side is timm's model with a DataLoader of torchvision transforms and timm's ModelEmaV3. Both have
+the same threads and worker processes.
 
 training   images/s of the whole loop
 loading    of its batches alone (read, decode, augment, collate)
