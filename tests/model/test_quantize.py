@@ -206,3 +206,15 @@ def test_weights_lose_a_bit_where_products_would_overflow(
     monkeypatch.setattr(quantize.platform, "machine", lambda: machine)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: flags)
     assert overflows() is wanted
+
+
+@pytest.mark.parametrize(("machine", "kind"), [("x86_64", "UINT8"), ("aarch64", "INT8")])
+def test_activations_have_the_sign_that_the_processor_multiplies_fast(
+    machine: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize.platform, "machine", lambda: machine)
+    reduced(convolutional(), tmp_path / "model.onnx", lose=100.0)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    zeros = {tensor.name: tensor.data_type for tensor in graph.initializer if tensor.name.endswith("_zero_point")}
+    quantized = [zeros[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert set(quantized) == {getattr(onnx.TensorProto, kind)}

@@ -130,10 +130,15 @@ def paired_interval(change: Tensor) -> tuple[float, float]:
     return total / count - spread, total / count + spread
 
 
+def on_x86() -> bool:
+    """Whether this machine multiplies unsigned by signed bytes: signed activations take 1.5 to 1.9 times as long."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def overflows() -> bool:
     """Whether sums of two 8-bit products overflow on this machine: x86 without VNNI. Weights then take 7 bits."""
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    return platform.machine().lower() in ("x86_64", "amd64") and "vnni" not in flags
+    return on_x86() and "vnni" not in flags
 
 
 class _File:
@@ -173,7 +178,8 @@ class _File:
                 if between or node.name in convolutions:
                     known.update(node.output)
                     static.append(node.name)
-            quantize_static(self.source, self.reduced, reader, nodes_to_quantize=static, **options)
+            signs = {"activation_type": QuantType.QUInt8 if on_x86() else QuantType.QInt8}
+            quantize_static(self.source, self.reduced, reader, nodes_to_quantize=static, **options, **signs)
             self.reduced.replace(self.source)
         if linear := nodes - convolutions:  # the quantiser makes a product of every Gemm, under the second name
             names = [name for node in linear for name in (node, f"{node}_MatMul")]
