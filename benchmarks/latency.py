@@ -343,9 +343,10 @@ def main() -> None:
             print(f"{row['model']}, batch {row['batch']}, {name}: {reason}")
     if options.history:
         figures = {
-            f"{', '.join(f'{t} {row[t]}' for t in titles)}, {way}, p50 ms": value
+            f"{', '.join(f'{t} {row[t]}' for t in titles)}, {way}, {part} ms": value
             for row in rows
-            for way, value in row["p50_ms"].items()
+            for part in ("p50", "p99")
+            for way, value in row[f"{part}_ms"].items()
         }
         add_to_history("latency.py", where(device), figures)
 

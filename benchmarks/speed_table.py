@@ -105,12 +105,19 @@ def latency_table(calls: Sequence[Call], kind: str, runtimes: Sequence[str]) -> 
     rows = []
     for batch in (1, 8):
         for model in (*OURS, *OTHERS):
-            times = {way: call.figures.get(f"model {model}, batch {batch}, {way}, p50 ms") for way in runtimes}
-            known = {way: ms for way, ms in times.items() if ms is not None}
+            p50, p99 = (
+                {way: call.figures.get(f"model {model}, batch {batch}, {way}, {part} ms") for way in runtimes}
+                for part in ("p50", "p99")
+            )
+            known = {way: ms for way, ms in p50.items() if ms is not None}
             if known:
-                cells = ("" if ms is None else f"{ms:.3g}" for ms in times.values())
+                cells = (" / ".join(milliseconds(ms) for ms in (p50[way], p99[way]) if ms is not None) for way in p50)
                 rows.append((model, str(batch), *cells, min(known, key=lambda way: known[way])))
-    return [*table(("ms, median", "batch", *runtimes, "fastest"), rows), "", call.source]
+    return [*table(("ms, p50 / p99", "batch", *runtimes, "fastest"), rows), "", call.source]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def training_table(calls: Sequence[Call]) -> list[str]:
