@@ -225,10 +225,16 @@ def hold(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
     model.load_state_dict(weights, assign=True)
     model.eval()
     size = sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
-    if device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[0] / 2:
+    if device.type != "cuda" or size <= _free(device) / 2:
         model.to(device)
     else:
         hold_one_block(model, device)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of an accelerator that are free, or held by the allocator for later."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def hold_one_block(model: nn.Module, device: torch.device) -> None:
