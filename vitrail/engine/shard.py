@@ -233,8 +233,8 @@ def hold(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
 def _free(device: torch.device) -> int:
     """Bytes of an accelerator that are free, or held by the allocator for later."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def hold_one_block(model: nn.Module, device: torch.device) -> None:
