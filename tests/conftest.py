@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import run_script
+from processes import fork_workers, run_script, shorten_reports
 from small import SMALL
 
 import vitrail
@@ -26,6 +26,19 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def _short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_reports(monkeypatch)
+
+
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    """Workers of studies are forked, for tests whose claim is about what is trained and not about processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_workers(patch)
+        yield
 
 
 @pytest.fixture

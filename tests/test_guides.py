@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from documented import PAGES, SIZES, Page, Step, furnish, pages, shortened, spans, steps, unknown
+from processes import run_script
 
 import vitrail.fit.run as fitting
 from vitrail.cli import run as command
@@ -77,13 +78,11 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
     cells = json.loads((DOCS / "examples" / "first_model.ipynb").read_text(encoding="utf-8"))["cells"]
     text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     (tmp_path / "notebook.py").write_text(f"{text}\nprint(folder)\n", encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "notebook.py"]
-    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line.split()[0] for line in done.stdout.splitlines() if "[" in line]
+    done = run_script(tmp_path / "notebook.py", folder=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    rows = [line.split()[0] for line in done.out.splitlines() if "[" in line]
     assert rows == ["class_token", "mean", "attention_pool"]
-    assert (tmp_path / done.stdout.splitlines()[-1] / "report.html").is_file()
+    assert (tmp_path / done.out.splitlines()[-1] / "report.html").is_file()
 
 
 @pytest.mark.parametrize("page", pages())
@@ -114,6 +113,7 @@ def test_the_table_names_nothing_that_a_page_does_not_have(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("page", [page for page, named in PAGES.items() if not is_parsed_only(page, named)])
 def test_the_commands_and_code_of_a_page_work_in_their_order(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

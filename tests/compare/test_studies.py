@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from processes import run_vitrail
 from study_calls import STUDIES, call, script_module
 from torch import Tensor
 
@@ -123,26 +124,34 @@ def test_features_that_keep_images_apart_can_be_cut_anywhere(monkeypatch: pytest
     assert same == pytest.approx({"separable": 1 / 8, "conditioned": 1 / 2})
 
 
+VIT, RESNET = {"depth": 1, "width": 48, "heads": 3}, {"depth": 8}
+TRUNKS = {"resolution": VIT, "teachers": VIT, "attention-only": VIT, "removed": RESNET, "adapters-scratch": RESNET}
+
+
+def shrink(study: dict[str, Any], trunk: dict[str, int]) -> None:
+    """Small trunks and adapters in a study, wherever it says how large they are."""
+    study["base"]["model"]["trunk"] = trunk
+    for changes in (*study.get("first", {}).values(), *study["variants"].values()):
+        model = changes.get("model", {})
+        model.update({"trunk": trunk} if "trunk" in model else {})
+        adapter = model.get("adapter", {})
+        adapter.update({setting: 8 for setting in ("coefficients", "head_coefficients") if setting in adapter})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resolution", "teachers", "attention-only", "removed", "adapters-scratch"])
+@pytest.mark.parametrize("name", TRUNKS)
 def test_a_study_in_which_runs_stand_on_others_comes_to_its_report(name: str, tmp_path: Path) -> None:
-    """Two seeds, and two values of what is tuned."""
+    """Two seeds, two values of what is tuned; trunks and adapters of a few parameters."""
     text = re.sub(r"cifar100?\.npz", "'synthetic:shapes?n=90&size=32'", (STUDIES / f"{name}.yaml").read_text())
     study = yaml.safe_load(text)
     study["seeds"] = 2
+    shrink(study, TRUNKS[name])
     for settings in study.get("tune", {}).get("grid", {}).values():
         settings.update({setting: values[:2] for setting, values in settings.items()})
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
-    done = subprocess.run(
-        [sys.executable, "-m", "vitrail", "compare", f"{name}.yaml", "--smoke", "--jobs", "1", "--seconds", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    report = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("report: ")][-1]
+    done = run_vitrail("compare", f"{name}.yaml", "--smoke", "--jobs", "1", "--seconds", "0", folder=tmp_path)
+    assert done.code == 0, done.err
+    report = [line.split()[1] for line in done.out.splitlines() if line.startswith("report: ")][-1]
     assert (tmp_path / report).with_name("table.json").is_file()
 
 

@@ -301,6 +301,7 @@ def photographs(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_photographs_and_a_latency_become_a_checked_file(
     photographs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

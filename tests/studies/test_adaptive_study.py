@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_script
 from study_calls import STUDIES
 
 PATCHES = ["tap", "none", "random", "ntap", "slowformer"]  # the first attack brings the rows without one
@@ -19,16 +17,10 @@ AVIT_ONLY = ["released prior", "centre", "another start"]
 
 def call(folder: Path) -> str:
     words = ["--smoke", "--seeds", "1", "--jobs", "1", "--data", "synthetic:shapes?n=120&size=32"]
-    done = subprocess.run(
-        [sys.executable, str(STUDIES / "adaptive.py"), *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environment = {"OMP_NUM_THREADS": "1"}
+    done = run_script(STUDIES / "adaptive.py", *words, environment=environment, folder=folder)
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.fixture(scope="module")
