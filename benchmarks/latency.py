@@ -1,6 +1,7 @@
 """Latency of one image and of eight: our models as modules and as exported files, timm's, and small networks for scale.
 
     python benchmarks/latency.py [--threads 2] [--seconds 5] [--files FOLDER] [--compiled] [--only TEXT ...] [--smoke]
+    python benchmarks/latency.py --together
     python benchmarks/latency.py --blocks
 
 On a CPU (float32, `--threads` for every runtime):
@@ -20,7 +21,9 @@ Weights are random, and all runtimes get the same images, which lie on the devic
 take turns, so that a slow moment of the machine affects all; p50 and p99 are over all calls, and a ratio is the median
 of the rounds' ratios. On a machine that others use, `--clock cpu --threads 1` takes processor time instead, which
 leaves out what other processes do. `--files` keeps exported files, whose export takes up to two minutes a model, for
-the next call.
+the next call. `--together` prepares all models at once, each in a process of its own, since compilation takes minutes
+on one core; one after the other is timed when all are ready, under the lock of a file (`--lock`), which other programs
+can hold, too: `flock FILE COMMAND`.
 
 `--blocks` times one attention block (qkv, attention, projection; batch 1) of each kind: at the two shapes of the edge
 device table of SimA (Koohpayegani and Pirsiavash 2022, arXiv 2206.08898), whose D is read as channels per head, and at
@@ -30,15 +33,19 @@ ViT-Ti's and ViT-S's widths with more and more tokens. Products of linear kinds 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import multiprocessing
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +76,7 @@ KEPT = 0.85  # sampling points of each of nine layers, of the patches that enter
 CPU = torch.device("cpu")  # the clock is the host's on every device
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Work = Callable[[int], object]
+waits: list[Barrier] = []  # of a process that prepares one of several models: until all are ready
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,14 @@ def module_work(model: Callable[[Tensor], object], images: Tensor) -> Work:
     return work
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process has the lock of this file meanwhile."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
 def onnxruntime_work(file: Path, images: Tensor, threads: int) -> Work:
     import onnxruntime
 
@@ -184,16 +200,18 @@ def cpu_works(subject: Subject, images: Tensor, options: argparse.Namespace) -> 
             without[name] = "not installed"
             continue
         try:
-            if not file.exists():
-                to_onnx(ours, file, input="float", output="logits")
+            with locked(file.with_suffix(".lock")):
+                if not file.exists():
+                    to_onnx(ours, file, input="float", output="logits")
             works[name] = prepare(file, images, options.threads)
         except (ValueError, RuntimeError) as error:
             without[name] = " ".join(str(error).split())[:200]
     if "onnxruntime" in works:
         reduced = file.with_suffix(".int8.onnx")
         try:
-            if not reduced.exists():
-                write_int8(file, reduced, torch.randn(32, *images.shape[1:]))
+            with locked(reduced.with_suffix(".lock")):
+                if not reduced.exists():
+                    write_int8(file, reduced, torch.randn(32, *images.shape[1:]))
             works["int8"] = onnxruntime_work(reduced, images, options.threads)
         except Exception as error:  # onnxruntime has error classes of its own
             without["int8"] = " ".join(str(error).split())[:200]
@@ -247,24 +265,56 @@ def timed_row(works: dict[str, Work], batch: int, options: argparse.Namespace) -
 
 
 def model_rows(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    for subject in SUBJECTS:
-        wanted = subject.title in SMOKE if options.smoke else True
-        if not wanted or not any(text.lower() in subject.title.lower() for text in options.only):
-            continue
-        for batch in options.batches:
-            images = torch.randn(batch, 3, options.size, options.size, generator=torch.Generator().manual_seed(0))
-            works, without = (
-                (cuda_works(subject, images.to(device), options), {})
-                if device.type == "cuda"
-                else cpu_works(subject, images, options)
-            )
-            row = {"model": subject.title, "batch": batch, "not_measured": without, **timed_row(works, batch, options)}
-            if batch == options.batches[0]:
-                plain, _ = modules(replace(subject, sampled=False), options.size, options.smoke)
-                dense = gmacs = cost(plain, options.size).macs / 1e9
-                if subject.sampled:
-                    gmacs = mean_gmacs(modules(subject, options.size, options.smoke)[0], [images])
-            yield {**row, "gmacs": gmacs, "dense_gmacs": dense}
+    wanted = [s for s in SUBJECTS if s.title in SMOKE or not options.smoke]
+    chosen = [s for s in wanted if any(text.lower() in s.title.lower() for text in options.only)]
+    tasks = [(subject, batch) for subject in chosen for batch in options.batches]
+    if not options.together:
+        for subject, batch in tasks:
+            yield model_row(subject, batch, options, device)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(tasks), spawn, _keep, (spawn.Barrier(len(tasks)),)) as processes:
+        rows = {processes.submit(model_row, *task, options, device): task for task in tasks}
+        for row in as_completed(rows):
+            if error := row.exception():
+                subject, batch = rows[row]
+                print(f"{subject.title}, batch {batch}: {type(error).__name__}: {error}", flush=True)
+            else:
+                yield row.result()
+
+
+def _keep(barrier: Barrier) -> None:
+    waits.append(barrier)
+
+
+def model_row(subject: Subject, batch: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """A row of the table. A process of several waits until all of them are prepared."""
+    torch.set_num_threads(options.threads)
+    try:
+        images = torch.randn(batch, 3, options.size, options.size, generator=torch.Generator().manual_seed(0))
+        works, without = (
+            (cuda_works(subject, images.to(device), options), {})
+            if device.type == "cuda"
+            else cpu_works(subject, images, options)
+        )
+        row = {"model": subject.title, "batch": batch, "not_measured": without, **macs(subject, images, options)}
+        for work in works.values() if options.together else ():
+            for call in range(3 * WARM_UP):
+                work(call)
+    finally:
+        for barrier in waits:
+            barrier.wait()
+    with locked(options.lock):
+        return {**row, **timed_row(works, batch, options)}
+
+
+def macs(subject: Subject, images: Tensor, options: argparse.Namespace) -> dict[str, float]:
+    """GMACs of the model, and of the same model with all tokens."""
+    plain, _ = modules(replace(subject, sampled=False), options.size, options.smoke)
+    dense = gmacs = cost(plain, options.size).macs / 1e9
+    if subject.sampled:
+        gmacs = mean_gmacs(modules(subject, options.size, options.smoke)[0], [images[:1]])
+    return {"gmacs": gmacs, "dense_gmacs": dense}
 
 
 def stored_map(mixer: SoftmaxMixer, x: Tensor, tokens: Tokens) -> Tensor:
@@ -304,6 +354,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[""], help="models whose title contains one of these")
     parser.add_argument("--compiled", action="store_true", help="torch.compile on the CPU, too")
+    parser.add_argument("--together", action="store_true", help="prepare all models at once, time one after the other")
+    parser.add_argument(
+        "--lock", type=Path, help="file whose lock is held while a model is timed (none: a temporary one)"
+    )
     parser.add_argument("--blocks", action="store_true", help="attention blocks instead of models")
     parser.add_argument("--files", type=Path, help="folder that keeps exported files (none: a temporary one)")
     parser.add_argument("--json", type=Path, help="write rows to this file")
@@ -331,7 +385,9 @@ def main() -> None:
     print(f"| {' | '.join([*titles, *ways, 'fastest'])} |\n{'|---' * (len(titles) + len(ways) + 1)}|", flush=True)
     rows = []
     with ExitStack() as stack:
-        options.files = options.files or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options.files = options.files or temporary
+        options.lock = options.lock or temporary / "lock"
         options.files.mkdir(parents=True, exist_ok=True)
         for row in (block_rows if options.blocks else model_rows)(options, device):
             rows.append({"machine": where(device), **row})

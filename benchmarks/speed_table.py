@@ -184,7 +184,7 @@ def measure(data: str) -> None:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     calls = [["latency.py", "--device", "cpu"], ["cpu_training.py", "--data", data]]
     if here == "cuda":
-        calls = [["gpu.py"], ["jpeg.py", "--data", data], ["latency.py", "--device", "cuda"], *calls]
+        calls = [["gpu.py"], ["jpeg.py", "--data", data], ["latency.py", "--device", "cuda", "--together"], *calls]
     for script, *words in calls:
         command = [sys.executable, str(ROOT / "benchmarks" / script), *words, "--history"]
         if code := subprocess.run(command, check=False).returncode:

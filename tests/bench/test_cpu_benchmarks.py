@@ -40,6 +40,13 @@ def test_the_latency_benchmark_compares_every_runtime_and_names_the_fastest(tmp_
     assert (tmp_path / "files" / "deit_tiny-96.onnx").is_file()
 
 
+@pytest.mark.slow
+def test_models_that_are_prepared_together_have_the_same_rows(tmp_path: Path) -> None:
+    rows, _ = rows_of("latency.py", tmp_path, "--together", "--only", "Ti", "--files", str(tmp_path / "files"))
+    assert sorted((row["model"], row["batch"]) for row in rows) == [("DeiT-Ti", 1), ("DeiT-Ti", 8)]
+    assert all(min(row["p50_ms"].values()) > 0 for row in rows)
+
+
 def test_processor_time_of_several_threads_is_rejected() -> None:
     done = run_script(BENCHMARKS / "latency.py", "--blocks", "--device", "cpu", "--threads", "2", "--clock", "cpu")
     assert done.code == 2

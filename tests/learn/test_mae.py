@@ -16,9 +16,9 @@ from vitrail.engine.config import OptimConfig
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import TrainStep
 from vitrail.learn.config import MaeConfig
-from vitrail.learn.mae import Mae, gather, grid_sinusoid, normalised, patchify, random_order
+from vitrail.learn.mae import Mae, grid_sinusoid, normalised, patchify
 from vitrail.model.build import create_model
-from vitrail.model.parts.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens, gather, random_order
 
 LIGHT = MaeConfig(decoder_width=32, decoder_depth=1, decoder_heads=2)
 

@@ -22,7 +22,7 @@ from vitrail.model.classifier import Classifier
 from vitrail.model.config import Patchify, TrunkConfig
 from vitrail.model.mixers.softmax import SoftmaxMixer
 from vitrail.model.parts.block import Block
-from vitrail.model.parts.tokens import Tokens
+from vitrail.model.parts.tokens import Tokens, gather, random_order
 from vitrail.model.trunks.vit import Trunk
 
 
@@ -37,20 +37,6 @@ def normalised(patches: Tensor) -> Tensor:
     """Every patch with mean 0 and deviation 1; a flat one becomes 0."""
     mean, variance = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
-
-
-def random_order(batch: int, patches: int, visible: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices of visible and of hidden patches, [batch, visible] and [batch, patches - visible], each in order.
-
-    Drawn on the device from its own generator: nothing is decided on the host.
-    """
-    order = torch.rand(batch, patches, device=device).argsort(1)
-    return order[:, :visible].sort(1).values, order[:, visible:].sort(1).values
-
-
-def gather(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [batch, rows, width] by index [batch, chosen]."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def grid_sinusoid(grid: tuple[int, int], width: int) -> Tensor:

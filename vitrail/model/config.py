@@ -84,6 +84,9 @@ class TrunkConfig:
     class_token_at: Whole = 0
     """The block before which class tokens enter (ablation of CaiT, arXiv 2103.17239)."""
     position_drop: Fraction = 0.0
+    patch_drop: Fraction = 0.0
+    """Share of the patches of an image, drawn anew in each training step, that do not enter the blocks (PatchDropout,
+    arXiv 2208.07220): steps are cheaper; evaluation sees all patches."""
     prompts: Whole = 0
     """Learned tokens without positions between class tokens and patches, which leave before the final norm: what the
     adapter `vpt` becomes in a merged copy. Trained with all the rest, they are registers."""

@@ -117,6 +117,20 @@ class Tokens:
         return torch.arange(count - self.prefix, device=self.sequence.device).expand(batch, -1)
 
 
+def random_order(batch: int, patches: int, visible: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices of visible and of hidden patches, [batch, visible] and [batch, patches - visible], each in order.
+
+    Drawn on the device from its own generator: nothing is decided on the host.
+    """
+    order = torch.rand(batch, patches, device=device).argsort(1)
+    return order[:, :visible].sort(1).values, order[:, visible:].sort(1).values
+
+
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [batch, rows, width] by index [batch, chosen]."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
 def _register(cls: type[Any], *layout: str) -> None:
     """Make a dataclass a pytree whose leaves are its fields, but for those of `layout`."""
     names = [f.name for f in fields(cls) if f.name not in layout]

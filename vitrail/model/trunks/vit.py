@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.model.config import AdaptiveConfig, TrunkConfig
 from vitrail.model.parts.block import STARTS, Block, ParallelBlock, drop_path_rates, make_norm
 from vitrail.model.parts.stems import FourierPositions, build_stem, resize_positions, sinusoid
-from vitrail.model.parts.tokens import AdaptivePolicy, Given, Probe, Tokens
+from vitrail.model.parts.tokens import AdaptivePolicy, Given, Probe, Tokens, gather, random_order
 from vitrail.model.trunks.base import CHECKPOINTING, BaseTrunk
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Trunk(BaseTrunk):
                 f"the mixer {config.mixer.kind} works on patches only, a class token would learn nothing from them; "
                 "use a head that pools patches: mean, class_attention, class_mlp, attention_pool, gramian"
             )
+        if config.patch_drop:
+            self._reject_patch_drop()
         self.norm = make_norm(config.norm, config.width, config.norm_eps) if final_norm else nn.Identity()
         self.policy: AdaptivePolicy | None = None
         if config.adaptive is not None:
@@ -124,6 +126,16 @@ class Trunk(BaseTrunk):
                 "model without the policy"
             )
 
+    def _reject_patch_drop(self) -> None:
+        """Raises `ValueError` where patches cannot be left out."""
+        needs = "a convolution over the grid (local)" if self.config.local else ""
+        if not self._blocks()[0].mixers[0].takes_prefix:
+            needs = f"the mixer {self.config.mixer.kind}"
+        if self.config.adaptive is not None:
+            needs = "an adaptive policy, which chooses among them,"
+        if needs:
+            raise ValueError(f"trunk.patch_drop leaves patches out, but {needs} needs all of them; use 0")
+
     def embed(self, images: Tensor) -> Tokens:
         """Images [batch, channels, height, width] to tokens with positions."""
         grid = self.patch_embed.grid(images.shape[-2], images.shape[-1])
@@ -162,6 +174,14 @@ class Trunk(BaseTrunk):
         prefix = self.prefix + tokens.prefix  # prompts may be there
         return replace(tokens, sequence=self._with_class_tokens(tokens.sequence), prefix=prefix, mask=mask)
 
+    def _leave_out(self, tokens: Tokens) -> Tokens:
+        """Patches of every image at random, as many as timm's PatchDropout leaves, in their order."""
+        patches = tokens.patches
+        kept = max(1, int(patches.shape[1] * (1 - self.config.patch_drop)))
+        index, _ = random_order(len(patches), patches.shape[1], kept, patches.device)
+        sequence = torch.cat([tokens.sequence[:, : tokens.prefix], gather(patches, index)], dim=1)
+        return replace(tokens, sequence=sequence, index=index)
+
     def encode(
         self,
         tokens: Tokens,
@@ -173,6 +193,10 @@ class Trunk(BaseTrunk):
 
         Prompts enter and leave here. With them only `tokens.LAYER` is shown, without prompts; else `ValueError`.
         """
+        if self.training and self.config.patch_drop and tokens.index is None:
+            if want or given:
+                raise ValueError("what blocks compute is captured of all patches; train with trunk.patch_drop 0")
+            tokens = self._leave_out(tokens)
         prompts = self.prompts
         if prompts is not None:
             prompts.reject(want, given or {})
