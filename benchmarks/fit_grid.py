@@ -32,9 +32,9 @@ from vitrail.compare.statistics import paired_interval
 from vitrail.compare.study import read_study
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import json_text, parse_json, write_text
-from vitrail.fit.candidates import SMALL, TEACHERS, Candidate, Measured, candidates_for
+from vitrail.fit.candidates import Measured
 from vitrail.fit.limits import Budget
-from vitrail.fit.run import FILE, STATE, _correct, _deployed, _pictures, measure_all
+from vitrail.fit.run import FILE, STATE, _correct, _deployed, _pictures, measure_all, trainable
 from vitrail.fit.search import TAUGHT, Form, Search, Trial
 from vitrail.recipes import with_values
 from vitrail.run.evaluate import load
@@ -145,9 +145,9 @@ class Grid:
         self.data = open_run(self.base.data)
         self.pictures = _pictures(self.data["train"])
         self.side = int(statistics.median(min(picture.size) for picture in self.pictures))
-        self.teacher = Candidate(
-            TEACHERS["small" if self.side <= SMALL else "photo"], max(m.candidate.size for m in fit.feasible)
-        )
+        published, minutes = self.base.recipe == "finetune", fit.state["options"]["minutes"]
+        self.candidates, teacher_at = trainable(self.data, self.side, minutes, published, lambda _: None)
+        self.teacher = teacher_at(max(m.candidate.size for m in fit.feasible))
         self.out.mkdir(parents=True, exist_ok=True)
         self.path = self.out / "grid.json"
         self.state: dict[str, Any] = {name: fit.state[name] for name in ("measured", "speeds", "epochs")}
@@ -161,12 +161,12 @@ class Grid:
         """Attention pooling counts as dear as the plain form, and trains as fast; its file is measured if it wins."""
         budget, forms = self.fit.budget, []
         where = self.data, budget, self.pictures, self.out, self.state, self.keep, say
-        for measured in measure_all(candidates_for(self.side), None, *where):
+        for measured in measure_all(self.candidates, None, *where):
             if not measured.meets(budget):
                 continue
             forms.append(Form(measured))
             candidate = measured.candidate
-            if candidate.model != self.teacher.model:
+            if self.teacher is not None and candidate.model != self.teacher.model:
                 forms.append(Form(measured, TAUGHT))
             if not candidate.settings:
                 pooled = replace(candidate, settings={"head": {"kind": "attention_pool"}})

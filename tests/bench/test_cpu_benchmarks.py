@@ -82,3 +82,10 @@ def test_the_benchmark_of_training_leaves_photos_out_where_there_are_none(tmp_pa
     text = call(BENCHMARKS / "cpu_training.py", "--only", "photos", "--data", missing)
     assert "photos are left out: no folder" in text
     assert "name one with --data" in text
+
+
+def test_talking_heads_with_and_without_maps_take_turns(tmp_path: Path) -> None:
+    rows, text = rows_of("talking_heads.py", tmp_path)
+    assert [(row["tokens"], row["backward"]) for row in rows] == [(4, False), (4, True), (9, False), (9, True)]
+    assert all(set(row["ms"]) == {"always", "never"} and min(row["ratio"]) > 0 for row in rows)
+    assert text.count("| CaiT-XXS24 |") == 4

@@ -255,3 +255,9 @@ def test_rows_without_a_result_are_not_drawn(fake: Callable[..., list[Any]], tmp
     words = ("--draw", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path))
     with pytest.raises(ValueError, match="measure some points first"):
         fake(tmp_path / "rows.jsonl", *words)
+
+
+def test_the_charts_of_the_results_are_drawn_from_their_rows(curves: ModuleType, tmp_path: Path) -> None:
+    stored = SCRIPT.parents[1] / "docs" / "results" / "curves"
+    for path in curves.draw(curves.rows_of(stored / "rows.jsonl"), tmp_path):
+        assert path.read_text() == (stored / path.name).read_text()

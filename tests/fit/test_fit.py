@@ -27,11 +27,16 @@ from vitrail.fit.candidates import (
     known_without_measuring,
     measure,
     others_at_work,
+    within_time,
 )
 from vitrail.fit.limits import Budget, quantity
+from vitrail.fit.run import trainable
 from vitrail.fit.search import SHARES, Form, Search, Trial, most_promising
+from vitrail.model.build import create_model
+from vitrail.model.cost import cost as cost_of
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe
+from vitrail.run import choose
 
 
 def cost(name: str, milliseconds: float, size: int = 128, megabytes: float = 1.0) -> Measured:
@@ -63,6 +68,42 @@ def test_small_images_get_small_networks_and_photographs_the_sizes_that_they_hav
     assert {c.size for c in candidates_for(150)} == {96, 128, 160}
     assert {c.size for c in candidates_for(70)} == {96}
     assert {c.size for c in candidates_for(4000)} == {160, 192, 224}
+
+
+@pytest.mark.parametrize(
+    ("enough_at", "chosen"),
+    [  # a photo network learns enough with images of at most so many pixels
+        (128, [("timm:resnet18", 128), ("timm:resnet18", 96)]),
+        (100, [("timm:resnet18", 96), ("timm:resnet18", 64), ("timm:resnet18", 48)]),
+        (64, [("timm:resnet18", 64), ("timm:resnet18", 48)]),
+        (50, [("timm:resnet18", 48)]),
+        (1, [("vit_micro_28", 28), ("timm:resnet18", 96), ("timm:resnet18", 128)]),  # none: the nearest
+    ],
+)
+def test_where_time_is_short_images_are_smaller(enough_at: int, chosen: list[tuple[str, int]]) -> None:
+    found = [Candidate("timm:resnet18", 128), Candidate("timm:resnet18", 96), Candidate("vit_micro_28", 28)]
+    found[-1:] = found[-1:] if enough_at == 1 else []
+    within = within_time(found, lambda candidate: enough_at / candidate.size)
+    assert [(c.model, c.size) for c in within] == chosen
+
+
+@pytest.mark.parametrize(("minutes", "sizes"), [(3, {64, 48}), (1000, {128, 96})])
+def test_a_processor_trains_what_learns_enough_in_the_time_by_its_operations(
+    minutes: float, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate("timm:resnet18", s) for s in (128, 96)])
+    monkeypatch.setattr(fitting, "on_accelerator", lambda: False)
+    monkeypatch.setattr(choose.os, "cpu_count", lambda: 1)
+    seconds, ample = 60 * minutes * SHARES[-1] / 2, minutes == 1000
+    for size in (96, 64):  # 10^10 multiply-accumulates per second, three times a forward pass for each of 60 images
+        macs = cost_of(create_model("timm:resnet18", classes=2, device="meta"), size).macs
+        assert (seconds * 1e10 / (3 * 60 * macs) >= 15) is (ample or size == 64)
+    said: list[str] = []
+    data = type("Data", (dict,), {"classes": ["a", "b"]})(train=range(60))
+    found, teacher_at = trainable(data, 128, minutes, False, said.append)
+    assert {candidate.size for candidate in found} == sizes
+    assert teacher_at(96) == (Candidate("timm:resnet50", 96) if ample else None)
+    assert [text.partition(":")[0] for text in said] == ([] if ample else [said[0], "no teacher"])
 
 
 @pytest.mark.parametrize("side", [28, 33, 96])

@@ -51,6 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "candidates_for", lambda _: NETWORKS)
         patch.setattr(fitting, "TEACHERS", {"small": "vit_micro_28"})
+        patch.setattr(fitting, "ENOUGH_IMAGES", 0.01)
         fitting.fit(data, Budget(0.5), folder / "fit", minutes=0.02, weights="none", say=lambda _: None, quiet=True)
     return folder / "fit", data
 
@@ -70,8 +71,9 @@ def test_the_grid_trains_every_form_of_every_candidate_once_and_keeps_the_best_o
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, data = finished
-    monkeypatch.setattr(scripts["fit_grid"], "TEACHERS", {"small": "vit_micro_28"})
-    monkeypatch.setattr(scripts["fit_grid"], "candidates_for", lambda _: NETWORKS)
+    monkeypatch.setattr(fitting, "TEACHERS", {"small": "vit_micro_28"})
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: NETWORKS)
+    monkeypatch.setattr(fitting, "ENOUGH_IMAGES", 0.01)
     result = printed(scripts["fit_grid"], [str(folder), "--data", data], capsys)
     plain = ["vit_micro_28-28", "test_efficientnet-28"]
     expected = [*plain, "test_efficientnet-28-distilled", *(f"{name}-attention_pool" for name in plain)]

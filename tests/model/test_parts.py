@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import pytest
 import torch
 import torchvision
 from small import shake, small
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
 from vitrail.model.build import create_model
@@ -77,15 +79,49 @@ def test_resmlp_sees_the_order_of_patches_and_a_bag_of_patches_does_not() -> Non
         assert (not torch.allclose(straight, shuffled, atol=1e-4)) is sees
 
 
-def test_talking_heads_equal_timms() -> None:
+@pytest.mark.parametrize("stored_map", ["always", "never"])
+def test_talking_heads_equal_timms(stored_map: Literal["always", "never"]) -> None:
     from timm.models.cait import TalkingHeadAttn
 
     theirs = TalkingHeadAttn(48, num_heads=4, qkv_bias=True).eval()
-    ours = TalkingHeadsMixer(48, 4).eval()
+    ours = TalkingHeadsMixer(48, 4, stored_map=stored_map).eval()
     shake(theirs)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 9, 48)
     torch.testing.assert_close(ours(x, Tokens(x, 0, (3, 3))), theirs(x))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_talking_heads_without_a_map_have_the_gradients_of_those_with_one(padded: bool) -> None:
+    stored = TalkingHeadsMixer(48, 4, stored_map="always").double()
+    shake(stored)
+    free = TalkingHeadsMixer(48, 4, stored_map="never").double()
+    free.load_state_dict(stored.state_dict())
+    x, outputs, gradients = torch.randn(2, 9, 48, dtype=torch.float64, requires_grad=True), [], []
+    real = torch.arange(9).expand(2, 9) < torch.tensor([[6], [9]]) if padded else torch.ones(2, 9, dtype=torch.bool)
+    for mixer in (stored, free):
+        out = mixer(x, Tokens(x, 0, (3, 3), mask=real if padded else None))
+        outputs.append(out[real])
+        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out))[real].square().sum()
+        gradients.append(torch.autograd.grad(loss, [x, *mixer.parameters()]))
+    torch.testing.assert_close(*outputs)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
+
+
+def test_talking_heads_without_a_map_make_none() -> None:
+    mixer = TalkingHeadsMixer(32, 2, stored_map="never")
+    x, sizes = torch.randn(1, 50, 32), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor))
+            return out
+
+    with Sizes():
+        mixer(x, Tokens(x, 0, (5, 10)))
+    assert max(sizes) < 2 * 50 * 50  # of two heads
 
 
 def test_talking_heads_that_do_not_talk_are_plain_attention() -> None:

@@ -25,6 +25,7 @@ from vitrail.model.quantize import write_int8
 
 SMALL = 64  # pixels up to which networks for small images are candidates
 SIZES = (96, 128, 160, 192, 224)
+SMALLER = (64, 48)  # where a processor is to learn from scratch, and the time is short
 # Those first that learn most in minutes from scratch, as far as measured (docs/results/training.md, fit.md).
 SMALL_NETWORKS = {  # and the multiple that an image size must be
     "resnet18_32": 4, "cifar_resnet56": 4, "cifar_resnet110": 4, "cifar_resnet32": 4, "cifar_resnet20": 4,
@@ -99,6 +100,19 @@ def candidates_for(side: int) -> list[Candidate]:
         for size in sizes
     ]
     return [*(Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes), *merging]
+
+
+def within_time(candidates: Sequence[Candidate], learns: Callable[[Candidate], float]) -> list[Candidate]:
+    """Candidates that learn enough (1), photo networks at smaller sizes, too; the three nearest, where none does."""
+    chosen: list[Candidate] = []
+    for architecture in dict.fromkeys(candidate.architecture for candidate in candidates):
+        own = [candidate for candidate in candidates if candidate.architecture == architecture]
+        fits = [candidate for candidate in own if learns(candidate) >= 1]
+        if len(fits) < len(own) and own[0].model in PHOTO_NETWORKS and not own[0].settings:
+            smaller = (replace(own[0], size=size) for size in SMALLER if size < min(c.size for c in own))
+            fits += [candidate for candidate in smaller if learns(candidate) >= 1]
+        chosen += fits
+    return chosen or sorted(candidates, key=learns)[:-4:-1]
 
 
 def expected(candidate: Candidate, published: bool) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from vitrail.data.counter import uniform
 from vitrail.data.dataset import DataSet, Split
 from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.preprocess import Preprocess
+from vitrail.engine.device import choose_device
 from vitrail.engine.run_folder import environment
 from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
 from vitrail.fit.candidates import (
@@ -31,14 +34,17 @@ from vitrail.fit.candidates import (
     known_without_measuring,
     measure,
     others_at_work,
+    within_time,
 )
 from vitrail.fit.limits import HEADROOM, Budget
-from vitrail.fit.search import KEPT, Form, Search, Trial
+from vitrail.fit.search import KEPT, SHARES, Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
 from vitrail.model.hub import unreachable
 from vitrail.recipes import recipe, with_values
+from vitrail.recipes.row import flat
+from vitrail.run.choose import PHOTOS_ON_CPU, epochs_on_cpu
 from vitrail.run.deploy import export_onnx
 from vitrail.run.evaluate import calibrate, evaluate, load
 from vitrail.run.preflight import reject_missing_data
@@ -46,6 +52,7 @@ from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 15.0, 60_000.0  # of the last training on a processor
 LOSE = 0.3  # points of accuracy on val that int8 may cost
 
 
@@ -125,12 +132,13 @@ def fit(
 
     opened = open_run(base.data)
     _check(opened, state, say)
-    if base.optim.lr_batch is None:  # Muon's learning rate goes with any batch
+    if base.optim.lr_batch is None and on_accelerator():  # Muon's learning rate goes with any batch
         base = with_values(base, {"data.batch": _batch(len(opened["train"]))})
     pictures = _pictures(opened["train"])
     side = int(statistics.median(min(picture.size) for picture in pictures))
     published = base.recipe == "finetune"
-    promising = sorted(candidates_for(side), key=lambda candidate: -expected(candidate, published))
+    candidates, teacher_at = trainable(opened, side, minutes, published, say)
+    promising = sorted(candidates, key=lambda candidate: -expected(candidate, published))
     measured = measure_all(promising, KEPT[0], opened, budget, pictures, out, state, keep, say)
     fits = [m for m in measured if m.meets(budget)]
     if not fits:
@@ -140,7 +148,7 @@ def fit(
         base, len(opened["train"]), len(opened["val"]), 60 * minutes, out / "studies", metric, state, keep, say, quiet
     )
     say(f"{len(fits)} of {len(measured)} candidates meet {budget.text}; {minutes:g} minutes of training")
-    teacher = Candidate(TEACHERS["small" if side <= SMALL else "photo"], max(m.candidate.size for m in fits))
+    teacher = teacher_at(max(m.candidate.size for m in fits))
 
     def other_heads(best: Candidate) -> list[Form]:
         return _other_heads(best, opened, budget, pictures, out)
@@ -163,8 +171,58 @@ def _base(data: str, weights: str, say: Callable[[str], None]) -> RunConfig:
     if weights == "auto":
         reason = "published weights can be downloaded" if published else "no network to download published weights"
         say(f"recipe {base.recipe}: {reason}")
+    if not published and not on_accelerator():
+        base = with_values(base, flat({part: values for part, values in PHOTOS_ON_CPU.items() if part != "model"}))
     engine = {"engine.evaluate_every": 0.0, "engine.checkpoint_every": 5.0}
     return with_values(base, {"data.uri": data, "data.judge": "val", **engine})
+
+
+def on_accelerator() -> bool:
+    """Whether models are trained on one."""
+    return choose_device("auto").type != "cpu"
+
+
+def trainable(
+    data: DataSet, side: int, minutes: float, published: bool, say: Callable[[str], None]
+) -> tuple[list[Candidate], Callable[[int], Candidate | None]]:
+    """Candidates, and the teacher of images of a size: on a processor only what learns enough in the time."""
+    candidates, model = candidates_for(side), TEACHERS["small" if side <= SMALL else "photo"]
+    if published or on_accelerator():
+        return candidates, partial(Candidate, model)
+    learns = _learns(data, minutes)
+    chosen = within_time(candidates, learns)
+    time = f"would learn too little in {minutes:g} minutes on this processor"
+    if left := {c.name for c in candidates} - {c.name for c in chosen}:
+        say(f"{len(left)} of {len(candidates)} candidates {time}; smaller images take their place where they help")
+
+    def teacher_at(size: int) -> Candidate | None:
+        teacher = Candidate(model, size)
+        if learns(teacher) >= 1:
+            return teacher
+        say(f"no teacher: {teacher.name} {time}")
+        return None
+
+    return chosen, teacher_at
+
+
+def _learns(data: DataSet, minutes: float) -> Callable[[Candidate], float]:
+    """How often a candidate sees the images on this processor, where two share the last and longest part of the time.
+
+    1 is enough: `ENOUGH_EPOCHS`, or `ENOUGH_IMAGES` where there are many images.
+    """
+    images, seconds = len(data["train"]), 60 * minutes * SHARES[-1] / 2
+
+    @cache
+    def epochs(model: str, size: int, settings: str) -> float:
+        own = json.loads(settings)
+        own |= own.pop("trunk", {})
+        return epochs_on_cpu(model, size, own, images, len(data.classes), seconds)
+
+    def learns(candidate: Candidate) -> float:
+        seen = epochs(candidate.model, candidate.size, json.dumps(dict(candidate.settings)))
+        return seen / min(ENOUGH_EPOCHS, ENOUGH_IMAGES / images)
+
+    return learns
 
 
 def _batch(images: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.compare.budgets import probe
-from vitrail.compare.jobs import IdleWorkers
+from vitrail.compare.jobs import IdleWorkers, visible_devices
 from vitrail.compare.run import compare_study
 from vitrail.compare.study import Study
 from vitrail.compare.tuning import merged
@@ -77,7 +77,7 @@ class Search:
         self,
         feasible: Sequence[Measured],
         beyond: Measured | None,
-        teacher: Candidate,
+        teacher: Candidate | None,
         other_heads: Callable[[Candidate], list[Form]],
     ) -> Trial:
         """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy."""
@@ -87,7 +87,7 @@ class Search:
         rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
         best, *others = _best(rung)
         last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
-        if best.form.measured.candidate.model != teacher.model:
+        if teacher is not None and best.form.measured.candidate.model != teacher.model:
             last.append(Form(best.form.measured, TAUGHT))
         if self._epochs(best.form.measured.candidate, self._share(2, 1 + len(last))) >= AMPLE_EPOCHS:
             last += other_heads(best.form.measured.candidate)
@@ -188,7 +188,8 @@ class Search:
             self.say(f"{candidate.name}: measuring its training speed")
             changes = {"model": _model(candidate), "engine": {"compile": False}}
             config = from_mapping(merged(plain(self.base), changes), replace(self.base))
-            speeds[candidate.name] = probe(config, min(8.0, seconds / 10), steps=3, idle=self.idle)
+            steps = 3 if visible_devices() else 1  # a step of a processor takes seconds, and nothing is compiled
+            speeds[candidate.name] = probe(config, min(8.0, seconds / 10), steps, self.idle)
             self.keep()
         return speeds[candidate.name]
 

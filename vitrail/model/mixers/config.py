@@ -33,6 +33,9 @@ class TalkingHeads(MixerOptions):
     kind: Literal["talking_heads"] = "talking_heads"
     qkv_bias: bool = True
     attention_drop: Fraction = 0.0
+    stored_map: Literal["auto", "always", "never"] = "auto"
+    """`always`: the maps of all heads are stored and mixed. `never`: they are not, for `heads` times as many
+    multiplications; equal up to rounding. `auto`: on CUDA from 577 tokens on they are not."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.kernels.attention import packed_attention
 from vitrail.kernels.ragged_attention import ragged_attention
-from vitrail.model.mixers.mixer import QkvMixer
+from vitrail.model.mixers.mixer import QkvMixer, without_padding
 from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
+
+MANY_TOKENS = 577  # from which on talking heads store no map on CUDA
 
 
 class SoftmaxMixer(QkvMixer):
@@ -83,15 +87,25 @@ def _log_size(tokens: Tokens, like: Tensor) -> Tensor:
 class TalkingHeadsMixer(SoftmaxMixer):
     """Attention whose heads are mixed linearly before and after the softmax (as in CaiT, arXiv 2103.17239).
 
-    The map [batch, heads, tokens, tokens] must exist to be mixed, so no fused kernel applies; its rows no longer sum
-    to 1. Names follow timm's CaiT.
+    With the map [batch, heads, tokens, tokens], its heads are mixed, and its rows no longer sum to 1. Without it, both
+    mixtures move to the other side of a product: a mixed head's scores Σ_h w_h (q_h · k_h) are one product of all
+    channels, (w_1 q_1, w_2 q_2, ...) · (k_1, k_2, ...), and the values that all heads carry are mixed after the map was
+    applied to them. That is plain attention, with the tokens of all mixed heads as queries. Names follow timm's CaiT.
     """
 
     takes_packed = False
     fused = False
 
-    def __init__(self, width: int, heads: int, qkv_bias: bool = True, attention_drop: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        qkv_bias: bool = True,
+        attention_drop: float = 0.0,
+        stored_map: Literal["auto", "always", "never"] = "auto",
+    ) -> None:
         super().__init__(width, heads, qkv_bias, attention_drop)
+        self.stored_map = stored_map
         self.proj_l = nn.Linear(heads, heads)
         self.proj_w = nn.Linear(heads, heads)
         self.reset_parameters()
@@ -114,5 +128,27 @@ class TalkingHeadsMixer(SoftmaxMixer):
         return maps if tokens.mask is None else maps.masked_fill(~tokens.mask[:, None, None], 0.0)
 
     def mix(self, parts: tuple[Tensor, Tensor, Tensor], tokens: Tokens, attention: Tensor | None = None) -> Tensor:
-        q, k, _ = parts
+        q, k, v = parts
+        if attention is None and not self._stores_map(q):
+            return self.leave(self._without_map(q, k, v, tokens))
         return super().mix(parts, tokens, self.attention(q, k, tokens) if attention is None else attention)
+
+    def _stores_map(self, q: Tensor) -> bool:
+        if q.is_meta or (self.attention_drop and self.training):  # multiplications are counted as published
+            return True
+        if self.stored_map == "auto":
+            return not q.is_cuda or q.shape[2] < MANY_TOKENS
+        return self.stored_map == "always"
+
+    def _without_map(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """Mixed values [batch, heads, tokens, width / heads]."""
+        batch, heads, count, depth = q.shape
+        before, after = self.proj_l.weight.to(q), self.proj_w.weight.to(q)
+        after = after + 0 * self.proj_l.bias.sum().to(q)  # the softmax does not see that bias; its gradient is 0
+        queries = q.transpose(1, 2)[:, None] * before[:, None, :, None]  # [batch, mixed heads, tokens, heads, depth]
+        queries = queries.reshape(batch, 1, heads * count, heads * depth)
+        keys, values = (x.transpose(1, 2).flatten(2)[:, None] for x in (k, v))
+        mask = None if tokens.mask is None else tokens.mask[:, None, None]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=depth**-0.5)
+        mixed = torch.einsum("hg,bgnhd->bhnd", after, out.view(batch, heads, count, heads, depth))
+        return mixed + self.proj_w.bias.to(q)[:, None, None] * without_padding(v, tokens).sum(2, keepdim=True)
