@@ -87,7 +87,7 @@ def test_where_time_is_short_images_are_smaller(enough_at: int, chosen: list[tup
     assert [(c.model, c.size) for c in within] == chosen
 
 
-@pytest.mark.parametrize(("minutes", "sizes"), [(3, {64, 48}), (1000, {128, 96})])
+@pytest.mark.parametrize(("minutes", "sizes"), [(6, {64, 48}), (1000, {128, 96})])
 def test_a_processor_trains_what_learns_enough_in_the_time_by_its_operations(
     minutes: float, sizes: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_processor_trains_what_learns_enough_in_the_time_by_its_operations(
     seconds, ample = 60 * minutes * SHARES[-1] / 2, minutes == 1000
     for size in (96, 64):  # 10^10 multiply-accumulates per second, three times a forward pass for each of 60 images
         macs = cost_of(create_model("timm:resnet18", classes=2, device="meta"), size).macs
-        assert (seconds * 1e10 / (3 * 60 * macs) >= 15) is (ample or size == 64)
+        assert (seconds * 1e10 / (3 * 60 * macs) >= 30) is (ample or size == 64)
     said: list[str] = []
     data = type("Data", (dict,), {"classes": ["a", "b"]})(train=range(60))
     found, teacher_at = trainable(data, 128, minutes, False, said.append)

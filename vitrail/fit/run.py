@@ -52,7 +52,7 @@ from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
-ENOUGH_EPOCHS, ENOUGH_IMAGES = 15.0, 60_000.0  # of the last training on a processor
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 30.0, 100_000.0  # of the last training on a processor
 LOSE = 0.3  # points of accuracy on val that int8 may cost
 
 
@@ -206,9 +206,9 @@ def trainable(
 
 
 def _learns(data: DataSet, minutes: float) -> Callable[[Candidate], float]:
-    """How often a candidate sees the images on this processor, where two share the last and longest part of the time.
+    """What a candidate learns on this processor where two share the last and longest part of the time.
 
-    1 is enough: `ENOUGH_EPOCHS`, or `ENOUGH_IMAGES` where there are many images.
+    1 is enough: `ENOUGH_EPOCHS`, or as many as `ENOUGH_IMAGES` are where there are many images.
     """
     images, seconds = len(data["train"]), 60 * minutes * SHARES[-1] / 2
 
