@@ -145,8 +145,9 @@ class Grid:
         self.data = open_run(self.base.data)
         self.pictures = _pictures(self.data["train"])
         self.side = int(statistics.median(min(picture.size) for picture in self.pictures))
-        published, minutes = self.base.recipe == "finetune", fit.state["options"]["minutes"]
-        self.candidates, teacher_at = trainable(self.data, self.side, minutes, published, lambda _: None)
+        seconds, passes = 60 * fit.state["options"]["minutes"], fit.state.get("passes", {})
+        published = self.base.recipe == "finetune"
+        self.candidates, teacher_at = trainable(self.data, self.side, seconds, passes, published, lambda _: None)
         self.teacher = teacher_at(max(m.candidate.size for m in fit.feasible))
         self.out.mkdir(parents=True, exist_ok=True)
         self.path = self.out / "grid.json"

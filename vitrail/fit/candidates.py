@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ TEACHERS = {"small": "resnet18_32", "photo": "timm:resnet50"}
 Precision = Literal["float32", "int8"]
 GAIN_OF_INT8 = 3.0  # times the budget: what int8 may still bring within it
 HOPELESS = 15.0  # times the budget in eager PyTorch: the most that a runtime was seen to gain is 8.4 (MobileNetV4)
+STEP = 32  # images of a training step that is timed to tell what a processor can learn
 SECONDS, FEWEST = 1.5, 20  # of measuring a file; calls at least
 
 
@@ -105,14 +107,19 @@ def candidates_for(side: int) -> list[Candidate]:
 def within_time(candidates: Sequence[Candidate], learns: Callable[[Candidate], float]) -> list[Candidate]:
     """Candidates that learn enough (1), photo networks at smaller sizes, too; the three nearest, where none does."""
     chosen: list[Candidate] = []
+    cheapest: list[Candidate] = []
     for architecture in dict.fromkeys(candidate.architecture for candidate in candidates):
-        own = [candidate for candidate in candidates if candidate.architecture == architecture]
-        fits = [candidate for candidate in own if learns(candidate) >= 1]
-        if len(fits) < len(own) and own[0].model in PHOTO_NETWORKS and not own[0].settings:
-            smaller = (replace(own[0], size=size) for size in SMALLER if size < min(c.size for c in own))
-            fits += [candidate for candidate in smaller if learns(candidate) >= 1]
-        chosen += fits
-    return chosen or sorted(candidates, key=learns)[:-4:-1]
+        largest, *others = (candidate for candidate in candidates if candidate.architecture == architecture)
+        if learns(largest) >= 1:
+            chosen += [largest, *others]
+            continue
+        if largest.model in PHOTO_NETWORKS and not largest.settings:
+            least = min(candidate.size for candidate in (largest, *others))
+            others += [replace(largest, size=size) for size in SMALLER if size < least]
+        rising = takewhile(lambda candidate: learns(candidate) >= 1, reversed(others))
+        chosen += reversed(list(rising))
+        cheapest.append(others[-1] if others else largest)
+    return chosen or sorted(cheapest, key=learns)[:-4:-1]
 
 
 def expected(candidate: Candidate, published: bool) -> float:
@@ -205,6 +212,17 @@ def file_latency(path: Path, pictures: Sequence[Image], threads: int) -> float:
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     preprocess = json.loads(session.get_modelmeta().custom_metadata_map["preprocess"])
     return _median(lambda picture: session.run(None, {"images": square(picture, **preprocess)}), pictures)
+
+
+def training_speed(candidate: Candidate, classes: Sequence[str]) -> float:
+    """Images/s of forward and backward passes on this processor, of a few images and without loading."""
+    model, times = build(candidate, classes).train(), []
+    images = torch.zeros(STEP, 3, candidate.size, candidate.size, dtype=torch.uint8)
+    for _ in range(2):
+        began = time.perf_counter()
+        model(images).logsumexp(-1).sum().backward()
+        times.append(time.perf_counter() - began)
+    return STEP / min(times)
 
 
 @torch.inference_mode()

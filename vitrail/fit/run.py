@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +33,7 @@ from vitrail.fit.candidates import (
     known_without_measuring,
     measure,
     others_at_work,
+    training_speed,
     within_time,
 )
 from vitrail.fit.limits import HEADROOM, Budget
@@ -44,7 +44,7 @@ from vitrail.model.export import read_onnx
 from vitrail.model.hub import unreachable
 from vitrail.recipes import recipe, with_values
 from vitrail.recipes.row import flat
-from vitrail.run.choose import PHOTOS_ON_CPU, epochs_on_cpu
+from vitrail.run.choose import PHOTOS_ON_CPU
 from vitrail.run.deploy import export_onnx
 from vitrail.run.evaluate import calibrate, evaluate, load
 from vitrail.run.preflight import reject_missing_data
@@ -52,7 +52,7 @@ from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
-ENOUGH_EPOCHS, ENOUGH_IMAGES = 30.0, 100_000.0  # of the last training on a processor
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor
 LOSE = 0.3  # points of accuracy on val that int8 may cost
 
 
@@ -137,7 +137,8 @@ def fit(
     pictures = _pictures(opened["train"])
     side = int(statistics.median(min(picture.size) for picture in pictures))
     published = base.recipe == "finetune"
-    candidates, teacher_at = trainable(opened, side, minutes, published, say)
+    passes: dict[str, float] = state.setdefault("passes", {})
+    candidates, teacher_at = trainable(opened, side, 60 * minutes, passes, published, say)
     promising = sorted(candidates, key=lambda candidate: -expected(candidate, published))
     measured = measure_all(promising, KEPT[0], opened, budget, pictures, out, state, keep, say)
     fits = [m for m in measured if m.meets(budget)]
@@ -183,46 +184,41 @@ def on_accelerator() -> bool:
 
 
 def trainable(
-    data: DataSet, side: int, minutes: float, published: bool, say: Callable[[str], None]
+    data: DataSet,
+    side: int,
+    seconds: float,
+    speeds: dict[str, float],
+    published: bool,
+    say: Callable[[str], None],
 ) -> tuple[list[Candidate], Callable[[int], Candidate | None]]:
-    """Candidates, and the teacher of images of a size: on a processor only what learns enough in the time."""
+    """Candidates, and the teacher of images of a size: on a processor only what learns enough in the time.
+
+    Enough is `ENOUGH_EPOCHS`, or `ENOUGH_IMAGES` where there are many images, where two trainings share the last and
+    longest part of the time. `speeds` keeps what was measured, in images/s.
+    """
     candidates, model = candidates_for(side), TEACHERS["small" if side <= SMALL else "photo"]
     if published or on_accelerator():
         return candidates, partial(Candidate, model)
-    learns = _learns(data, minutes)
+    enough = min(ENOUGH_EPOCHS * len(data["train"]), ENOUGH_IMAGES) / (seconds * SHARES[-1] / 2)  # images/s
+
+    def learns(candidate: Candidate) -> float:
+        if candidate.name not in speeds:
+            speeds[candidate.name] = training_speed(candidate, data.classes)
+        return speeds[candidate.name] / enough
+
+    say("measuring what this processor can learn in the time")
     chosen = within_time(candidates, learns)
-    time = f"would learn too little in {minutes:g} minutes on this processor"
     if left := {c.name for c in candidates} - {c.name for c in chosen}:
-        say(f"{len(left)} of {len(candidates)} candidates {time}; smaller images take their place where they help")
+        say(f"{len(left)} of {len(candidates)} candidates would learn too little; smaller images take their place")
 
     def teacher_at(size: int) -> Candidate | None:
         teacher = Candidate(model, size)
         if learns(teacher) >= 1:
             return teacher
-        say(f"no teacher: {teacher.name} {time}")
+        say(f"no teacher: {teacher.name} would learn too little")
         return None
 
     return chosen, teacher_at
-
-
-def _learns(data: DataSet, minutes: float) -> Callable[[Candidate], float]:
-    """What a candidate learns on this processor where two share the last and longest part of the time.
-
-    1 is enough: `ENOUGH_EPOCHS`, or as many as `ENOUGH_IMAGES` are where there are many images.
-    """
-    images, seconds = len(data["train"]), 60 * minutes * SHARES[-1] / 2
-
-    @cache
-    def epochs(model: str, size: int, settings: str) -> float:
-        own = json.loads(settings)
-        own |= own.pop("trunk", {})
-        return epochs_on_cpu(model, size, own, images, len(data.classes), seconds)
-
-    def learns(candidate: Candidate) -> float:
-        seen = epochs(candidate.model, candidate.size, json.dumps(dict(candidate.settings)))
-        return seen / min(ENOUGH_EPOCHS, ENOUGH_IMAGES / images)
-
-    return learns
 
 
 def _batch(images: int) -> int:

@@ -97,15 +97,9 @@ def _side(data: DataSet) -> int:
 def _epochs(config: RunConfig, images: int, classes: int) -> int:
     """Epochs for `MINUTES` on this CPU by the model's cost; counted, not timed, so that a restart chooses the same."""
     chosen = config.model
-    settings = {"head": chosen.head, **chosen.trunk}
-    fits = epochs_on_cpu(chosen.name, chosen.image_size, settings, images, classes, 60 * MINUTES)
+    model = create_model(
+        chosen.name, classes=classes, image_size=chosen.image_size, head=chosen.head, device="meta", **chosen.trunk
+    )
+    work = 3 * cost(model, chosen.image_size).macs * max(1, images)  # a backward pass costs two forward ones
+    fits = 60 * MINUTES * CORE_SPEED * (os.cpu_count() or 1) / work
     return int(min(max(fits, EPOCHS[0]), EPOCHS[1]))
-
-
-def epochs_on_cpu(
-    model: str, image_size: int | None, settings: Mapping[str, Any], images: int, classes: int, seconds: float
-) -> float:
-    """Epochs of so many images that this CPU makes in so many seconds, by count of operations."""
-    built = create_model(model, classes=classes, image_size=image_size, device="meta", **settings)
-    work = 3 * cost(built, image_size).macs * max(1, images)  # a backward pass costs two forward ones
-    return seconds * CORE_SPEED * (os.cpu_count() or 1) / work
