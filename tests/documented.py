@@ -263,8 +263,7 @@ PAGES = {
             "vitrail bench deit_small --against": "--batch 1 --rounds 1 --seconds 0.1 --image_size 32",
             "vitrail bench deit_tiny": "--batch 1 --rounds 1 --seconds 0.1",
             "--batch search": "--rounds 1 --seconds 0.1 --image_size 32",
-            "runs/half": "--model.trunk.depth 1 --model.trunk.width 32 --model.trunk.heads 2 --model.image_size 32 "
-            "--data.batch 5 --optim.epochs 1",
+            "runs/half": PHOTOS,
         },
         parsed={"--checks": "takes an hour on a CPU"},
     ),

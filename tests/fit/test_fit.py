@@ -200,6 +200,17 @@ def test_the_least_expected_are_left_out_where_first_trials_would_be_too_short(
     assert [by_name[m.candidate.name] for m in search._first(costs[::-1], 1)] == left
 
 
+@pytest.mark.parametrize(("teacher", "share"), [(None, 1), (Candidate("t", 32), 1 / 2)])
+def test_what_no_teacher_takes_goes_to_the_last_trainings(
+    teacher: Candidate | None, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lengths: list[float] = []
+    monkeypatch.setattr(Search, "train", lambda _, name, number, forms, seconds, *more: lengths.append(seconds))
+    search = Search(recipe("scratch"), 100, 50, 1000, tmp_path, "top1", {}, lambda: None, lambda _: None)
+    search._rung(2, [Form(cost("a", 1))], teacher)
+    assert lengths == [pytest.approx(1000 * SHARES[2] * share)]
+
+
 @pytest.mark.slow  # exporters take seconds
 def test_the_file_that_is_measured_computes_the_same_as_the_model(tmp_path: Path) -> None:
     model = build(Candidate("vit_micro_28", 28), ["a", "b", "c"])
@@ -381,3 +392,16 @@ def test_photographs_and_a_latency_become_a_checked_file(
     words = [sys.executable, str(out / "predict.py"), str(out / "model.onnx"), str(picture), "--json"]
     answer = subprocess.run(words, capture_output=True, check=True)
     assert json.loads(answer.stdout)["label"] in ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("latencies", "found"), [([4e-3], 4e-3), ([7e-3, 6e-3, 4e-3], 4e-3), ([7e-3, 6e-3, 8e-3], 6e-3)]
+)
+def test_a_file_over_its_budget_is_measured_again(
+    latencies: list[float], found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter(latencies)
+    monkeypatch.setattr(fitting, "file_latency", lambda *_: next(measured))
+    monkeypatch.setattr(fitting, "PAUSE", 0)
+    assert fitting._settled_latency(Path("file"), [], Budget(5e-3)) == found
+    assert not list(measured)

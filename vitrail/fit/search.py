@@ -89,7 +89,7 @@ class Search:
         last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
         if teacher is not None and best.form.measured.candidate.model != teacher.model:
             last.append(Form(best.form.measured, TAUGHT))
-        if self._epochs(best.form.measured.candidate, self._share(2, 1 + len(last))) >= AMPLE_EPOCHS:
+        if self._epochs(best.form.measured.candidate, self._share(2, 1 + len(last), teacher)) >= AMPLE_EPOCHS:
             last += other_heads(best.form.measured.candidate)
         rung = _best(self._rung(2, last, teacher))
         if len(rung) > 1 and self._close(rung[0], rung[1]):
@@ -111,12 +111,13 @@ class Search:
         shared_by: int | None = None,
     ) -> list[Trial]:
         """Trains forms, each as long as if `shared_by` of them (none: as many as there are) shared the rung's time."""
-        seconds = self._share(number, shared_by or len(forms))
+        seconds = self._share(number, shared_by or len(forms), teacher)
         return self.train(f"rung-{number}" + ("-seeds" if seeds > 1 else ""), number, forms, seconds, teacher, seeds)
 
-    def _share(self, number: int, count: int) -> float:
-        """Seconds of each training of a rung; one more is a teacher, if there is one."""
-        return SHARES[number] * self.seconds / (1 + count)
+    def _share(self, number: int, count: int, teacher: Candidate | None = None) -> float:
+        """Seconds of each training of a rung; one more is kept in reserve, in the last for the teacher."""
+        reserve = number < len(SHARES) - 1 or teacher is not None
+        return SHARES[number] * self.seconds / (count + reserve)
 
     def _first(self, feasible: Sequence[Measured], others: int) -> list[Measured]:
         """The most promising architectures, fewer where their trials (and `others`) would be too short to tell."""
