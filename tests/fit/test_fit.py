@@ -109,6 +109,18 @@ def test_a_processor_trains_what_it_can_learn_in_the_time(
     assert len(said) == (1 if taught else 3)
 
 
+def test_published_weights_need_a_tenth_of_the_time_and_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate("timm:resnet18", s) for s in (128, 96)])
+    monkeypatch.setattr(fitting, "on_accelerator", lambda: False)
+    monkeypatch.setattr(fitting, "training_speed", lambda candidate, _: 600.0 * (96 / candidate.size) ** 2)
+    data = type("Data", (dict,), {"classes": ["a", "b"]})(train=range(1000))
+    sizes = {}  # 2,000 images in 0.325 of the seconds: 337.5 images/s in 18.2 s, 600 in 10.3
+    for seconds in (20, 15, 8):
+        found, _ = trainable(data, 128, seconds, {}, True, lambda _: None)
+        sizes[seconds] = [candidate.size for candidate in found]
+    assert sizes == {20: [128, 96], 15: [96], 8: [96]}
+
+
 def test_training_speed_is_of_forward_and_backward_passes() -> None:
     assert candidates.training_speed(Candidate("vit_micro_28", 28), ["a", "b"]) > 0
 

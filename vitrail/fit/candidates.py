@@ -104,7 +104,9 @@ def candidates_for(side: int) -> list[Candidate]:
     return [*(Candidate(name, size) for name in PHOTO_NETWORKS for size in sizes), *merging]
 
 
-def within_time(candidates: Sequence[Candidate], learns: Callable[[Candidate], float]) -> list[Candidate]:
+def within_time(
+    candidates: Sequence[Candidate], learns: Callable[[Candidate], float], smaller: Sequence[int] = SMALLER
+) -> list[Candidate]:
     """Candidates that learn enough (1), photo networks at smaller sizes, too; the three nearest, where none does."""
     chosen: list[Candidate] = []
     cheapest: list[Candidate] = []
@@ -115,7 +117,7 @@ def within_time(candidates: Sequence[Candidate], learns: Callable[[Candidate], f
             continue
         if largest.model in PHOTO_NETWORKS and not largest.settings:
             least = min(candidate.size for candidate in (largest, *others))
-            others += [replace(largest, size=size) for size in SMALLER if size < least]
+            others += [replace(largest, size=size) for size in smaller if size < least]
         rising = takewhile(lambda candidate: learns(candidate) >= 1, reversed(others))
         chosen += reversed(list(rising))
         cheapest.append(others[-1] if others else largest)

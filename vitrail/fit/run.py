@@ -24,6 +24,7 @@ from vitrail.engine.run_folder import environment
 from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
 from vitrail.fit.candidates import (
     SMALL,
+    SMALLER,
     TEACHERS,
     Candidate,
     Measured,
@@ -53,7 +54,8 @@ from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
-ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor, from scratch
+FINE_TUNING = 0.1  # times that is enough for published weights
 ATTEMPTS, PAUSE = 3, 5.0  # of measuring the finished file; seconds between them
 LOSE = 0.3  # points of accuracy on val that int8 may cost
 
@@ -174,8 +176,9 @@ def _base(data: str, weights: str, say: Callable[[str], None]) -> RunConfig:
     if weights == "auto":
         reason = "published weights can be downloaded" if published else "no network to download published weights"
         say(f"recipe {base.recipe}: {reason}")
-    if not published and not on_accelerator():
-        base = with_values(base, flat({part: values for part, values in PHOTOS_ON_CPU.items() if part != "model"}))
+    if not on_accelerator():
+        parts = {} if published else {part: values for part, values in PHOTOS_ON_CPU.items() if part != "model"}
+        base = with_values(base, {"data.batch": 32, **flat(parts)})
     engine = {"engine.evaluate_every": 0.0, "engine.checkpoint_every": 5.0}
     return with_values(base, {"data.uri": data, "data.judge": "val", **engine})
 
@@ -199,9 +202,10 @@ def trainable(
     longest part of the time. `speeds` keeps what was measured, in images/s.
     """
     candidates, model = candidates_for(side), TEACHERS["small" if side <= SMALL else "photo"]
-    if published or on_accelerator():
+    if on_accelerator():
         return candidates, partial(Candidate, model)
-    enough = min(ENOUGH_EPOCHS * len(data["train"]), ENOUGH_IMAGES) / (seconds * SHARES[-1] / 2)  # images/s
+    enough = min(ENOUGH_EPOCHS * len(data["train"]), ENOUGH_IMAGES) * (FINE_TUNING if published else 1)
+    enough /= seconds * SHARES[-1] / 2  # images/s
 
     def learns(candidate: Candidate) -> float:
         if candidate.name not in speeds:
@@ -209,9 +213,9 @@ def trainable(
         return speeds[candidate.name] / enough
 
     say("measuring what this processor can learn in the time")
-    chosen = within_time(candidates, learns)
+    chosen = within_time(candidates, learns, () if published else SMALLER)  # weights are of larger images
     if left := {c.name for c in candidates} - {c.name for c in chosen}:
-        say(f"{len(left)} of {len(candidates)} candidates would learn too little; smaller images take their place")
+        say(f"{len(left)} of {len(candidates)} candidates, at these sizes, would learn too little and are left out")
 
     def teacher_at(size: int) -> Candidate | None:
         teacher = Candidate(model, size)
