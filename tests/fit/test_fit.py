@@ -121,8 +121,16 @@ def test_published_weights_need_a_tenth_of_the_time_and_keep_their_sizes(monkeyp
     assert sizes == {20: [128, 96], 15: [96], 8: [96]}
 
 
-def test_training_speed_is_of_forward_and_backward_passes() -> None:
-    assert candidates.training_speed(Candidate("vit_micro_28", 28), ["a", "b"]) > 0
+def test_training_speed_is_of_forward_and_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(Candidate("vit_micro_28", 28), ["a", "b"])
+    seen: list[tuple[int, bool]] = []
+    model.register_forward_hook(lambda model, inputs, _: seen.append((len(inputs[0]), model.training)))
+    monkeypatch.setattr(candidates, "build", lambda *_: model)
+    clock = iter([0.0, 5.0, 10.0, 12.0])  # the first pass takes five seconds, the second two
+    monkeypatch.setattr(candidates.time, "perf_counter", lambda: next(clock))
+    assert candidates.training_speed(Candidate("vit_micro_28", 28), ["a", "b"]) == 32 / 2
+    assert seen == [(32, True)] * 2
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("side", [28, 33, 96])
