@@ -178,9 +178,11 @@ def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.Mo
     assert {t.seeds for t in search.trials if t.rung == 2} == {2}
 
 
-@pytest.mark.parametrize(("speed", "heads"), [(79, 0), (81, 1)])
+@pytest.mark.parametrize(
+    ("speed", "published", "forms"), [(59, False, 1), (61, False, 2), (79, True, 2), (81, False, 3)]
+)
 def test_the_best_is_taught_and_has_another_head_where_there_is_time(
-    speed: float, heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    speed: float, published: bool, forms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rungs: list[list[str]] = []
 
@@ -189,12 +191,13 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
         return [Trial(form, number, 0.5 + 0.1 * place, 0.02, 1, 1, "") for place, form in enumerate(forms)]
 
     monkeypatch.setattr(Search, "_rung", rung)
-    seconds = 300 / SHARES[2]  # 75 s for each of three forms and a teacher: 60 epochs of 100 images are 80 images/s
-    search = Search(recipe("scratch"), 100, 100, seconds, tmp_path, "top1", {}, lambda: None, lambda _: None)
+    # 100 s for each of two forms and a teacher, 75 s for three: 60 epochs of 100 images are 60 and 80 images/s
+    base, seconds = recipe("finetune" if published else "scratch"), 300 / SHARES[2]
+    search = Search(base, 100, 100, seconds, tmp_path, "top1", {}, lambda: None, lambda _: None)
     search.state["speeds"] = {"a-128": speed, "b-128": speed}
     best = search.run([cost("b", 1), cost("a", 2)], None, Candidate("t", 32), lambda _: [Form(cost("pooled", 1))])
     assert rungs[:2] == [["b-128", "a-128"], ["a-128", "b-128"]]
-    assert rungs[2] == ["b-128", "b-128-distilled", "pooled-128"][: 2 + heads]
+    assert rungs[2] == ["b-128", "b-128-distilled", "pooled-128"][:forms]
     assert best.form.name == rungs[2][-1]
 
 
@@ -203,12 +206,12 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
     [
         # 100 images, and 100 s that candidates, the larger one and one more share: an epoch in 100 / 6 s is 6 images/s.
         ([7, 40, 50, 60], [7, 40, 50, 60]),
-        ([40, 5, 50, 60], [40, 5, 50]),  # the least expected is left out: 5 images/s are then an epoch in 20 s
-        ([1, 2, 3, 4], [1, 2, 3]),  # the second rung takes three
+        ([40, 5, 50, 60], [40, 50, 60]),  # the slowest is left out, and not the least expected
+        ([1, 2, 3, 4], [2, 3, 4]),  # the second rung takes three
         ([1, 1], [1, 1]),
     ],
 )
-def test_the_least_expected_are_left_out_where_first_trials_would_be_too_short(
+def test_the_slowest_are_left_out_where_first_trials_would_be_too_short(
     tmp_path: Path, speeds: list[float], left: list[float]
 ) -> None:
     models = ["timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small"][: len(speeds)]
@@ -218,6 +221,17 @@ def test_the_least_expected_are_left_out_where_first_trials_would_be_too_short(
     seconds = 100 / SHARES[0]
     search = Search(recipe("scratch"), 100, 50, seconds, tmp_path, "top1", state, lambda: None, lambda _: None)
     assert [by_name[m.candidate.name] for m in search._first(costs[::-1], 1)] == left
+
+
+def test_the_least_expected_are_left_out_where_first_trials_would_be_of_a_second(tmp_path: Path) -> None:
+    costs = [cost(model, 1) for model in ("timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small")]
+    state = {"speeds": {m.candidate.name: speed for m, speed in zip(costs, (400, 900, 900, 900), strict=True)}}
+    search = Search(recipe("scratch"), 100, 50, 6 / SHARES[0], tmp_path, "top1", state, lambda: None, lambda _: None)
+    assert [m.candidate.model for m in search._first(costs[::-1], 0)] == [
+        "timm:resnet26d",
+        "timm:resnet18",
+        "deit_tiny",
+    ]
 
 
 @pytest.mark.parametrize(("teacher", "share"), [(None, 1), (Candidate("t", 32), 1 / 2)])

@@ -109,6 +109,43 @@ def test_talking_heads_without_a_map_have_the_gradients_of_those_with_one(padded
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA accelerator")
+@pytest.mark.parametrize("width", [192, 288])  # with flash attention of all channels, and without
+@pytest.mark.parametrize("tokens", [(14, 14), (24, 24)])
+def test_talking_heads_on_cuda_equal_those_of_double_precision(width: int, tokens: tuple[int, int]) -> None:
+    exact = TalkingHeadsMixer(width, width // 48, stored_map="always").double().cuda()
+    shake(exact)
+    x, results = torch.randn(2, tokens[0] * tokens[1], width, device="cuda"), {}
+    for kind, dtype in (("exact", torch.float64), ("always", torch.bfloat16), ("never", torch.bfloat16)):
+        mixer = exact
+        if kind != "exact":
+            mixer = TalkingHeadsMixer(width, width // 48, stored_map=kind).to("cuda", dtype)  # type: ignore[arg-type]
+            mixer.load_state_dict(exact.state_dict())
+        inputs = x.to(dtype).requires_grad_()
+        out = mixer(inputs, Tokens(inputs, 0, tokens))
+        gradients = torch.autograd.grad(out.double().square().mean(), [inputs, *mixer.parameters()])
+        results[kind] = [tensor.double() for tensor in (out, *gradients)]
+    for number, true in enumerate(results["exact"]):
+        stored, free = ((results[kind][number] - true).norm() for kind in ("always", "never"))
+        assert free <= 2 * stored + 0.02 * true.norm()
+
+
+@pytest.mark.parametrize(("tokens", "width", "training", "without"), [
+    (196, 384, False, True), (195, 192, False, False), (324, 192, True, True), (196, 192, True, False),
+    (576, 288, True, False),
+])  # fmt: skip
+def test_talking_heads_leave_the_map_out_where_that_was_measured_to_be_faster(
+    tokens: int, width: int, training: bool, without: bool
+) -> None:
+    class OnCuda(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    q = torch.empty(1, width // 48, tokens, 48, requires_grad=training).as_subclass(OnCuda)
+    assert TalkingHeadsMixer(width, width // 48)._stores_map(q) is not without
+    assert TalkingHeadsMixer(width, width // 48)._stores_map(q.as_subclass(Tensor))
+
+
 def test_talking_heads_without_a_map_make_none() -> None:
     mixer = TalkingHeadsMixer(32, 2, stored_map="never")
     x, sizes = torch.randn(1, 50, 32), []

@@ -39,7 +39,7 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import HEADROOM, Budget
-from vitrail.fit.search import KEPT, SHARES, Form, Search, Trial
+from vitrail.fit.search import FINE_TUNING, KEPT, SHARES, Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
 from vitrail.model.export import read_onnx
@@ -55,7 +55,6 @@ from vitrail.run.run_data import open_for, open_run
 STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor, from scratch
-FINE_TUNING = 0.1  # times that is enough for published weights
 ATTEMPTS, PAUSE = 3, 5.0  # of measuring the finished file; seconds between them
 LOSE = 0.3  # points of accuracy on val that int8 may cost
 

@@ -19,7 +19,8 @@ from vitrail.schema import plain
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
 FEWEST_EPOCHS, FEWEST_SECONDS = 1.0, 3.0  # of a first trial, while more candidates are left than the second rung takes
-AMPLE_EPOCHS = 60.0  # of each form in the last rung: from here on another head is tried as well
+AMPLE_EPOCHS = 60.0  # of each form in the last rung, from scratch: with fewer, longer training of one brings more
+FINE_TUNING = 0.1  # times that is enough for published weights
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
 COMPILED_FROM = 240.0  # seconds of training: what torch.compile takes is not made up for in less
 TAUGHT = {"objective": {"kind": "distillation", "teacher": "run:teacher", "mode": "soft", "weight": 0.5}}
@@ -86,11 +87,16 @@ class Search:
         rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
         rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
         best, *others = _best(rung)
+        winner = best.form.measured.candidate
         last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
-        if teacher is not None and best.form.measured.candidate.model != teacher.model:
-            last.append(Form(best.form.measured, TAUGHT))
-        if self._epochs(best.form.measured.candidate, self._share(2, 1 + len(last), teacher)) >= AMPLE_EPOCHS:
-            last += other_heads(best.form.measured.candidate)
+        if teacher is not None and winner.model == teacher.model:
+            teacher = None
+        if teacher is None or self._ample(winner, 1 + len(last), teacher, FINE_TUNING if self._published else 1.0):
+            last += [] if teacher is None else [Form(best.form.measured, TAUGHT)]
+            last += other_heads(winner) if self._ample(winner, 1 + len(last), teacher) else []
+        else:
+            self.say(f"no teacher: {winner.name} learns more in its time")
+            teacher = None
         rung = _best(self._rung(2, last, teacher))
         if len(rung) > 1 and self._close(rung[0], rung[1]):
             self.say(f"{rung[0].form.name} and {rung[1].form.name} are too close on val; a second seed of both decides")
@@ -98,6 +104,14 @@ class Search:
             self.trials = [trial for trial in self.trials if trial not in both]  # two seeds take the place of one
             rung = _best(self._rung(2, [trial.form for trial in both], teacher, seeds=2, shared_by=len(last)))
         return rung[0]
+
+    def _ample(self, candidate: Candidate, forms: int, teacher: Candidate | None, times: float = 1.0) -> bool:
+        """Whether so many forms in the last rung would each train for `AMPLE_EPOCHS` (`times` so many)."""
+        return self._epochs(candidate, self._share(2, forms, teacher)) >= times * AMPLE_EPOCHS
+
+    @property
+    def _published(self) -> bool:
+        return self.base.recipe == "finetune"
 
     def _close(self, best: Trial, other: Trial) -> bool:
         return best.value - other.value < CLOSE * best.error
@@ -121,14 +135,17 @@ class Search:
 
     def _first(self, feasible: Sequence[Measured], others: int) -> list[Measured]:
         """The most promising architectures, fewer where their trials (and `others`) would be too short to tell."""
-        first = most_promising(feasible, KEPT[0], published=self.base.recipe == "finetune")
+        first = most_promising(feasible, KEPT[0], self._published)
         while len(first) > KEPT[1]:
             seconds = self._share(0, len(first) + others)
-            epochs = min(self._epochs(m.candidate, seconds) for m in first)
+            slowest = min(first, key=lambda m: self._epochs(m.candidate, seconds))
+            epochs = self._epochs(slowest.candidate, seconds)
             if seconds >= FEWEST_SECONDS and epochs >= FEWEST_EPOCHS:
                 break
-            trials = f"{len(first)} first trials would be of {seconds:.2g} s and {epochs:.2g} epochs at least"
-            self.say(f"{first.pop().candidate.name} is left out: {trials}")
+            left = first[-1] if epochs >= FEWEST_EPOCHS else slowest
+            first.remove(left)
+            trials = f"{len(first) + 1} first trials would be of {seconds:.2g} s"
+            self.say(f"{left.candidate.name} is left out: {trials}, {epochs:.2g} epochs of {slowest.candidate.name}")
         return first
 
     def _epochs(self, candidate: Candidate, seconds: float) -> float:

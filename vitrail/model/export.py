@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -265,16 +266,18 @@ def _write_onnx(
     dynamic: tuple[dict[int, str]] | None = ({0: "batch"},),
 ) -> None:
     try:
-        made = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=["images"],
-            output_names=[about["output"], *(["score"] if about.get("trust", {}).get("known") else [])],
-            dynamic_shapes=dynamic,
-            external_data=False,
-            verbose=False,
-        )
+        with warnings.catch_warnings():  # torch 2.11 warns of itself, once for every file
+            warnings.simplefilter("ignore", FutureWarning)
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=["images"],
+                output_names=[about["output"], *(["score"] if about.get("trust", {}).get("known") else [])],
+                dynamic_shapes=dynamic,
+                external_data=False,
+                verbose=False,
+            )
     except ImportError as error:
         remedy = f"pip install --upgrade {' '.join(PACKAGES)}"
         raise ValueError(f"the packages for ONNX files do not fit this torch ({_reason(error)}): {remedy}") from error

@@ -14,7 +14,8 @@ from vitrail.model.mixers.mixer import QkvMixer, without_padding
 from vitrail.model.parts.modules import small_normal
 from vitrail.model.parts.tokens import Probe, Tokens
 
-MANY_TOKENS = 577  # from which on talking heads store no map on CUDA
+WITHOUT_MAP = {"inference": 196, "training": 324}  # tokens from which on talking heads are faster without, on CUDA
+FLASH_WIDTH = 256  # beyond which PyTorch has no flash attention of all channels: training is slower without the map
 
 
 class SoftmaxMixer(QkvMixer):
@@ -136,9 +137,11 @@ class TalkingHeadsMixer(SoftmaxMixer):
     def _stores_map(self, q: Tensor) -> bool:
         if q.is_meta or (self.attention_drop and self.training):  # multiplications are counted as published
             return True
-        if self.stored_map == "auto":
-            return not q.is_cuda or q.shape[2] < MANY_TOKENS
-        return self.stored_map == "always"
+        if self.stored_map != "auto":
+            return self.stored_map == "always"
+        kind = "training" if torch.is_grad_enabled() and q.requires_grad else "inference"
+        wide = kind == "training" and q.shape[1] * q.shape[3] > FLASH_WIDTH
+        return not q.is_cuda or wide or q.shape[2] < WITHOUT_MAP[kind]
 
     def _without_map(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         """Mixed values [batch, heads, tokens, width / heads]."""
