@@ -20,7 +20,7 @@ from rounds import add_to_history, in_turns, where
 from torch import nn
 
 import vitrail
-from vitrail.measure.speed import keep_freed_memory
+from vitrail.engine.device import keep_freed_memory
 from vitrail.model.timm_weights import load_weights
 from vitrail.model.zoo import ZOO
 

@@ -51,11 +51,11 @@ from torchvision.transforms import InterpolationMode, v2
 
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.dataset import Split
-from vitrail.engine.device import join
+from vitrail.engine.device import join, keep_freed_memory
 from vitrail.engine.run_folder import RunFolder
 from vitrail.engine.step import TrainStep
 from vitrail.learn.config import SupervisedConfig
-from vitrail.measure.speed import keep_freed_memory, quartiles
+from vitrail.measure.speed import quartiles
 from vitrail.model.config import TrunkConfig
 from vitrail.recipes import recipe
 from vitrail.run.run_data import read_data

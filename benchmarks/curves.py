@@ -46,13 +46,13 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.engine.config import EngineConfig, OptimConfig
-from vitrail.engine.device import ProcessGroup, prepare
+from vitrail.engine.device import ProcessGroup, keep_freed_memory, prepare
 from vitrail.engine.optimizer import make_schedule
 from vitrail.engine.step import WARM_UP_STEPS, TrainStep
 from vitrail.learn.config import MocoConfig, MsfConfig, SupervisedConfig
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.learn.supervised import Supervised
-from vitrail.measure.speed import MemoryWatch, Timing, Way, in_turns, keep_freed_memory
+from vitrail.measure.speed import MemoryWatch, Timing, Way, in_turns
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.parts.tokens import Tokens

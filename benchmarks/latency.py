@@ -55,7 +55,8 @@ from rounds import WARM_UP, add_to_history, where
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
-from vitrail.measure.speed import Way, in_turns, keep_freed_memory, ratio
+from vitrail.engine.device import keep_freed_memory
+from vitrail.measure.speed import Way, in_turns, ratio
 from vitrail.model.adaptive.budget import calibrate, mean_gmacs
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier

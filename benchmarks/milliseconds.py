@@ -46,8 +46,8 @@ from rounds import where
 from torch import Tensor
 
 from vitrail.data.dataset import Split
-from vitrail.engine.device import choose_device
-from vitrail.measure.speed import Timing, Way, in_turns, keep_freed_memory, ratio
+from vitrail.engine.device import choose_device, keep_freed_memory
+from vitrail.measure.speed import Timing, Way, in_turns, ratio
 from vitrail.model.adaptive.ats import AtsPolicy
 from vitrail.model.adaptive.budget import calibrate, mean_gmacs
 from vitrail.model.build import make_adaptive

@@ -20,7 +20,8 @@ import torch
 from rounds import where
 from torch import Tensor
 
-from vitrail.measure.speed import MemoryWatch, Way, in_turns, keep_freed_memory, ratio
+from vitrail.engine.device import keep_freed_memory
+from vitrail.measure.speed import MemoryWatch, Way, in_turns, ratio
 from vitrail.model.mixers.softmax import TalkingHeadsMixer
 from vitrail.model.parts.tokens import Tokens
 

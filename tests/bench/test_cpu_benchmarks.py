@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import run_script
 from study_calls import call
+
+from vitrail.data.open import open_data
+from vitrail.data.preprocess import Preprocess
+from vitrail.model.build import create_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -45,6 +50,24 @@ def test_models_that_are_prepared_together_have_the_same_rows(tmp_path: Path) ->
     rows, _ = rows_of("latency.py", tmp_path, "--together", "--only", "Ti", "--files", str(tmp_path / "files"))
     assert sorted((row["model"], row["batch"]) for row in rows) == [("DeiT-Ti", 1), ("DeiT-Ti", 8)]
     assert all(min(row["p50_ms"].values()) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_int8_benchmark_has_the_accuracy_of_the_model_and_of_its_files(tmp_path: Path) -> None:
+    data = open_data("embedded:fashion")
+    model = create_model("cifar_resnet20", classes=data.classes, image_size=28).eval()
+    model.save(tmp_path / "net")
+    file = tmp_path / "rows.jsonl"
+    call(BENCHMARKS / "int8.py", str(tmp_path / "net"), "--data", data.uri, "--smoke", "--json", str(file))
+    rows = {row["file"]: row for row in map(json.loads, file.read_text().splitlines())}
+    test = data["test"].take(list(range(40)))
+    preprocess = Preprocess(model.preprocess)
+    with torch.inference_mode():
+        logits = model(torch.stack([preprocess(test.read(row)) for row in range(40)]))
+    assert rows["float32"]["top1"] == pytest.approx(float((logits.argmax(1) == test.labels).float().mean()))
+    assert rows["int8"]["mb"] < rows["float32"]["mb"] / 2
+    assert rows["int8"]["top1"] - rows["float32"]["top1"] == pytest.approx(rows["int8"]["change"])
+    assert rows["int8"]["interval"][0] <= rows["int8"]["change"] <= rows["int8"]["interval"][1]
 
 
 def test_processor_time_of_several_threads_is_rejected() -> None:

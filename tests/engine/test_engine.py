@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import platform
+import resource
 from typing import cast
 
 import pytest
@@ -16,18 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitrail.data.batch import Batch
 from vitrail.engine import checkpoint
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.device import ProcessGroup
+from vitrail.engine.device import ProcessGroup, choose_device
 from vitrail.engine.lamb import Lamb
 from vitrail.engine.loop import _laid_out
 from vitrail.engine.muon import orthogonalised
 from vitrail.engine.optimizer import build_optimizer, choose_tuned, decays, make_schedule, parameter_groups, set_step
 from vitrail.engine.run_folder import RunFolder, free_name
-from vitrail.engine.step import Ema, Meter, TrainStep, Updater, channels_last_works, is_convolutional
+from vitrail.engine.step import Ema, Meter, TrainStep, Updater
 from vitrail.learn.config import SupervisedConfig
 from vitrail.learn.supervised import Supervised
 from vitrail.model.adapters.apply import apply
 from vitrail.model.adapters.config import Lora, Nola
 from vitrail.model.build import create_model
+from vitrail.model.parts.modules import channels_last_works, is_convolutional, placed
 
 CPU = torch.device("cpu")
 
@@ -594,9 +597,38 @@ def test_channels_are_not_put_last_where_the_backward_pass_would_crash(monkeypat
     for (inside, outside, kernel, stride, groups), works in convolutions.items():
         layer = torch.nn.Conv2d(inside, outside, kernel, stride, groups=groups)
         assert channels_last_works(torch.nn.Sequential(layer), CPU) is works
+        assert channels_last_works(layer, CPU, training=False)
         assert channels_last_works(layer, torch.device("cuda"))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert not channels_last_works(torch.nn.Conv2d(16, 8, 3), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "last"),
+    [("cifar_resnet20", "x86_64", True), ("cifar_resnet20", "aarch64", False), ("vit_tiny_32", "x86_64", False)],
+)
+def test_what_is_evaluated_has_the_faster_layout_and_the_same_logits(
+    name: str, machine: str, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    model, images = create_model(name, classes=3).eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    kernel = next(m.weight for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size[0] > 1)
+    with torch.inference_mode():
+        logits = model(images)
+        assert placed(model, CPU) is model
+        torch.testing.assert_close(model(images), logits)
+    assert (kernel.is_contiguous(memory_format=torch.channels_last) and not kernel.is_contiguous()) is last
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_process_that_has_the_cpu_to_itself_takes_freed_memory_again() -> None:
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MiB, 16,384 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert choose_device("cpu").type == "cpu"
+    assert min(faults() for _ in range(8)) < 1000
 
 
 def test_steps_with_channels_last_are_those_of_the_usual_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class BenchCommand:
     def __call__(self) -> int:
         from vitrail.bench.page import bench_tables, chart_path, save_chart
         from vitrail.bench.run import bench
-        from vitrail.measure.speed import keep_freed_memory
+        from vitrail.engine.device import keep_freed_memory
 
         if self.out is not None:
             reject_unwritable(chart_path(self.out), file=True)  # before minutes of measuring

@@ -41,7 +41,7 @@ class EvaluateCommand:
     """side of the centre crop over the shorter side (default: the model's own)"""
     image_size: Annotated[tuple[int, ...], "PX ..."] = ()
     """side of the model's input in pixels (default: the model's own)"""
-    batch: int = 256  # images at a time
+    batch: int | None = None  # images at a time (none: 256, on a CPU 64)
     workers: int | None = None  # processes that decode
     device: str = "auto"  # auto, cpu, cuda
     json: bool = False  # print one JSON object, or a list of them
@@ -290,6 +290,7 @@ class PredictCommand:
     def __call__(self) -> int:
         from vitrail.data.sources.folder import list_images
         from vitrail.engine.device import choose_device
+        from vitrail.model.parts.modules import placed
 
         if not self.images:
             return fail("name at least one image or folder")
@@ -307,7 +308,8 @@ class PredictCommand:
             return fail("--top is at least 1, and --neighbours at least 0")
         if self.csv is not None:
             reject_unwritable(self.csv, "name another --csv", file=True)
-        model = _load(self.run, self.head, device=choose_device(self.device), base=self.base)
+        device = choose_device(self.device)
+        model = placed(_load(self.run, self.head, base=self.base), device)
         return self._answers(model, paths)
 
     def _answers(self, model: Any, paths: Sequence[Path]) -> int:

@@ -7,7 +7,6 @@ what changes from step to step (images, learning rate, clock, decay of the avera
 from __future__ import annotations
 
 import copy
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from vitrail.engine.optimizer import DECOUPLED, Schedule, build_optimizer, set_s
 from vitrail.engine.shard import gather_into, hold, shard_objective, whole, with_copied_weights, without_weights
 from vitrail.kernels.cuda_graph import captured, on
 from vitrail.learn.objective import Objective
+from vitrail.model.parts.modules import channels_last_works, is_convolutional
 
 
 class Ema:
@@ -398,24 +398,6 @@ def decides_on_the_host(objective: Objective) -> str:
     """Why a step of this objective cannot be replayed; empty where it can."""
     reasons = ((type(part).__name__, getattr(part, "host_decision", "")) for part in objective.modules())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
-
-
-def is_convolutional(model: nn.Module) -> bool:
-    """Whether most layers of a network are convolutions over images."""
-    convolutions = sum(isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) for m in model.modules())
-    return convolutions > sum(isinstance(m, nn.Linear) for m in model.modules())
-
-
-def channels_last_works(module: nn.Module, device: torch.device) -> bool:
-    """Whether convolutions may keep the channels of a pixel together in memory: on CUDA, and on x86.
-
-    There the backward pass of oneDNN (torch 2.15) writes outside its memory for strided 1x1 convolutions of fewer than
-    16 channels, as FastViT has one; of 2,500 random convolutions all 39 that crashed were such. Other CPUs: not tried.
-    """
-    x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
-    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv2d) and m.groups == 1]
-    fragile = [m for m in convolutions if max(m.kernel_size) == 1 and max(m.stride) > 1 and m.in_channels < 16]
-    return device.type == "cuda" or (x86 and not fragile)
 
 
 class StaticBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import statistics
@@ -273,19 +272,6 @@ class MemoryWatch:
             return None
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - self.before
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc not to give freed memory back: page faults cost up to a tenth, and fall on a model by chance.
-
-    It holds for the rest of the process, so it is for programs that only measure. Other C libraries are left alone.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(option, 2**31 - 1)
-    except (OSError, AttributeError):
-        return
 
 
 def throughput(

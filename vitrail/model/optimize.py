@@ -20,7 +20,7 @@ from vitrail.model.heads.head import LinearHead
 from vitrail.model.mixers.mixer import Mixer
 from vitrail.model.mixers.patches import FixedPatches, LinearPatchesMixer
 from vitrail.model.parts.block import Affine, Block, LayerScale, Mlp, ParallelBranch, ScalarGate
-from vitrail.model.parts.modules import without_adapters
+from vitrail.model.parts.modules import placed, without_adapters
 from vitrail.model.parts.stems import ConvEmbed
 from vitrail.model.parts.tokens import Probe, Tokens
 
@@ -245,6 +245,8 @@ def optimize(
             if isinstance(module, Mlp) and isinstance(module.act, Gelu):
                 module.fc1 = LinearGelu(module.fc1)  # type: ignore[assignment]
                 module.act = nn.Identity()
+    if not on_cuda:
+        placed(fast, device)
     if isinstance(fast.policy, AtsPolicy):
         fast.policy.fixed = True  # `Optimized` checks the overflow
     usual = on_cuda and (fast.policy is None or fast.policy.static)

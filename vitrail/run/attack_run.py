@@ -17,7 +17,7 @@ from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine import checkpoint
-from vitrail.engine.device import choose_device, choose_precision, join
+from vitrail.engine.device import choose_device, choose_precision, evaluation_batch, join
 from vitrail.engine.loop import resumable
 from vitrail.engine.progress import Progress
 from vitrail.engine.run_folder import RunFolder
@@ -181,7 +181,7 @@ def _judged(
     split: str | None,
     folder: Path,
     *,
-    batch: int = 256,
+    batch: int | None = None,
     workers: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -202,7 +202,9 @@ def _judged(
     attacks = {"none": None, "random": lambda images: change.paste(images, start), change.word: change}
     spent_by: dict[str, Spent] = {}
     with (
-        EvalLoader(rows, Preprocess(model.preprocess), batch=batch, device=chosen, workers=count) as loader,
+        EvalLoader(
+            rows, Preprocess(model.preprocess), batch=batch or evaluation_batch(chosen), device=chosen, workers=count
+        ) as loader,
         Progress("evaluate", len(attacks) * len(rows), quiet=quiet) as bar,
         torch.no_grad(),
     ):

@@ -22,6 +22,7 @@ from vitrail.measure.evaluator import Where, batches
 from vitrail.measure.label_errors import Blocks, inseparable, out_of_fold, outliers, suspects
 from vitrail.measure.retrieval import embed_all
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.modules import placed
 from vitrail.recipes import RECIPES, recipe, with_values
 from vitrail.run.data_module import evaluation_batches, reads_texts, reject_other_kind
 from vitrail.run.evaluate import load
@@ -49,14 +50,14 @@ def check_labels(
     place, fitted = choose_device(device), Path(model).is_file() or (model in RECIPES and not Path(model).exists())
     runs = cross_fitted(data, model, epochs, device, quiet) if fitted else []
     network = _self_supervised(data, epochs, device, quiet) if model == "auto" else load(runs[0] if runs else model)
-    network = network.to(place)
+    network = placed(network, place)
     reject_other_kind(reads_texts(network), data)
     images, pieces = [], []
     with Progress("embeddings", sum(map(len, data.splits.values())), quiet=quiet) as bar:
         where: Where = {"device": place, "autocast": choose_precision("auto", place), "progress": bar.advance}
         for split in data.splits.values():
             how = network.preprocess
-            with evaluation_batches(network, split, how, batch=256, device=place, workers=None) as loader:
+            with evaluation_batches(network, split, how, batch=None, device=place, workers=None) as loader:
                 pieces.append(embed_all(network, loader, **where).rows)
             lost = {key for key, _ in loader.skipped}
             images += [Suspect(split.name, row, "") for row, key in enumerate(split.keys) if key not in lost]
@@ -138,13 +139,13 @@ def held_out(data: DataSet, runs: list[Path], places: dict[tuple[str, int], int]
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
         where: Where = {"device": device, "autocast": choose_precision("auto", device)}
         for path in runs:
-            network = load(path).to(device)
+            network = placed(load(path), device)
             held = set(open_run(from_mapping(load_yaml(path)).data)["val"].keys)
             for split in data.splits.values():
                 first = split.name == "test" and path == runs[0]
                 part = split.take([row for row, key in enumerate(split.keys) if first or key in held])
                 how = network.preprocess
-                with evaluation_batches(network, part, how, batch=256, device=device, workers=None) as loader:
+                with evaluation_batches(network, part, how, batch=None, device=device, workers=None) as loader:
                     for batch, images in batches(network, loader, **where):
                         rows = torch.tensor([places[split.name, i] for i in batch.index.tolist()], device=device)
                         yield rows, network.probabilities(network(images).float())

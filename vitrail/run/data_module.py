@@ -22,7 +22,7 @@ from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, aut
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.stack import form_in
-from vitrail.engine.device import ProcessGroup
+from vitrail.engine.device import ProcessGroup, evaluation_batch
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
 from vitrail.run.page import RunSummary, report_run
@@ -118,9 +118,10 @@ def reject_other_task(writes: bool, data: DataSet) -> None:
 
 
 def evaluation_batches(
-    model: Classifier, rows: Split, preprocess: Any, *, batch: int, device: torch.device, workers: int | None
+    model: Classifier, rows: Split, preprocess: Any, *, batch: int | None, device: torch.device, workers: int | None
 ) -> Batches:
     """Every example of a split once, as `model` is evaluated; `preprocess` is of images."""
+    batch = batch or evaluation_batch(device)
     if reads_texts(model):
         from vitrail.run.text_module import evaluation_texts
 
@@ -226,7 +227,7 @@ class ImageModule(DataModule):
         return (DeviceEvalLoader if on_device else EvalLoader)(
             rows,
             self.preprocess,
-            batch=min(256, max(1, len(rows))),
+            batch=min(evaluation_batch(self.device), max(1, len(rows))),
             device=self.device,
             workers=self.workers,
             rank=self.group.rank,

@@ -37,6 +37,7 @@ from vitrail.measure.evaluator import (
 from vitrail.model.classifier import Calibration, Classifier
 from vitrail.model.cost import cost
 from vitrail.model.heads.head import writes_texts
+from vitrail.model.parts.modules import placed
 from vitrail.model.store import DESCRIPTION, model_folder, read_description
 from vitrail.model.weights import load_model
 from vitrail.run.data_module import Batches, evaluation_batches, reads_texts, reject_other_kind, reject_other_task
@@ -137,7 +138,7 @@ def evaluate(
     split: str | None = None,
     crop_ratio: float | None = None,
     image_size: int | None = None,
-    batch: int = 256,
+    batch: int | None = None,
     workers: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -153,7 +154,7 @@ def evaluate(
     """
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
-    model.to(chosen)
+    placed(model, chosen)
     changes = {"crop_ratio": crop_ratio, "size": image_size}
     preprocess = replace(model.preprocess, **{name: v for name, v in changes.items() if v is not None})  # type: ignore[arg-type]
     _reject_impossible(model, preprocess)
@@ -216,7 +217,7 @@ def calibrate(
     *,
     outliers: str = "",
     compare: bool = True,
-    batch: int = 256,
+    batch: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Fit calibration, prediction sets and reject score of a saved model on val, and store them with it.
@@ -226,7 +227,7 @@ def calibrate(
     test, where there is one.
     """
     chosen, folder = choose_device(device), model_folder(run)
-    model = load(run).to(chosen)
+    model = placed(load(run), chosen)
     model.reject_other("--calibrate")
     if writes_texts(model) or model.unlabelled:
         raise ValueError(f"{run} has no probabilities of classes to calibrate")

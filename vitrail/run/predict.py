@@ -95,7 +95,7 @@ def image_index(model: Classifier, run: str | Path, uri: str, *, quiet: bool = T
         with Progress("index", len(keys), quiet=quiet) as bar:
             for split in data.splits.values():
                 with evaluation_batches(
-                    model, split, model.preprocess, batch=256, device=device, workers=None
+                    model, split, model.preprocess, batch=None, device=device, workers=None
                 ) as loader:
                     found = embed_all(model, loader, device=device, progress=bar.advance)
                     if loader.skipped:

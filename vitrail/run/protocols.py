@@ -15,13 +15,14 @@ import torch
 from vitrail.data.dataset import DataSet
 from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.preprocess import Preprocess
-from vitrail.engine.device import choose_device, choose_precision
+from vitrail.engine.device import choose_device, choose_precision, evaluation_batch
 from vitrail.engine.progress import Progress
 from vitrail.measure.cifar_c import holds_corrupted, open_corrupted
 from vitrail.measure.config import EpisodeConfig, LongTailConfig
 from vitrail.measure.ensembles import Together, together
 from vitrail.measure.evaluator import AnyPredictions, Findings, Loaders, Predictions, needs_of, only_classes
 from vitrail.model.classifier import Classifier
+from vitrail.model.parts.modules import placed
 from vitrail.registry import kinds, part
 from vitrail.run.evaluate import _with_classes_of, evaluate, load
 from vitrail.run.run_data import open_for
@@ -34,7 +35,7 @@ def evaluate_protocols(
     protocols: Sequence[str],
     *,
     split: str | None = None,
-    batch: int = 256,
+    batch: int | None = None,
     workers: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -55,7 +56,7 @@ def evaluate_protocols(
         raise ConfigError(problems or [f"no protocol is named; there are {', '.join(known)}"])
     chosen = choose_device(device)
     model = run if isinstance(run, Classifier) else load(run)
-    model.to(chosen).reject_other("--protocol")
+    placed(model, chosen).reject_other("--protocol")
     paths = [Path(base, str(data)) for base in ("", os.environ.get("VITRAIL_DATA", ""))]
     official = list(protocols) == ["cifar_c"] and not isinstance(data, DataSet)
     corrupted = next((path for path in paths if official and holds_corrupted(path)), None)
@@ -82,7 +83,7 @@ def evaluate_protocols(
                 EvalLoader(
                     opened[name],
                     Preprocess(model.preprocess),
-                    batch=batch,
+                    batch=batch or evaluation_batch(chosen),
                     device=chosen,
                     workers=auto_workers(opened[name]) if workers is None else workers,
                 )

@@ -17,6 +17,7 @@ from vitrail.engine.progress import Progress
 from vitrail.measure.config import CLASS_COUNTS
 from vitrail.measure.evaluator import batches
 from vitrail.measure.suggestion import FEW, suggest_rows
+from vitrail.model.parts.modules import placed
 from vitrail.run.data_module import evaluation_batches, reads_texts, reject_other_kind
 from vitrail.run.evaluate import load
 
@@ -31,7 +32,7 @@ def suggest(
     Of divided data these are training images. With the data, and which of them they are. Raises `ValueError`.
     """
     opened, device = drop_unreadable(open_source(data)), choose_device("auto")
-    model = load(run).to(device)
+    model = placed(load(run), device)
     model.reject_other("--suggest", rgb=True)
     reject_other_kind(reads_texts(model), opened)
     split = opened[UNDIVIDED if UNDIVIDED in opened.splits else "train"]
@@ -40,7 +41,7 @@ def suggest(
     if by == "both" and classes and sum(model.stated.get(CLASS_COUNTS, ())) >= FEW * classes:
         by = "margin"  # the model learned from labels of other images
     pieces, where = [], {"device": device, "autocast": choose_precision("auto", device)}
-    loader = evaluation_batches(model, split, model.preprocess, batch=256, device=device, workers=None)
+    loader = evaluation_batches(model, split, model.preprocess, batch=None, device=device, workers=None)
     with loader, Progress("embed", len(split), quiet=quiet) as bar:
         for batch, images in batches(model, loader, **where, progress=bar.advance):  # type: ignore[arg-type]
             out = model.outputs(images)
