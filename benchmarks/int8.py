@@ -4,14 +4,14 @@
 
 MODEL is a run or model folder; DATA has train images for calibration, val, and test (or val), each read once. Rows:
 
-float32      the file of `vitrail export`, in onnxruntime; `OpenVINO` is the same file there
-int8         all blocks in 8 bits (`--lose 100`)
+float32      the file of `vitrail export`, in onnxruntime; with `OpenVINO` the same file there, where it is installed
+int8         all blocks in 8 bits (`--lose 100`), likewise
 int8 kept    as `vitrail export --int8` keeps it: blocks may stay in float32, by accuracy on val; none where it rejects
 NNCF         `nncf.quantize` of the float32 file, 256 images of train, run by OpenVINO; where both are installed
 
 Top-1 is of single images, as files are deployed, and points are of the same images against float32, with a 95 %
-interval (Agresti and Min). Latency is of one image, all files of a model in turns, `of module` the speed-up over the
-PyTorch module. NNCF and OpenVINO are for comparison and are no dependencies.
+interval (Agresti and Min). Latency is of one image, the median of all files of a model in turns; `of module` is that of
+the PyTorch module over it. NNCF and OpenVINO are for comparison and are no dependencies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import keep_freed_memory
-from vitrail.measure.speed import quartiles
 from vitrail.model.classifier import Classifier
 from vitrail.model.export import read_onnx
 from vitrail.model.parts.modules import placed
@@ -48,9 +47,9 @@ CPU = torch.device("cpu")
 
 
 def images_of(model: Classifier, data: DataSet, split: str, most: int) -> tuple[Tensor, Tensor]:
-    """Up to so many images of a split, as a file takes them, and their labels."""
+    """Up to so many images of a split, evenly spaced since folders are in order of classes, and their labels."""
     rows = data[split]
-    rows = rows.take(list(range(min(most, len(rows)))))
+    rows = rows.take(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int))
     with EvalLoader(rows, Preprocess(model.preprocess), batch=64, device=CPU, workers=auto_workers(rows)) as loader:
         batches = [(batch.views[0].clone(), batch.label.clone()) for batch in loader.received()]
     return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
@@ -67,9 +66,13 @@ def with_nncf(file: Path, out: Path, calibration: Tensor, transformer: bool) -> 
     openvino.save_model(nncf.quantize(model, images, subset_size=len(calibration), model_type=kind), out)
 
 
-def answers(file: Path, images: Tensor, threads: int) -> Tensor:
+def in_openvino(title: str) -> bool:
+    return title == "NNCF" or title.endswith("OpenVINO")
+
+
+def answers(file: Path, images: Tensor, title: str, threads: int) -> Tensor:
     """The class of every image, each computed alone."""
-    if file.suffix == ".onnx":
+    if not in_openvino(title):
         run = read_onnx(file)
         return torch.cat([run(image[None]).argmax(1) for image in images])
     import openvino
@@ -98,7 +101,7 @@ def files_of(
         kept = record.get("float32")
         files[name] = path, f"in float32: {', '.join(kept)}" if kept else ""
     if find_spec("openvino"):
-        files["OpenVINO"] = files["float32"]
+        files |= {f"{name}, OpenVINO": files[name] for name in ("float32", "int8") if name in files}
         if find_spec("nncf"):
             calibration, _ = images_of(model, data, "train", CALIBRATION)
             transformer = any(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
@@ -119,12 +122,13 @@ def rows_of(run: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         module, one = placed(model, CPU), images[:1]
         ways["module"] = lambda: module(one)
         for title, (file, _) in files.items():
-            work = onnxruntime_work if file.suffix == ".onnx" and title != "OpenVINO" else openvino_work
+            work = openvino_work if in_openvino(title) else onnxruntime_work
             ways[title] = partial(work(file, one, options.threads), 0)
         with torch.inference_mode():
             times = in_turns(ways, CPU, options.rounds)
         right = {
-            title: (answers(file, images, options.threads) == labels).double() for title, (file, _) in files.items()
+            title: (answers(file, images, title, options.threads) == labels).double()
+            for title, (file, _) in files.items()
         }
         sizes = {
             title: sum(f.stat().st_size for f in file.parent.glob(f"{file.stem}.*"))
@@ -135,18 +139,21 @@ def rows_of(run: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         change = right[title] - right["float32"]
         row = {"model": run.name, "file": title, "split": split, "images": len(labels), "note": note}
         row |= {"top1": float(right[title].mean()), "change": float(change.mean()), "interval": paired_interval(change)}
-        speed = quartiles(
-            [a / b for a, b in zip(times.timings["module"].rounds, times.timings[title].rounds, strict=True)]
-        )
-        row |= {"ms": 1e3 * times.median(title), "of_module": speed, "mb": sizes[title] / 1e6}
+        row |= {"ms": 1e3 * times.median(title), "module_ms": 1e3 * times.median("module"), "mb": sizes[title] / 1e6}
         rows.append(row)
     return rows
 
 
 def printed(row: dict[str, Any]) -> str:
     low, high = (100 * end for end in row["interval"])
-    change = "" if row["file"] in ("float32", "OpenVINO") else f"{100 * row['change']:+.2f} ({low:+.2f} to {high:+.2f})"
-    figures = (f"{100 * row['top1']:.2f}", change, f"{row['ms']:.2f}", f"{row['of_module'][1]:.2f}", f"{row['mb']:.1f}")
+    change = "" if row["file"].startswith("float32") else f"{100 * row['change']:+.2f} ({low:+.2f} to {high:+.2f})"
+    figures = (
+        f"{100 * row['top1']:.2f}",
+        change,
+        f"{row['ms']:.2f}",
+        f"{row['module_ms'] / row['ms']:.2f}",
+        f"{row['mb']:.1f}",
+    )
     return f"| {' | '.join((row['model'], row['file'], *figures, row['note']))} |"
 
 
