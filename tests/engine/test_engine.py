@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import platform
-import resource
 from typing import cast
 
 import pytest
@@ -622,6 +621,8 @@ def test_what_is_evaluated_has_the_faster_layout_and_the_same_logits(
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_a_process_that_has_the_cpu_to_itself_takes_freed_memory_again() -> None:
+    resource = pytest.importorskip("resource")
+
     def faults() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(2**24)  # 64 MiB, 16,384 pages

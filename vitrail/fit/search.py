@@ -19,7 +19,7 @@ from vitrail.schema import plain
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
 FEWEST_EPOCHS, FEWEST_SECONDS = 1.0, 3.0  # of a first trial, while more candidates are left than the second rung takes
-AMPLE_EPOCHS = 60.0  # of each form in the last rung, from scratch: with fewer, longer training of one brings more
+AMPLE_EPOCHS = 60.0  # of each form in the last rung, from scratch: with fewer, epochs bring more (docs/results/fit.md)
 FINE_TUNING = 0.1  # times that is enough for published weights
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
 COMPILED_FROM = 240.0  # seconds of training: what torch.compile takes is not made up for in less

@@ -36,7 +36,7 @@ class TalkingHeads(MixerOptions):
     stored_map: Literal["auto", "always", "never"] = "auto"
     """`always`: the maps of all heads are stored and mixed. `never`: they are not, for `heads` times as many
     multiplications; equal up to rounding. `auto`: they are not on CUDA, from 196 tokens on and in training from 324
-    on, up to a width of 256; wider networks train faster with them, but in two to three times the memory."""
+    on, up to a width of 256; wider networks train faster with them, in more memory from 576 tokens on."""
 
 
 @dataclass(frozen=True)
