@@ -1,13 +1,15 @@
 """Training on a CPU: ours compared with timm's model in a plain PyTorch loop, from files to updated weights.
 
-    python benchmarks/cpu_training.py [--data imagenette] [--threads 2] [--workers 0] [--rounds 7] [--profile] [--smoke]
+    python benchmarks/cpu_training.py [--data imagenette] [--threads 2] [--workers 0] [--rounds 7] [--precision auto]
+        [--profile] [--smoke]
 
 demo     the recipe `demo`: 28-pixel images in memory, padded crops, a ViT of width 64, batch 50
 photos   the recipe `vit` with DeiT-Ti at 112 pixels, batch 32, from JPEG: decode, random resized crop, flip
 scratch  the recipe `scratch`, timm's ResNet-26-D, at 112 pixels, batch 32, from JPEG likewise
 
 Equal work on both sides: the same images, augmentation, architecture, label smoothing, drop path, fused AdamW, clipping
-of gradients and moving average of the weights, in float32 (so `scratch` is without Muon, CutMix and TrivialAugment).
+of gradients and moving average of the weights, in the same precision (as `vitrail train` chooses it: float32, or bf16
+on a CPU with AMX; so `scratch` is without Muon, CutMix and TrivialAugment).
 Ours are the parts that `vitrail train` builds, with `--data.loader` as it chooses itself for small images and `host`
 for JPEG; the other side is timm's model with a DataLoader of torchvision transforms and timm's ModelEmaV3. Both have
 the same threads and worker processes.
@@ -89,7 +91,7 @@ class InMemory(Dataset[Any]):
 
 def settings(options: argparse.Namespace, stack: ExitStack) -> Iterator[Setting]:
     data = {"workers": options.workers, "check": "off"}
-    engine = {"device": options.device, "precision": "auto" if options.device == "cuda" else "float32"}
+    engine = {"device": options.device, "precision": options.precision}
     small: dict[str, Any] = {"trunk": {"depth": 1}} if options.smoke else {}
     if "demo" in options.only:
         config = from_mapping({"data": data, "engine": engine, "model": small}, recipe("demo"))
@@ -131,7 +133,7 @@ def our_feed(setting: Setting, stack: ExitStack) -> tuple[Feed, Trainer]:
         config.optim,
         trainer.schedule,
         device=trainer.device,
-        autocast=trainer.precision,
+        autocast=trainer.step_precision,
         compile=trainer.compile,
         graph=trainer.device.type == "cuda",
         ema=config.engine.ema,
@@ -193,7 +195,7 @@ def timm_feed(setting: Setting, trainer: Trainer) -> Feed:
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         pixels, labels = batch
-        with torch.autocast(device.type, trainer.precision, enabled=trainer.precision is not None):
+        with torch.autocast(device.type, trainer.step_precision, enabled=trainer.step_precision is not None):
             loss = F.cross_entropy(model(pixels), labels, label_smoothing=objective.smoothing)
         loss.backward()
         if config.optim.clip:
@@ -290,6 +292,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("imagenette"))
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--device", default="cpu")
+    precisions = ("auto", "float32", "bf16")
+    parser.add_argument("--precision", default="auto", choices=precisions, help="of steps on both sides")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0, help="processes that load, besides the threads")
     parser.add_argument("--rounds", type=int, default=7)

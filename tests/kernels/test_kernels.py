@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vitrail.kernels.attention import able, packed_attention, plain_packed_attention
+from vitrail.kernels.attention import able, attention_by_map, packed_attention, plain_packed_attention, prefers_map
 from vitrail.kernels.fp8 import LARGEST, Fp8Linear, gelu_quantise, plain_product, quantise
 from vitrail.kernels.gelu import Gelu, few_operations_gelu, linear_gelu
 
@@ -83,6 +83,35 @@ def test_a_cpu_uses_the_plain_twin() -> None:
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     expected = ((q @ k.mT) / 4).softmax(-1) @ v
     torch.testing.assert_close(packed_attention(qkv), expected.transpose(1, 2))
+
+
+def test_attention_with_a_stored_map_equals_float64_in_values_and_gradients() -> None:
+    wide = torch.randn(2, 9, 3, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(2, 9, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        qkv = wide.to(dtype, copy=True).requires_grad_()
+        out = attention_by_map(qkv)
+        out.backward(weights.to(dtype))
+        assert qkv.grad is not None
+        results[dtype] = out.detach().double(), qkv.grad.double()
+    q, k, v = wide.requires_grad_().permute(2, 0, 3, 1, 4).unbind(0)
+    expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    (slope,) = torch.autograd.grad(expected, wide, weights)
+    for dtype, bound in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        for found, right in zip(results[dtype], (expected.detach(), slope), strict=True):
+            assert (found - right).norm() < bound * right.norm(), dtype
+
+
+def test_only_what_learns_in_bf16_on_a_cpu_stores_its_map() -> None:
+    qkv = torch.zeros(1, 5, 3, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    assert prefers_map(qkv)
+    assert not prefers_map(qkv.detach())
+    assert not prefers_map(qkv.float())
+    assert not prefers_map(qkv.to("meta"))
+    assert not prefers_map(qkv.expand(1, 5, 3, 2, 16).repeat(1, 100, 1, 1, 1))
+    with torch.no_grad():
+        assert not prefers_map(qkv)
 
 
 def test_gelu_of_few_operations_and_its_slope_are_exact_to_float32() -> None:

@@ -60,8 +60,8 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     precision: Literal["auto", "float32", "bf16", "fp8"] = "auto"
-    """auto: bf16 where the accelerator has it, float32 on a CPU. fp8: bf16, and linear layers of the blocks train in
-    8-bit floats (Ada, Hopper or newer); faster from a width of 768."""
+    """auto: bf16 where the accelerator has it; on a CPU float32, but for training steps on one with AMX. fp8: bf16, and
+    linear layers of the blocks train in 8-bit floats (Ada, Hopper or newer); faster from a width of 768."""
     compile: bool | None = None
     """torch.compile (none: on CUDA in bf16)."""
     graph: bool | None = None

@@ -166,6 +166,7 @@ def leave() -> None:
 
 WORKSPACE, DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 _GIVEN = WORKSPACE in os.environ  # by the user, before any run
+AMX_PARAMETERS = 250_000
 _ONEDNN = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
@@ -227,6 +228,25 @@ def choose_precision(precision: str, device: torch.device) -> torch.dtype | None
         supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if supported else None
     return torch.bfloat16 if precision in ("bf16", "fp8") else None
+
+
+def training_precision(precision: str, device: torch.device, model: nn.Module) -> torch.dtype | None:
+    """The dtype of autocast in training steps: as `choose_precision`, and `auto` is bf16 on CPUs with AMX, too.
+
+    There steps of ResNet-18 and ViT-Ti/4 take a third of the time. Models with grouped convolutions (0.7 to 1.3 times
+    as fast) and those of few parameters, where other work counts, learn in float32.
+    """
+    if precision == "auto" and device.type == "cpu" and has_amx():
+        grouped = any(isinstance(m, nn.Conv2d) and m.groups > 1 for m in model.modules())
+        if not grouped and sum(p.numel() for p in model.parameters()) >= AMX_PARAMETERS:
+            return torch.bfloat16
+    return choose_precision(precision, device)
+
+
+def has_amx() -> bool:
+    """Whether the CPU has matrix units for bf16 (Intel Xeon, fourth generation and later) that PyTorch uses."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    return bool(supported and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def prepare(config: EngineConfig, seed: int, device: torch.device, group: ProcessGroup) -> bool:

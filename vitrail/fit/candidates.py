@@ -17,10 +17,12 @@ import torch
 from PIL.Image import Image
 
 from vitrail.data.preprocess import Preprocess
+from vitrail.engine.device import training_precision
 from vitrail.fit.limits import Budget
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.export import to_single_onnx
+from vitrail.model.parts.modules import channels_last_works, is_convolutional
 from vitrail.model.portable_predict import square
 from vitrail.model.quantize import write_int8
 
@@ -218,11 +220,16 @@ def file_latency(path: Path, pictures: Sequence[Image], threads: int) -> float:
 
 def training_speed(candidate: Candidate, classes: Sequence[str]) -> float:
     """Images/s of forward and backward passes on this processor, of a few images and without loading."""
-    model, times = build(candidate, classes).train(), []
+    model, times, cpu = build(candidate, classes).train(), [], torch.device("cpu")
     images = torch.zeros(STEP, 3, candidate.size, candidate.size, dtype=torch.uint8)
+    precision = training_precision("auto", cpu, model)
+    if is_convolutional(model) and channels_last_works(model, cpu):
+        model.to(memory_format=torch.channels_last)
     for _ in range(2):
         began = time.perf_counter()
-        model(images).logsumexp(-1).sum().backward()
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            outputs = model(images)
+        outputs.float().logsumexp(-1).sum().backward()
         times.append(time.perf_counter() - began)
     return STEP / min(times)
 

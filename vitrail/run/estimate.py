@@ -24,7 +24,7 @@ from vitrail.config import RunConfig, from_mapping
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import DataSet, Split
 from vitrail.engine.config import OptimConfig
-from vitrail.engine.device import choose_device, choose_precision
+from vitrail.engine.device import choose_device, training_precision
 from vitrail.engine.optimizer import choose_tuned, make_schedule, parameter_groups
 from vitrail.learn.objective import Objective, TrainingFacts, build_objective
 from vitrail.model.assemble import class_names
@@ -267,7 +267,7 @@ def lines_before(trainer: Trainer) -> list[str]:
         trainer.objective,
         trainer.config,
         device=device,
-        autocast=trainer.precision,
+        autocast=trainer.step_precision,
         levels=len(trainer.data.levels),
         world=trainer.group.world,
         images=0 if held is None else len(held.split) * 3 * trainer.model.preprocess.size**2,
@@ -318,7 +318,7 @@ def plan_run(config: RunConfig, images_per_second: float | None = None) -> dict[
     """Memory, steps and, at a measured rate, time of a run on this machine; no weights are read, nothing is trained."""
     objective, data = untrained(config)
     device, steps = choose_device(config.engine.device), config.optim.steps
-    precision = choose_precision(config.engine.precision, device)
+    precision = training_precision(config.engine.precision, device, objective.model)
     if data is not None:
         steps = make_schedule(config.optim, config.data.batch, len(data["train"])).steps
     levels = 0 if data is None else len(data.levels)

@@ -19,7 +19,7 @@ from vitrail.data.dataset import DataSet
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.stack import channel_moments, form_in
 from vitrail.engine import checkpoint
-from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare
+from vitrail.engine.device import ProcessGroup, choose_device, choose_precision, join, prepare, training_precision
 from vitrail.engine.loop import Loop, TooLarge, resumable
 from vitrail.engine.optimizer import choose_tuned, make_schedule
 from vitrail.engine.run_folder import RunFolder, free_name
@@ -190,7 +190,7 @@ class Trainer:
             config = replace(config, evaluators=())
         self.data, self.bad, self.group, self.quiet, self.folder = data, bad, group, quiet, folder
         self.device = choose_device(config.engine.device, group)
-        self.precision = choose_precision(config.engine.precision, self.device)
+        self.precision = choose_precision(config.engine.precision, self.device)  # of evaluation
         compiles = prepare(config.engine, config.seed, self.device, group)
         sharded = config.engine.shard == "full"
         if sharded:
@@ -203,6 +203,7 @@ class Trainer:
             self.base_hash = base_hash(self.model)
         if config.engine.activation_checkpointing == "blocks":
             self.model.trunk.checkpoint_blocks()
+        self.step_precision = training_precision(config.engine.precision, self.device, self.model)
         tuned, parameters = choose_tuned(self.model, config.optim.tune)
         train = data["train"]
         if template := getattr(train.reader, "template", ""):  # how instructions were made prompts
@@ -235,6 +236,8 @@ class Trainer:
         loaded = self.model.stated.get("weights", {}).get("loaded")
         group.say(quiet, *filter(None, [loaded]))
         notes = warnings_before(config, data, parameters, tuned, self.schedule.peak) + learned_before(config, data)
+        if self.step_precision is not self.precision:
+            notes.append("training steps use bf16, in which this CPU is faster; --engine.precision float32 to avoid it")
         self.reading = "" if data.unlabelled else self.objective.reading
         group.say(quiet, *notes, *shard_notes, *self.module.notes, *self.objective.notes, *filter(None, [self.reading]))
 
@@ -267,7 +270,7 @@ class Trainer:
             things=self.data.things,
             folder=self.folder,
             device=self.device,
-            autocast=self.precision,
+            autocast=self.step_precision,
             compile=self.compile,
             graph=self.device.type == "cuda" and self.module.compiles if graph is None else graph,
             group=group,
@@ -294,7 +297,7 @@ class Trainer:
                     from vitrail.engine.trackers import TRACKERS
 
                     self.folder.tracker = TRACKERS[config.engine.track](self.folder.path, loop.step)
-                self.folder.write_environment({"device": str(self.device), "precision": str(self.precision)})
+                self.folder.write_environment({"device": str(self.device), "precision": str(self.step_precision)})
             result = loop.run()
         finally:
             if val is not None:
