@@ -5,8 +5,9 @@
 As a practitioner would write it, with nothing of vitrail's training: `timm.create_model` for every timm candidate that
 met the budget of the search (`--largest`: of every architecture with its largest such image only), the minutes shared
 equally; AdamW of `timm.optim.create_optimizer_v2`, timm's cosine schedule with warm-up, `timm.data.create_transform`
-with RandAugment, `timm.data.Mixup`, bfloat16 and channels-last on CUDA. Weights are random, as with `--weights none`.
-The best on val is evaluated once on test. vitrail gives the rows of train, val and test, and what a network costs.
+with RandAugment, `timm.data.Mixup`, channels-last, and bfloat16 where vitrail would use it. Weights are random, as with
+`--weights none`. The best on val is evaluated once on test. vitrail gives the rows of train, val and test, and what a
+network costs.
 
 In favour of timm: images are decoded once, before the clock starts, and kept in memory as uint8 at their stored size;
 workers apply the transforms. The clock of a network starts with its first batch; evaluation does not count. The cosine
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.dataset import DataSet, Split
 from vitrail.data.open import open_data
+from vitrail.engine.device import choose_precision, training_precision
 from vitrail.fit.candidates import Candidate, Measured, measure
 from vitrail.fit.run import _pictures
 
@@ -112,7 +113,7 @@ def train(network: Measured, images: DecodedImages, classes: int, seconds: float
                 break
             schedule.step_update(min(TICKS - 1, int(TICKS * spent / seconds)))
             mixed, target = mixup(inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-            with _precision(device):
+            with _autocast(device, training_precision("auto", device, model)):
                 loss = loss_of(model(mixed.contiguous(memory_format=torch.channels_last)).float(), target)
             optimizer.zero_grad()
             loss.backward()
@@ -129,8 +130,8 @@ def _sized(candidate: Candidate) -> dict[str, Any]:
     return {"img_size": candidate.size} if takes in ("vision_transformer", "deit", "cait", "xcit") else {}
 
 
-def _precision(device: torch.device) -> Any:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+def _autocast(device: torch.device, precision: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, precision, enabled=precision is not None)
 
 
 @torch.inference_mode()
@@ -141,7 +142,7 @@ def correct(model: nn.Module, images: DecodedImages, size: int, asked: Any) -> l
     model.eval()
     right: list[bool] = []
     for inputs, labels in DataLoader(images, 256, num_workers=asked.workers):
-        with _precision(device):
+        with _autocast(device, choose_precision("auto", device)):
             guess = model(inputs.to(device, memory_format=torch.channels_last)).argmax(1).cpu()
         right += (guess == labels).tolist()
     return right

@@ -81,7 +81,7 @@ def test_a_detached_queue_is_waited_for(tmp_path: Path) -> None:
     [
         ([{"name": "a", "command": "true"}] * 2, "a is there twice"),
         ([{"name": "a", "command": "true", "after": ["b"]}], "there is no b to wait for"),
-        ([{"name": "a"}], "a command has name, command, minutes and after; not so {'name': 'a'}"),
+        ([{"name": "a"}], "a command has name, command, minutes, after and mps; not so {'name': 'a'}"),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(jobs: Any, problem: str, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ FILE is YAML: commands that have the machine to themselves, one after the other,
         - {name: student, command: vitrail train small-compres --objective.teacher runs/teacher, after: [teacher]}
 
 A command begins when all that it comes `after` have succeeded, and only if its `minutes` (1 if not said) are left.
-Lanes share an NVIDIA accelerator by CUDA MPS where that can be started. What NAME prints goes to FOLDER/NAME.log, begin
+Lanes share an NVIDIA accelerator by CUDA MPS where that can be started, but for commands with `mps: false` (tests that
+provoke faults, say, which would take the others down). What NAME prints goes to FOLDER/NAME.log, begin
 and exit status to FOLDER/times.jsonl. What runs when the time is over gets SIGTERM (training then ends with a
 checkpoint). `--detach` returns at once, and `--wait` returns after so many seconds, or when all has ended.
 """
@@ -37,6 +38,7 @@ from typing import Any
 
 import yaml
 
+KEYS = {"name", "command", "minutes", "after", "mps"}
 PATIENCE = 20.0  # seconds that a command has to end after it was asked to
 
 
@@ -67,9 +69,9 @@ class Lanes:
         else:
             self.note(name, began=True)
             with (self.out / f"{name}.log").open("w") as log:
-                process = subprocess.Popen(
-                    ["bash", "-c", job["command"]], stdout=log, stderr=log, env=environment, start_new_session=True
-                )
+                env = environment if job.get("mps", True) else self.environment
+                call = ["bash", "-c", job["command"]]
+                process = subprocess.Popen(call, stdout=log, stderr=log, env=env, start_new_session=True)
                 try:
                     status = process.wait(max(0.0, self.until - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -113,8 +115,8 @@ def read_plan(path: Path) -> dict[str, Any]:
     """The file; `SystemExit` where names are missing, used twice, or come after what is not there."""
     plan: dict[str, Any] = yaml.safe_load(path.read_text())
     jobs = [*plan.get("alone", []), *(job for lane in plan.get("lanes", {}).values() for job in lane)]
-    if bad := [job for job in jobs if not {"name", "command"} <= job.keys() <= {"name", "command", "minutes", "after"}]:
-        sys.exit(f"{path}: a command has name, command, minutes and after; not so {bad[0]}")
+    if bad := [job for job in jobs if not {"name", "command"} <= job.keys() <= KEYS]:
+        sys.exit(f"{path}: a command has name, command, minutes, after and mps; not so {bad[0]}")
     names = [job["name"] for job in jobs]
     twice = {name for name in names if names.count(name) > 1}
     unknown = {other for job in jobs for other in job.get("after", [])} - set(names)

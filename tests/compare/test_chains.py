@@ -11,7 +11,7 @@ import yaml
 
 from vitrail.cli import run as command
 from vitrail.compare.jobs import StudyStopped
-from vitrail.compare.run import compare_study
+from vitrail.compare.run import compare_study, part_of
 from vitrail.compare.study import Study, plan, read_study, smoke, study_from_mapping
 from vitrail.config import load_yaml
 from vitrail.schema import ConfigError
@@ -164,3 +164,58 @@ def test_a_smoke_run_of_a_chain_is_a_chain(tmp_path: Path) -> None:
     small = smoke(chain())
     assert {p.variant for p in plan(small, {}, tmp_path)} == {"grand", "teacher", "alone", "taught", "tuned"}
     assert {p.config.optim.steps for p in plan(small, {}, tmp_path)} == {2}
+
+
+def test_a_part_of_a_study_plans_the_same_runs_and_what_they_stand_on(tmp_path: Path) -> None:
+    whole = {(p.variant, p.seed): p.path for p in plan(chain(baseline="taught"), {}, tmp_path)}
+    part = part_of(chain(baseline="taught"), ["tuned"], [1])
+    runs = {(p.variant, p.seed): p.path for p in plan(part, {}, tmp_path)}
+    assert runs == {key: whole[key] for key in [("alone", 1), ("tuned", 1)]}
+    assert (part.name, part.baseline, tuple(part.variants), tuple(part.first)) == (
+        "chain-tuned-seed1",
+        "tuned",
+        ("tuned",),
+        ("alone",),
+    )
+    both = part_of(chain(baseline="taught"), ["taught", "alone"])
+    assert (both.baseline, tuple(both.variants), tuple(both.seeds)) == ("taught", ("alone", "taught"), (0, 1))
+    further = part_of(chain(), seeds=[7])
+    assert {p.seed for p in plan(further, {}, tmp_path)} == {7, 0}  # run:grand:0
+    assert tuple(further.variants) == ("alone", "taught", "tuned")
+
+
+@pytest.mark.parametrize(
+    ("changes", "only", "problem"),
+    [
+        ({}, ["taugth"], "only: 'taugth' is none of the variants (alone, taught, tuned); did you mean 'taught'?"),
+        (
+            {"tune": {"grid": {"alone": {"optim.lr": [1e-3]}, "taught": "alone"}}},
+            ["taught"],
+            "only: taught takes the settings that are chosen for alone; name that, too",
+        ),
+        (
+            {"budget": "macs", "first": {}, "variants": {"alone": {}, "wide": {"model": {"trunk": {"width": 32}}}}},
+            ["wide"],
+            "only: lengths follow from the cost of the baseline, alone; name it, too",
+        ),
+    ],
+)
+def test_a_part_that_cannot_stand_alone_is_one_sentence(changes: Any, only: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        part_of(chain(**changes), only)
+    assert raised.value.problems == [problem]
+
+
+def test_the_command_trains_a_part_and_the_whole_goes_on_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "chain.yaml", ["--out", str(tmp_path / "runs"), "--seconds", "0", "--json"]
+    file.write_text(yaml.safe_dump(CHAIN))
+    assert command(["compare", str(file), "--only", "tuned", "--seeds", "0", *out]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "chain-tuned-seed0"
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("run-*/metrics.jsonl")}
+    assert len(made) == 2
+    assert command(["compare", str(file), "--seeds", "0", *out]) == 0
+    capsys.readouterr()
+    assert len(list((tmp_path / "runs").glob("run-*/metrics.jsonl"))) == 5
+    assert made == {path: path.stat().st_mtime_ns for path in made}  # not trained again

@@ -22,6 +22,7 @@ class CompareCommand:
     a run failed.
 
     Example: vitrail compare study.yaml --jobs 2
+    Example: vitrail compare study.yaml --only plain distilled --seeds 0
     Example: vitrail compare study.yaml --jobs slurm --gpus 1 --hours 4 --partition gpu
     Example: vitrail compare runs/a runs/b
     """
@@ -32,6 +33,8 @@ class CompareCommand:
     """runs at a time (none: one per device); slurm: each run is a job of the cluster, local: the same without SLURM"""
     devices: Annotated[tuple[str, ...] | None, "ID ..."] = None
     """accelerators to spread runs over, as CUDA numbers them (none: all)"""
+    only: Annotated[tuple[str, ...], "VARIANT ..."] = ()  # of a study, and the runs that these stand on (none: all)
+    seeds: Annotated[tuple[int, ...], "N ..."] = ()  # of a study (none: as it says)
     baseline: str | None = None  # what the others are compared with (none: as the study says, or the first)
     also: Annotated[tuple[str, ...], "URI ..."] = ()  # further test sets on which every run is evaluated
     out: Path | None = None
@@ -45,7 +48,7 @@ class CompareCommand:
     def __call__(self) -> int:
         from vitrail.compare.jobs import StudyStopped
         from vitrail.compare.page import comparison_tables
-        from vitrail.compare.run import compare_runs, compare_study
+        from vitrail.compare.run import compare_runs, compare_study, part_of
         from vitrail.compare.study import STUDIES, read_study, smoke
 
         if not self.what:
@@ -54,11 +57,15 @@ class CompareCommand:
         changes: dict[str, Any] = {"baseline": self.baseline, "test_sets": self.also}
         named = [what.endswith((".yaml", ".yml")) or Path(what, "study.yaml").is_file() for what in self.what]
         if (len(named) > 1 and not all(named)) or Path(self.what[0], "config.yaml").is_file():
-            if self.smoke or any(flag is not None for flag in (self.jobs, self.devices, self.minutes)):
-                return fail("--jobs, --devices, --minutes and --smoke are for studies; these runs are finished")
+            limits = (self.jobs, self.devices, self.minutes, self.only or None, self.seeds or None, self.smoke or None)
+            if any(flag is not None for flag in limits):
+                names = "--jobs, --devices, --minutes, --only, --seeds and --smoke"
+                return fail(f"{names} are for studies; these runs are finished")
             results = iter([compare_runs(self.what, out=self.out, **changes, **options)])
         else:
             studies = [replace(read_study(what), **{k: v for k, v in changes.items() if v}) for what in self.what]
+            if self.only or self.seeds:
+                studies = [part_of(study, self.only, self.seeds) for study in studies]
             roots = [self.out or (Path(what).parent if Path(what).is_dir() else STUDIES) for what in self.what]
             options |= {"jobs": self.jobs, "devices": self.devices, "cluster": self.cluster}
             end = time.monotonic() + 60 * (math.inf if self.minutes is None else self.minutes)

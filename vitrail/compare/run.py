@@ -138,6 +138,39 @@ def _tuned(study: Study, end: float, **options: Any) -> tuple[Study, list[str]]:
     return study, sentences
 
 
+def part_of(study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()) -> Study:
+    """Some variants of a study (none named: all), with some seeds (its own, or further ones), and the runs that they
+    stand on. Raises `ConfigError` for names that are none, and where settings depend on a variant that is left out."""
+    names, grid = list(dict.fromkeys(only or study.variants)), study.tune.grid
+    known = ", ".join(study.variants)
+    problems = [
+        f"only: {n!r} is none of the variants ({known}){near(n, study.variants)}"
+        for n in names
+        if n not in study.variants
+    ]
+    if problems:
+        raise ConfigError(problems)
+    below = set[str]().union(*(stands_on(study, name) for name in names)).difference(names)
+    chosen = {name: of for name, of in grid.items() if name in below or name in names}
+    copies = [(n, of) for n, of in chosen.items() if isinstance(of, str) and of not in chosen]
+    problems = [f"only: {name} takes the settings that are chosen for {of}; name that, too" for name, of in copies]
+    if study.budget in ("time", "macs") and study.baseline not in names:
+        problems.append(f"only: lengths follow from the cost of the baseline, {study.baseline}; name it, too")
+    if problems:
+        raise ConfigError(problems)
+    runs = {**study.first, **study.variants}
+    label = "-".join([study.name, *only, *(f"seed{seed}" for seed in seeds)])
+    return replace(
+        study,
+        name=re.sub(r"[^\w.+=-]", "_", label)[:100],
+        variants={name: settings for name, settings in study.variants.items() if name in names},
+        first={name: settings for name, settings in runs.items() if name in below},
+        seeds=tuple(seeds) or study.seeds,
+        baseline=study.baseline if study.baseline in names else "",
+        tune=replace(study.tune, grid=chosen),
+    )
+
+
 def compare_runs(
     paths: Sequence[str | Path],
     *,
