@@ -4,9 +4,9 @@
     python benchmarks/speed_table.py --check                  exit code 1 where they are not what that file says
     python benchmarks/speed_table.py --run --data imagenette  measure everything on this machine first
 
-Each table is of the newest call of its benchmark that has all its figures, so that what is compared was measured side
-by side. `--run` calls the scripts with `--history`, those for CUDA only where there is an accelerator; its whole table
-takes about 10 minutes there and 30 on two cores.
+Each table is of the newest call of its benchmark that has all its figures (training on a CPU: of each machine's), so
+that what is compared was measured side by side. `--run` calls the scripts with `--history`, those for CUDA only where
+there is an accelerator; its whole table takes about 10 minutes there and 30 on two cores.
 """
 
 from __future__ import annotations
@@ -121,16 +121,18 @@ def milliseconds(value: float) -> str:
 
 
 def training_table(calls: Sequence[Call]) -> list[str]:
-    call = newest(calls, "cpu_training.py", "cpu", ["demo training, ours / timm"])
-    if call is None:
-        return ["Not measured yet."]
+    """The newest call of each machine, the newest machine first."""
+    machines = {call.machine: call for call in calls if call.benchmark == "cpu_training.py" and "cpu" in call.machine}
     parts = ("training", "loading", "step")
-    rows = []
-    for setting in dict.fromkeys(name.rpartition(" ")[0] for name in _settings(call)):
-        ratios = (call.figures.get(f"{setting} {part}, ours / timm") for part in parts)
-        rows.append((f"`{setting}`", *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
     titles = ("images/s, of timm's model with a DataLoader", "training", "of that loading", "of that a step")
-    return [*table(titles, rows), "", call.source]
+    lines = []
+    for call in sorted(machines.values(), key=lambda call: call.date, reverse=True):
+        rows = []
+        for setting in dict.fromkeys(name.rpartition(" ")[0] for name in _settings(call)):
+            ratios = (call.figures.get(f"{setting} {part}, ours / timm") for part in parts)
+            rows.append((f"`{setting}`", *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
+        lines += [*table(titles, rows), "", call.source, ""]
+    return lines[:-1] or ["Not measured yet."]
 
 
 def _settings(call: Call) -> list[str]:

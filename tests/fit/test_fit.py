@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,10 @@ def test_what_is_merged_comes_right_after_the_whole() -> None:
     assert expected(whole, False) > expected(merged, False) > expected(worse, False)
 
 
+def no_smaller(_: Candidate) -> None:
+    """No other image size."""
+
+
 def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values = {("a", 1): 0.81, ("b", 1): 0.80, ("a", 2): 0.78, ("b", 2): 0.79}
     calls: list[tuple[int, int]] = []
@@ -172,7 +177,7 @@ def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.Mo
     monkeypatch.setattr(Search, "_rung", rung)
     state = {"speeds": {"a-128": 1.0, "b-128": 1.0}}
     search = Search(recipe("scratch"), 100, 100, 60, tmp_path, "top1", state, lambda: None, lambda _: None)
-    best = search.run([cost("a", 1), cost("b", 2)], None, Candidate("a", 32), lambda _: [])
+    best = search.run([cost("a", 1), cost("b", 2)], None, Candidate("a", 32), lambda _: [], no_smaller)
     assert calls == [(0, 1), (1, 1), (2, 1), (2, 2)]
     assert best.form.measured.candidate.model == "b"
     assert {t.seeds for t in search.trials if t.rung == 2} == {2}
@@ -195,7 +200,8 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
     base, seconds = recipe("finetune" if published else "scratch"), 300 / SHARES[2]
     search = Search(base, 100, 100, seconds, tmp_path, "top1", {}, lambda: None, lambda _: None)
     search.state["speeds"] = {"a-128": speed, "b-128": speed}
-    best = search.run([cost("b", 1), cost("a", 2)], None, Candidate("t", 32), lambda _: [Form(cost("pooled", 1))])
+    pooled = lambda _: [Form(cost("pooled", 1))]  # noqa: E731
+    best = search.run([cost("b", 1), cost("a", 2)], None, Candidate("t", 32), pooled, no_smaller)
     assert rungs[:2] == [["b-128", "a-128"], ["a-128", "b-128"]]
     assert rungs[2] == ["b-128", "b-128-distilled", "pooled-128"][:forms]
     assert best.form.name == rungs[2][-1]
@@ -220,14 +226,38 @@ def test_the_slowest_are_left_out_where_first_trials_would_be_too_short(
     state = {"speeds": by_name, "epochs": {}}
     seconds = 100 / SHARES[0]
     search = Search(recipe("scratch"), 100, 50, seconds, tmp_path, "top1", state, lambda: None, lambda _: None)
-    assert [by_name[m.candidate.name] for m in search._first(costs[::-1], 1)] == left
+    assert [by_name[m.candidate.name] for m in search._first(costs[::-1], 1, no_smaller)] == left
+
+
+def test_what_is_slow_to_learn_gets_smaller_images_before_it_is_left_out(tmp_path: Path) -> None:
+    models = ["timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small"]
+    state = {"speeds": {"resnet26d-128": 40, "resnet18-128": 50, "deit_tiny-128": 5, "deit_small-128": 2}}
+    state["speeds"] |= {"deit_tiny-96": 5.5, "deit_tiny-64": 9, "deit_small-96": 3}
+    asked: list[str] = []
+
+    def smaller(slow: Candidate) -> Measured | None:
+        asked.append(slow.name)
+        sizes = {"deit_tiny-128": 96, "deit_tiny-96": 64, "deit_small-128": 96}
+        candidate = replace(slow, size=sizes[slow.name]) if slow.name in sizes else None
+        return None if candidate is None else Measured(candidate, 1e-3, 1)
+
+    said: list[str] = []
+    search = Search(recipe("scratch"), 100, 50, 100 / SHARES[0], tmp_path, "top1", state, lambda: None, said.append)
+    first = search._first([cost(model, 1) for model in models], 0, smaller)  # 20 s, then 25 s each: 5 and 4 images/s
+    assert [m.candidate.name for m in first] == ["resnet26d-128", "resnet18-128", "deit_tiny-128"]
+    assert asked == ["deit_small-128", "deit_small-96"]
+    assert said[0].startswith("deit_small-96 takes the place of deit_small-128: 4 first trials would be of 20 s, 0.4 ")
+    assert said[1].startswith("deit_small-96 is left out: 4 first trials would be of 20 s, 0.6 epochs of deit_small-96")
+    state["speeds"] |= {"deit_tiny-128": 3, "deit_small-128": 40}
+    first = search._first([cost(model, 1) for model in models], 0, smaller)
+    assert [m.candidate.name for m in first] == ["resnet26d-128", "resnet18-128", "deit_tiny-96", "deit_small-128"]
 
 
 def test_the_least_expected_are_left_out_where_first_trials_would_be_of_a_second(tmp_path: Path) -> None:
     costs = [cost(model, 1) for model in ("timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small")]
     state = {"speeds": {m.candidate.name: speed for m, speed in zip(costs, (400, 900, 900, 900), strict=True)}}
     search = Search(recipe("scratch"), 100, 50, 6 / SHARES[0], tmp_path, "top1", state, lambda: None, lambda _: None)
-    assert [m.candidate.model for m in search._first(costs[::-1], 0)] == [
+    assert [m.candidate.model for m in search._first(costs[::-1], 0, no_smaller)] == [
         "timm:resnet26d",
         "timm:resnet18",
         "deit_tiny",

@@ -157,8 +157,20 @@ def fit(
     def other_heads(best: Candidate) -> list[Form]:
         return _other_heads(best, opened, budget, pictures, out)
 
+    def smaller(slow: Candidate) -> Measured | None:
+        sizes = [c for c in candidates if c.architecture == slow.architecture and c.size < slow.size]
+        return None if not sizes else measured_now(max(sizes, key=lambda c: c.size))
+
+    def measured_now(candidate: Candidate) -> Measured | None:
+        known = [m for m in measured if m.candidate == candidate and m.latency is not None]
+        if not known:
+            measured.extend(known := measure(candidate, opened.classes, budget, pictures, out))
+            state["measured"] = [each.to_json() for each in measured]
+            keep()
+        return next((m for m in known if m.meets(budget)), None)
+
     try:
-        search.run(fits, beyond, teacher, other_heads)
+        search.run(fits, beyond, teacher, other_heads, smaller)
     finally:
         search.idle.end()
     tried = {id(beyond)} if beyond else set()

@@ -80,9 +80,11 @@ class Search:
         beyond: Measured | None,
         teacher: Candidate | None,
         other_heads: Callable[[Candidate], list[Form]],
+        smaller: Callable[[Candidate], Measured | None],
     ) -> Trial:
-        """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy."""
-        first = self._first(feasible, 0 if beyond is None else 1)
+        """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy. `smaller`
+        measures the same network with smaller images, for one that is slow to learn."""
+        first = self._first(feasible, 0 if beyond is None else 1, smaller)
         rung = self._rung(0, [Form(m) for m in (*first, *([beyond] if beyond else []))])
         rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
         rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
@@ -133,8 +135,11 @@ class Search:
         reserve = number < len(SHARES) - 1 or teacher is not None
         return SHARES[number] * self.seconds / (count + reserve)
 
-    def _first(self, feasible: Sequence[Measured], others: int) -> list[Measured]:
-        """The most promising architectures, fewer where their trials (and `others`) would be too short to tell."""
+    def _first(
+        self, feasible: Sequence[Measured], others: int, smaller: Callable[[Candidate], Measured | None]
+    ) -> list[Measured]:
+        """The most promising architectures; with smaller images, then fewer of them, where their trials (and `others`)
+        would be too short to tell."""
         first = most_promising(feasible, KEPT[0], self._published)
         while len(first) > KEPT[1]:
             seconds = self._share(0, len(first) + others)
@@ -142,9 +147,14 @@ class Search:
             epochs = self._epochs(slowest.candidate, seconds)
             if seconds >= FEWEST_SECONDS and epochs >= FEWEST_EPOCHS:
                 break
+            trials = f"{len(first)} first trials would be of {seconds:.2g} s"
             left = first[-1] if epochs >= FEWEST_EPOCHS else slowest
+            if left is slowest and (other := smaller(slowest.candidate)):
+                first[first.index(slowest)] = other
+                names = f"{other.candidate.name} takes the place of {slowest.candidate.name}"
+                self.say(f"{names}: {trials}, {epochs:.2g} epochs of that")
+                continue
             first.remove(left)
-            trials = f"{len(first) + 1} first trials would be of {seconds:.2g} s"
             self.say(f"{left.candidate.name} is left out: {trials}, {epochs:.2g} epochs of {slowest.candidate.name}")
         return first
 
