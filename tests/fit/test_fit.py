@@ -212,7 +212,9 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
     [
         # 100 images, and 100 s that candidates, the larger one and one more share: an epoch in 100 / 6 s is 6 images/s.
         ([7, 40, 50, 60], [7, 40, 50, 60]),
-        ([40, 5, 50, 60], [40, 50, 60]),  # the slowest is left out, and not the least expected
+        ([40, 50, 60, 5], [40, 50, 60]),  # the slowest is left out
+        ([40, 5, 50, 60], [40, 5, 50]),  # but not one of the three that are expected to be best,
+        ([40, 4, 50, 60], [40, 50, 60]),  # unless it is too slow for three trials
         ([1, 2, 3, 4], [2, 3, 4]),  # the second rung takes three
         ([1, 1], [1, 1]),
     ],

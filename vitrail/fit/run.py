@@ -133,6 +133,8 @@ def fit(
     def keep() -> None:
         write_text(out / STATE, json_text(state, indent=1))
 
+    if not state["measured"] and budget.on == "cpu" and (load := others_at_work()):  # before our own work counts
+        say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     opened = open_run(base.data)
     _check(opened, state, say)
     if base.optim.lr_batch is None and on_accelerator():  # Muon's learning rate goes with any batch
@@ -298,8 +300,6 @@ def measure_all(
     known = [Measured.from_json(values) for values in state["measured"]]
     done = {m.candidate.name.removesuffix("-int8") for m in known}
     left = [c for c in candidates if c.name not in done]
-    if left and budget.on == "cpu" and (load := others_at_work()):
-        say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     for number, candidate in enumerate(left):
         fits = [m.candidate for m in known if m.meets(budget)]
         if enough is not None and len({c.architecture for c in fits}) >= enough:

@@ -139,7 +139,7 @@ class Search:
         self, feasible: Sequence[Measured], others: int, smaller: Callable[[Candidate], Measured | None]
     ) -> list[Measured]:
         """The most promising architectures; with smaller images, then fewer of them, where their trials (and `others`)
-        would be too short to tell."""
+        would be too short to tell. Who would go on without trials stays, if that is what it takes."""
         first = most_promising(feasible, KEPT[0], self._published)
         while len(first) > KEPT[1]:
             seconds = self._share(0, len(first) + others)
@@ -147,15 +147,17 @@ class Search:
             epochs = self._epochs(slowest.candidate, seconds)
             if seconds >= FEWEST_SECONDS and epochs >= FEWEST_EPOCHS:
                 break
-            trials = f"{len(first)} first trials would be of {seconds:.2g} s"
-            left = first[-1] if epochs >= FEWEST_EPOCHS else slowest
-            if left is slowest and (other := smaller(slowest.candidate)):
+            trials = f"{len(first)} first trials would be of {seconds:.2g} s, {epochs:.2g} epochs"
+            if epochs < FEWEST_EPOCHS and (other := smaller(slowest.candidate)):
                 first[first.index(slowest)] = other
                 names = f"{other.candidate.name} takes the place of {slowest.candidate.name}"
-                self.say(f"{names}: {trials}, {epochs:.2g} epochs of that")
+                self.say(f"{names}: {trials} of that")
                 continue
+            alone = self._epochs(slowest.candidate, self._share(0, KEPT[1] + others))
+            stays = slowest in first[: KEPT[1]] and alone >= FEWEST_EPOCHS
+            left = first[-1] if stays or epochs >= FEWEST_EPOCHS else slowest
             first.remove(left)
-            self.say(f"{left.candidate.name} is left out: {trials}, {epochs:.2g} epochs of {slowest.candidate.name}")
+            self.say(f"{left.candidate.name} is left out: {trials} of {slowest.candidate.name}")
         return first
 
     def _epochs(self, candidate: Candidate, seconds: float) -> float:
