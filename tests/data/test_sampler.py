@@ -93,14 +93,6 @@ def test_rows_with_several_labels_are_weighed_by_the_mean_inverse_frequency_of_t
         assert abs(counts[row] - 12000 * share) < 4 * (12000 * share * (1 - share)) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "epochs", "steps"),
-    [(10, 5, 1, 2), (10, 3, 1, 4), (10, 3, 3, 10), (5, 12, 1, 1), (30, 3, 0.1, 1), (3, 1, 0.7, 3), (1000, 7, 1.1, 158)],
-)
-def test_steps_for_covers_the_epochs(rows, batch, epochs, steps):
-    assert BatchSampler(rows, batch, seed=0).steps_for(epochs) == steps
-
-
 @pytest.mark.parametrize(("rows", "batch", "repeats"), [(12, 6, 3), (60, 24, 3), (31, 8, 3), (50, 12, 4), (9, 9, 9)])
 def test_each_drawn_row_comes_repeats_times_and_an_epoch_is_as_long_as_ever(rows, batch, repeats):
     order = BatchSampler(rows, batch, seed=3, repeats=repeats)

@@ -66,6 +66,14 @@ def test_cosine_equals_torchs_after_warmup() -> None:
         theirs.step()
 
 
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps"),
+    [(10, 5, 1, 2), (10, 3, 1, 4), (10, 3, 3, 10), (5, 12, 1, 1), (30, 3, 0.1, 1), (3, 1, 0.7, 3), (1000, 7, 1.1, 158)],
+)
+def test_steps_cover_the_epochs(rows: int, batch: int, epochs: float, steps: int) -> None:
+    assert make_schedule(OptimConfig(epochs=epochs), batch, rows).steps == steps
+
+
 def test_linear_step_and_constant() -> None:
     base = {"lr": 1.0, "epochs": 90, "warmup": 0}
     linear = make_schedule(OptimConfig(schedule="linear", floor=0.0, **base), 10, 10)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from vitrail.fit.candidates import (
 )
 from vitrail.fit.limits import Budget, quantity
 from vitrail.fit.run import trainable
-from vitrail.fit.search import SHARES, Form, Search, Trial, most_promising
+from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe
 
@@ -196,9 +197,9 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
         return [Trial(form, number, 0.5 + 0.1 * place, 0.02, 1, 1, "") for place, form in enumerate(forms)]
 
     monkeypatch.setattr(Search, "_rung", rung)
-    # 100 s for each of two forms and a teacher, 75 s for three: 60 epochs of 100 images are 60 and 80 images/s
-    base, seconds = recipe("finetune" if published else "scratch"), 300 / SHARES[2]
-    search = Search(base, 100, 100, seconds, tmp_path, "top1", {}, lambda: None, lambda _: None)
+    # 300 s: 100 for each of two forms and a teacher, 75 for three; 60 epochs of 100 images are 60 and 80 images/s
+    base = recipe("finetune" if published else "scratch")
+    search = Search(base, 100, 100, 300, tmp_path, "top1", {}, lambda: None, lambda _: None)
     search.state["speeds"] = {"a-128": speed, "b-128": speed}
     pooled = lambda _: [Form(cost("pooled", 1))]  # noqa: E731
     best = search.run([cost("b", 1), cost("a", 2)], None, Candidate("t", 32), pooled, no_smaller)
@@ -267,14 +268,45 @@ def test_the_least_expected_are_left_out_where_first_trials_would_be_of_a_second
 
 
 @pytest.mark.parametrize(("teacher", "share"), [(None, 1), (Candidate("t", 32), 1 / 2)])
-def test_what_no_teacher_takes_goes_to_the_last_trainings(
-    teacher: Candidate | None, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("spent", "left"), [(100, 900), (300, 700), (500, 650)])  # at least its share of 1,000
+def test_the_last_trainings_have_what_time_is_left(
+    spent: float,
+    left: float,
+    teacher: Candidate | None,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     lengths: list[float] = []
     monkeypatch.setattr(Search, "train", lambda _, name, number, forms, seconds, *more: lengths.append(seconds))
     search = Search(recipe("scratch"), 100, 50, 1000, tmp_path, "top1", {}, lambda: None, lambda _: None)
-    search._rung(2, [Form(cost("a", 1))], teacher)
-    assert lengths == [pytest.approx(1000 * SHARES[2] * share)]
+    form = Form(cost("a", 1))
+    search.trials = [Trial(form, 0, 0.5, 0.02, 1, spent / 4, ""), Trial(form, 1, 0.5, 0.02, 3, 3 * spent / 4, "")]
+    search.trials.append(Trial(form, 2, 0.5, 0.02, 9, 600, ""))  # a second seed has as long as the first
+    search._rung(2, [form], teacher)
+    assert lengths == [pytest.approx(left * share)]
+
+
+def test_later_trainings_are_as_long_as_earlier_ones_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rates = [1e3, 5e3, 6e3]  # images/s of a run; with the first, it began
+
+    def compared(study: Study, **_: object) -> tuple[SimpleNamespace, str]:
+        history = [{"images_per_second": rate} for rate in rates] + [{"loss": 1.0}]
+        member = SimpleNamespace(metrics={"top1": 0.5}, seconds=10.0, path="", history=history)
+        rows = [SimpleNamespace(variant=name, failures=(), members=[member]) for name in study.variants]
+        return SimpleNamespace(rows=rows), ""
+
+    monkeypatch.setattr("vitrail.fit.search.compare_study", compared)
+    state = {"speeds": {"vit_micro_28-28": 3e3, "resnet18_32-28": 1e3}, "epochs": {}}
+    search = Search(recipe("scratch"), 10_000, 50, 1000, tmp_path, "top1", state, lambda: None, lambda _: None)
+    form = Form(Measured(Candidate("vit_micro_28", 28), 1e-3, 1))
+    assert search.train("rung-0", 0, [form], 10)[0].epochs == 3
+    assert search.train("rung-1", 1, [form], 20)[0].epochs == 11
+    rates[1:] = [500.0]
+    taught = replace(form, training=TAUGHT)
+    assert search.train("rung-2", 2, [taught], 30, Candidate("resnet18_32", 28))[0].epochs == 16.5
+    assert search.train("rung-2-seeds", 2, [form], 40)[0].epochs == 22  # a pupil's rate is not that of the plain form
+    assert state["speeds"]["vit_micro_28-28"] == 3e3  # by which a search that goes on makes the same first choice
 
 
 @pytest.mark.slow  # exporters take seconds

@@ -22,7 +22,6 @@ from vitrail.generate.generation_methods import (
     Request,
     Tools,
     ada_evaluations,
-    check_budgets,
     equal_compute,
     generate,
     genie,
@@ -451,26 +450,15 @@ def test_all_methods_have_the_same_budget(own: OwnDiffuser) -> None:
     prototypes = prototypes_of(by_colour, images, labels, 3)
     tools = Tools(own, by_colour, prototypes)
     made = {name: generate(name, request, tools) for name in METHODS}
-    assert check_budgets(made).tolist() == [4, 4, 4]
     for one in made.values():
         assert one.images.shape == (12, 3, 8, 8)
+        assert one.target.bincount().tolist() == [4, 4, 4]
         assert one.images.dtype == torch.uint8
         torch.testing.assert_close(one.weights.sum(1), torch.ones(12))
     costs = {name: one.evaluations for name, one in made.items() if one.evaluations}
     assert costs == {"img2img_low": 6, "img2img_high": 14, "txt2img": 20, "genie": 16, "genie_ada": 70}
     again = {name: generate(name, request, tools).images for name in METHODS}
     assert all(torch.equal(again[name], one.images) for name, one in made.items())
-
-
-def test_unequal_budgets_are_noticed() -> None:
-    images, labels = few_shot(3, 1)
-    whole = generate("weak", all_others(images, labels, 3))
-    part = replace(whole, images=whole.images[1:], target=whole.target[1:], weights=whole.weights[1:])
-    with pytest.raises(ValueError, match=r"strong made \[1, 2, 2\] images of the classes, weak \[2, 2, 2\]"):
-        check_budgets({"weak": whole, "strong": part})
-    other = replace(whole, target=torch.tensor([0, 0, 0, 1, 1, 2]))
-    with pytest.raises(ValueError, match=r"strong made \[3, 2, 1\]"):
-        check_budgets({"weak": whole, "strong": other})
 
 
 def test_genie_starts_from_other_classes_and_img2img_from_its_own(own: OwnDiffuser) -> None:

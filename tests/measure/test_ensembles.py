@@ -13,7 +13,6 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.measure.ensembles import (
     agreement,
-    best_subsets,
     diversity,
     evaluate_members,
     fused_accuracy,
@@ -116,9 +115,6 @@ def test_accuracies_of_heads_and_subsets_equal_loops() -> None:
     assert found[0, 1, 2, 3] == fused_accuracy(stack, target)
     assert fused_accuracy(stack, target, [3, 1]) == found[1, 3]
     assert set(subset_accuracy(stack, target, [2])) == set(combinations(range(4), 2))
-    best = best_subsets(stack, target)
-    for size in range(1, 5):
-        assert found[best[size]] == max(v for s, v in found.items() if len(s) == size)
 
 
 def test_agreement_counts_equal_answers() -> None:

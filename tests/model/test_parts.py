@@ -24,8 +24,6 @@ from vitrail.model.parts.block import (
     LayerScale,
     ScalarGate,
     TokenBatchNorm,
-    drop_path_for_depth,
-    layerscale_init_for_depth,
 )
 from vitrail.model.parts.stems import SotEmbed, sinusoid
 from vitrail.model.parts.tokens import Tokens
@@ -320,12 +318,6 @@ def test_t_fixup_scales_values_and_projections() -> None:
     q, _, v = attention.qkv.weight.chunk(3)
     assert q.std().item() == pytest.approx(xavier, rel=0.05)
     assert v.std().item() == pytest.approx(xavier * 0.67 * 16**-0.25, rel=0.05)
-
-
-def test_rules_by_depth_are_those_of_cait() -> None:
-    # CaiT (arXiv 2103.17239) by its table of drop path: a rule min(0.1 depth / 12 - 1, 0) would never be positive
-    assert [layerscale_init_for_depth(d) for d in (12, 18, 24, 36, 48)] == [0.1, 0.1, 1e-5, 1e-6, 1e-6]
-    assert [drop_path_for_depth(d) for d in (6, 12, 24, 36, 48)] == pytest.approx([0, 0, 0.1, 0.2, 0.3])
 
 
 def test_every_block_drops_at_its_own_rate() -> None:

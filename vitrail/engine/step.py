@@ -47,9 +47,13 @@ class Ema:
     def follow(self, model: nn.Module) -> None:
         """Follow the weights; buffers are copied."""
         average: list[Tensor] = list(self.model.parameters())
-        difference = torch._foreach_sub([p.detach() for p in model.parameters()], average)
-        torch._foreach_mul_(difference, self.share)
-        torch._foreach_add_(average, difference)
+        weights = [p.detach() for p in model.parameters()]
+        if self.share.device.type == "cpu":
+            torch._foreach_lerp_(average, weights, float(self.share))  # in one pass over the memory
+        else:
+            difference = torch._foreach_sub(weights, average)
+            torch._foreach_mul_(difference, self.share)
+            torch._foreach_add_(average, difference)
         for mine, other in zip(self.model.buffers(), model.buffers(), strict=True):
             mine.copy_(other)
 

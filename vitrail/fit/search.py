@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ class Search:
     say: Callable[[str], None]
     quiet: bool = False
     trials: list[Trial] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)  # images/s of trials by candidate, instead of `speeds`
     idle: IdleWorkers = field(default_factory=IdleWorkers)  # one process trains all models: starting takes long
 
     def run(
@@ -131,9 +133,12 @@ class Search:
         return self.train(f"rung-{number}" + ("-seeds" if seeds > 1 else ""), number, forms, seconds, teacher, seeds)
 
     def _share(self, number: int, count: int, teacher: Candidate | None = None) -> float:
-        """Seconds of each training of a rung; one more is kept in reserve, in the last for the teacher."""
-        reserve = number < len(SHARES) - 1 or teacher is not None
-        return SHARES[number] * self.seconds / (count + reserve)
+        """Seconds of each training of a rung; one more is kept in reserve, in the last for the teacher. The last rung
+        has all time that is left."""
+        last = len(SHARES) - 1
+        left = self.seconds - sum(trial.seconds for trial in self.trials if trial.rung < last)
+        seconds = max(SHARES[number] * self.seconds, left if number == last else 0.0)
+        return seconds / (count + (number < last or teacher is not None))
 
     def _first(
         self, feasible: Sequence[Measured], others: int, smaller: Callable[[Candidate], Measured | None]
@@ -195,7 +200,12 @@ class Search:
             taken = sum(member.seconds or 0.0 for member in row.members)
             epochs = study.configs[row.variant].optim.epochs
             facts = (value, error, epochs, taken, row.members[0].path, len(row.members))
-            trials.append(Trial(by_name[row.variant], number, *facts))
+            form = by_name[row.variant]
+            trials.append(Trial(form, number, *facts))
+            lines = [line for line in row.members[0].history if "images_per_second" in line]
+            if lines and "objective" not in form.training:
+                rates = [line["images_per_second"] for line in lines[1:] or lines]  # the first has what starts once
+                self.rates[form.measured.candidate.name] = statistics.median(rates)
         self.trials += trials
         return trials
 
@@ -212,7 +222,9 @@ class Search:
         return merged(settings, {"optim": {"epochs": epochs, "warmup": min(5.0, round(epochs / 10, 3))}})
 
     def _speed(self, candidate: Candidate, seconds: float) -> float:
-        """Images/s of training, measured once, briefly for a training that is short."""
+        """Images/s of training: of its trials, or measured once, briefly for a training that is short."""
+        if candidate.name in self.rates:
+            return self.rates[candidate.name]
         speeds: dict[str, float] = self.state["speeds"]
         if candidate.name not in speeds:
             self.say(f"{candidate.name}: measuring its training speed")

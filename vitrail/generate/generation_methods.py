@@ -207,18 +207,6 @@ def generate(method: str, request: Request, tools: Tools | None = None) -> Sampl
     return samples
 
 
-def check_budgets(samples: Mapping[str, Samples]) -> Tensor:
-    """Images that were generated for each class, [classes]; raises `ValueError` where methods differ."""
-    counts = {name: torch.bincount(s.target, minlength=s.weights.shape[1]) for name, s in samples.items()}
-    first, expected = next(iter(counts.items()))
-    for name, count in counts.items():
-        if not torch.equal(count, expected) or len(samples[name].images) != int(count.sum()):
-            raise ValueError(
-                f"budgets differ: {name} made {count.tolist()} images of the classes, {first} {expected.tolist()}"
-            )
-    return expected
-
-
 def equal_compute(evaluations: int, each: int) -> int:
     """How many images of a method with `each` network evaluations cost as much as one with `evaluations`."""
     return max(1, evaluations // each) if each else 1

@@ -104,16 +104,6 @@ def subset_accuracy(stack: Tensor, target: Tensor, sizes: Iterable[int] | None =
     return {subset: fused_accuracy(stack, target, subset) for subset in subsets}
 
 
-def best_subsets(stack: Tensor, target: Tensor) -> dict[int, tuple[int, ...]]:
-    """The most accurate subset of each size; the first in order where several are. Choose on validation images."""
-    best: dict[int, tuple[int, ...]] = {}
-    accuracy = subset_accuracy(stack, target)
-    for subset, value in accuracy.items():
-        if len(subset) not in best or value > accuracy[best[len(subset)]]:
-            best[len(subset)] = subset
-    return best
-
-
 def agreement(stack: Tensor) -> Tensor:
     """Share of images on which two classifiers name the same class, `[classifiers, classifiers]`."""
     guess = _checked(stack)[0].argmax(-1)

@@ -12,9 +12,7 @@ because mixup and CutMix mix place i with place i ^ 1, and copies side by side w
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -109,15 +107,6 @@ class BatchSampler:
             drawn.append(part)
             start += stop - begin
         return np.concatenate(drawn) if drawn else np.zeros((0, 3), dtype=np.int64)
-
-    def steps_for(self, epochs: float) -> int:
-        """Steps that cover so many epochs, the last one rounded up.
-
-        >>> BatchSampler(rows=10, batch=4, seed=0).steps_for(1)
-        3
-        """
-        # 0.1 epochs means a tenth, not the binary number a little above it, which could round up to one step more.
-        return math.ceil(Fraction(epochs).limit_denominator(10**6) * self.rows / self.batch)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Rows of an epoch in order, and how often each came before in it (none: never)."""

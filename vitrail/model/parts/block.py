@@ -135,26 +135,6 @@ class DropPath(nn.Module):
         return f"rate={self.rate:g}"
 
 
-def layerscale_init_for_depth(depth: int) -> float:
-    """LayerScale's start by depth (CaiT, arXiv 2103.17239): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond.
-
-    >>> [layerscale_init_for_depth(d) for d in (12, 18, 24, 36)]
-    [0.1, 0.1, 1e-05, 1e-06]
-    """
-    return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
-
-
-def drop_path_for_depth(depth: int) -> float:
-    """Uniform drop-path rate by depth at width 384 (CaiT, arXiv 2103.17239): max(0.1 (depth / 12 - 1), 0).
-
-    The printed formula, min(0.1 depth / 12 - 1, 0), is never positive; this one gives the rates of its own table.
-
-    >>> [round(drop_path_for_depth(d), 3) for d in (12, 24, 36, 48)]
-    [0.0, 0.1, 0.2, 0.3]
-    """
-    return max(0.1 * (depth / 12 - 1), 0.0)
-
-
 def drop_path_rates(rate: float, depth: int, rule: str) -> list[float]:
     """The rate of every block: rising linearly to `rate`, or the same everywhere."""
     if rule == "uniform" or depth == 1:
