@@ -45,6 +45,7 @@ TEACHERS = {"small": "resnet18_32", "photo": "timm:resnet50"}
 Precision = Literal["float32", "int8"]
 GAIN_OF_INT8 = 3.0  # times the budget: what int8 may still bring within it
 HOPELESS = 15.0  # times the budget in eager PyTorch: the most that a runtime was seen to gain is 8.4 (MobileNetV4)
+NEARLY = 0.5  # of enough images to learn from: time is measured roughly, and half as many are no end
 STEP = 32  # images of a training step that is timed to tell what a processor can learn
 SECONDS, FEWEST = 1.5, 20  # of measuring a file; calls at least
 
@@ -109,7 +110,8 @@ def candidates_for(side: int) -> list[Candidate]:
 def within_time(
     candidates: Sequence[Candidate], learns: Callable[[Candidate], float], smaller: Sequence[int] = SMALLER
 ) -> list[Candidate]:
-    """Candidates that learn enough (1), photo networks at smaller sizes, too; the three nearest, where none does."""
+    """Candidates that learn enough (1), photo networks at smaller sizes, too, or in their fastest form nearly enough;
+    the three nearest, where none does."""
     chosen: list[Candidate] = []
     cheapest: list[Candidate] = []
     for architecture in dict.fromkeys(candidate.architecture for candidate in candidates):
@@ -120,9 +122,10 @@ def within_time(
         if largest.model in PHOTO_NETWORKS and not largest.settings:
             least = min(candidate.size for candidate in (largest, *others))
             others += [replace(largest, size=size) for size in smaller if size < least]
-        rising = takewhile(lambda candidate: learns(candidate) >= 1, reversed(others))
-        chosen += reversed(list(rising))
-        cheapest.append(others[-1] if others else largest)
+        rising = list(takewhile(lambda candidate: learns(candidate) >= 1, reversed(others)))
+        fastest = others[-1] if others else largest
+        chosen += rising[::-1] or ([fastest] if learns(fastest) >= NEARLY else [])
+        cheapest.append(fastest)
     return chosen or sorted(cheapest, key=learns)[:-4:-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from vitrail.schema import plain
 SHARES = (0.15, 0.2, 0.65)  # of the training time, for each rung
 KEPT = (8, 3, 1)  # candidates of each rung; the last one is trained in several forms
 FEWEST_EPOCHS, FEWEST_SECONDS = 1.0, 3.0  # of a first trial, while more candidates are left than the second rung takes
+HALVED = 6.0  # what half of that takes from what is expected: places of the list, or points of published weights
 AMPLE_EPOCHS = 60.0  # of each form in the last rung, from scratch: with fewer, epochs bring more (docs/results/fit.md)
 FINE_TUNING = 0.1  # times that is enough for published weights
 MOST_EPOCHS, FEWEST_STEPS = 300.0, 20
@@ -144,26 +146,30 @@ class Search:
         self, feasible: Sequence[Measured], others: int, smaller: Callable[[Candidate], Measured | None]
     ) -> list[Measured]:
         """The most promising architectures; with smaller images, then fewer of them, where their trials (and `others`)
-        would be too short to tell. Who would go on without trials stays, if that is what it takes."""
+        would be too short to tell."""
         first = most_promising(feasible, KEPT[0], self._published)
         while len(first) > KEPT[1]:
             seconds = self._share(0, len(first) + others)
-            slowest = min(first, key=lambda m: self._epochs(m.candidate, seconds))
-            epochs = self._epochs(slowest.candidate, seconds)
-            if seconds >= FEWEST_SECONDS and epochs >= FEWEST_EPOCHS:
+            epochs = {m.candidate.name: self._epochs(m.candidate, seconds) for m in first}
+            slowest = min(first, key=lambda m: epochs[m.candidate.name])
+            fewest = epochs[slowest.candidate.name]
+            if seconds >= FEWEST_SECONDS and fewest >= FEWEST_EPOCHS:
                 break
-            trials = f"{len(first)} first trials would be of {seconds:.2g} s, {epochs:.2g} epochs"
-            if epochs < FEWEST_EPOCHS and (other := smaller(slowest.candidate)):
+            trials = f"{len(first)} first trials would be of {seconds:.2g} s, {fewest:.2g} epochs"
+            if fewest < FEWEST_EPOCHS and (other := smaller(slowest.candidate)):
                 first[first.index(slowest)] = other
                 names = f"{other.candidate.name} takes the place of {slowest.candidate.name}"
                 self.say(f"{names}: {trials} of that")
                 continue
-            alone = self._epochs(slowest.candidate, self._share(0, KEPT[1] + others))
-            stays = slowest in first[: KEPT[1]] and alone >= FEWEST_EPOCHS
-            left = first[-1] if stays or epochs >= FEWEST_EPOCHS else slowest
+            left = min(first, key=lambda m: self._worth(m.candidate, epochs[m.candidate.name]))
             first.remove(left)
             self.say(f"{left.candidate.name} is left out: {trials} of {slowest.candidate.name}")
         return first
+
+    def _worth(self, candidate: Candidate, epochs: float) -> float:
+        """What is expected of a candidate whose first trial has so many epochs."""
+        missing = math.log2(FEWEST_EPOCHS / epochs) if epochs < FEWEST_EPOCHS else 0.0
+        return expected(candidate, self._published) - HALVED * missing
 
     def _epochs(self, candidate: Candidate, seconds: float) -> float:
         return seconds * self._speed(candidate, seconds) / self.images
