@@ -640,6 +640,14 @@ def test_a_process_that_has_the_cpu_to_itself_takes_freed_memory_again() -> None
     assert min(faults() for _ in range(8)) < 1000
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor has no such setting")
+def test_a_training_on_a_cpu_has_no_denormal_numbers_in_any_thread(tmp_path) -> None:
+    command = ["train", "demo", "--optim.steps", "2", "--out", str(tmp_path / "run"), "--engine.device", "cpu"]
+    tiny = "print('left:', (torch.full((2**22,), 1e-20) * 1e-20).count_nonzero().item())"
+    trained = run_script(f"import torch; from vitrail.cli import run; torch.set_num_threads(2); run({command}); {tiny}")
+    assert trained.out.splitlines()[-1] == "left: 0", trained.err
+
+
 def test_steps_with_channels_last_are_those_of_the_usual_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for machine in ("x86_64", "aarch64"):
