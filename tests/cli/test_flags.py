@@ -125,6 +125,7 @@ RECEIVED: dict[str, dict[str, Any]] = {  # a command line: the fields that diffe
     "compare s --devices": {"what": ("s",), "devices": ()},
     "compare s --minutes 28": {"what": ("s",), "minutes": 28.0},
     "compare s --devices None": {"what": ("s",)},
+    "compare s --only plain taught --seeds 0 2": {"what": ("s",), "only": ("plain", "taught"), "seeds": (0, 2)},
     "compare a b --out o --seconds 0 --baseline none --also x y --json": {
         "what": ("a", "b"),
         "out": Path("o"),
