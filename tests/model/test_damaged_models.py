@@ -106,6 +106,7 @@ def test_tensors_that_do_not_fit_are_named(
         (lambda d: d.update(multilabel="x"), r"is damaged \(multilabel: expected true or false"),
         (lambda d: d.update(files=[1, None]), r"is damaged \(files|lacks"),
         (lambda d: d.update(files=3), r"is damaged \(files"),
+        (lambda d: d.update(stated=None), r"is damaged \(stated"),
         (lambda d: d.update(spec=[]), r"is damaged \(spec"),
         (lambda d: d.pop("spec"), r"is damaged \(.*missing spec"),
         (lambda d: d["spec"]["trunk"].update(width=10**9), "describes no model that can be built|out of range"),

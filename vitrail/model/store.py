@@ -186,6 +186,8 @@ def read_description(folder: Path) -> dict[str, Any]:
             read = build(Description, {name: description[name] for name in entries})
             lists = {name: description.get(name, []) for name in ("classes", "files")}
             wrong = [f"{name} is {brief(v)}, not a list" for name, v in lists.items() if not isinstance(v, list)]
+            stated = description.get("stated", {})
+            wrong += [] if isinstance(stated, dict) else [f"stated is {brief(stated)}, which has no entries"]
             wrong += ["two classes have one name"] if len(set(read.classes)) < len(read.classes) else []
         except ConfigError as error:
             wrong = error.problems
