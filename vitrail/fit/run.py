@@ -161,9 +161,9 @@ def fit(
 
     def smaller(slow: Candidate) -> Measured | None:
         sizes = [c for c in candidates if c.architecture == slow.architecture and c.size < slow.size]
-        return None if not sizes else measured_now(max(sizes, key=lambda c: c.size))
-
-    def measured_now(candidate: Candidate) -> Measured | None:
+        if not sizes:
+            return None
+        candidate = max(sizes, key=lambda c: c.size)
         known = [m for m in measured if m.candidate == candidate and m.latency is not None]
         if not known:
             measured.extend(known := measure(candidate, opened.classes, budget, pictures, out))
