@@ -164,7 +164,8 @@ def fit(
         if not sizes:
             return None
         candidate = max(sizes, key=lambda c: c.size)
-        known = [m for m in measured if m.candidate == candidate and m.latency is not None]
+        forms = candidate, replace(candidate, precision="int8")
+        known = [m for m in measured if m.candidate in forms and m.latency is not None]
         if not known:
             measured.extend(known := measure(candidate, opened.classes, budget, pictures, out))
             state["measured"] = [each.to_json() for each in measured]
