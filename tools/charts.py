@@ -30,7 +30,7 @@ from vitrail.report.charts import Scale, _apart, _grid, _svg, _text, ticks
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 STYLES = Path(__file__).parents[1] / "vitrail" / "report"
-COLOURS = {"BYOL": 0, "ViT": 0, "MoCo": 1, "MSF": 2, "CMSF": 3, "ISD": 4}
+COLOURS = {"BYOL": 0, "ViT": 0, "MoCo": 1, "MSF": 2, "CMSF": 3, "ISD": 4, "DINO": 5}
 OTHER = 7  # grey
 WIDTH, HEIGHT, SHOWN = 420, 400, 630  # units of the drawing, and its width in pixels where there is room
 LETTER, LINE = 6.7, 14.0  # size of the 12 px text

@@ -367,3 +367,13 @@ def test_it_starts_from_the_weights_of_a_plain_model() -> None:
     assert sorted(notes) == sorted(f"{name} starts anew" for name in gated.state_dict() if "policy" in name)
     assert torch.equal(gated.trunk.blocks[1].attn.qkv.weight, plain.trunk.blocks[1].attn.qkv.weight)
     assert gated.layer_of("trunk.policy.decisions.1.patches.weight") == plain.layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_as_a_cuda_graph_it_computes_everything_and_gives_the_same() -> None:
+    model, images = small().cuda(), IMAGES.cuda()
+    captured = model.optimize("float32", compile=False, graph=True)
+    torch.testing.assert_close(captured(images), model.optimize("float32")(images), atol=1e-4, rtol=1e-4)
+    other = images.flip(0)
+    torch.testing.assert_close(captured(other), captured(images).flip(0), atol=1e-4, rtol=1e-4)

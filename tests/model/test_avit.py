@@ -396,3 +396,13 @@ def test_weights_that_were_trained_with_another_gate_say_so(tmp_path: Path) -> N
     assert start_from(gated(75.0), "vit_micro_28", str(folder)) == []
     (note,) = start_from(gated(30.0), "vit_micro_28", str(folder))
     assert note.endswith("gate_center 30.0 in place of 75.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_as_a_cuda_graph_it_computes_every_token_and_gives_the_same() -> None:
+    model, images = small().cuda(), IMAGES.cuda()
+    captured = model.optimize("float32", compile=False, graph=True)
+    torch.testing.assert_close(captured(images), model.optimize("float32")(images), atol=1e-4, rtol=1e-4)
+    other = images.flip(0)
+    torch.testing.assert_close(captured(other), captured(images).flip(0), atol=1e-4, rtol=1e-4)

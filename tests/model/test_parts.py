@@ -112,8 +112,9 @@ def test_talking_heads_without_a_map_have_the_gradients_of_those_with_one(padded
 @pytest.mark.parametrize("width", [192, 288])  # with flash attention of all channels, and without
 @pytest.mark.parametrize("tokens", [(14, 14), (24, 24)])
 def test_talking_heads_on_cuda_equal_those_of_double_precision(width: int, tokens: tuple[int, int]) -> None:
-    exact = TalkingHeadsMixer(width, width // 48, stored_map="always").double().cuda()
+    exact = TalkingHeadsMixer(width, width // 48, stored_map="always").double()
     shake(exact)
+    exact.cuda()
     x, results = torch.randn(2, tokens[0] * tokens[1], width, device="cuda"), {}
     for kind, dtype in (("exact", torch.float64), ("always", torch.bfloat16), ("never", torch.bfloat16)):
         mixer = exact
