@@ -18,8 +18,9 @@ FILE is YAML: commands that have the machine to themselves, one after the other,
 A command begins when all that it comes `after` have succeeded, and only if its `minutes` (1 if not said) are left.
 Lanes share an NVIDIA accelerator by CUDA MPS where that can be started, but for commands with `mps: false` (tests that
 provoke faults, say, which would take the others down). A command finds its name in $NAME. What it prints goes to
-FOLDER/NAME.log, begin and exit status to FOLDER/times.jsonl. What runs when the time is over gets SIGTERM (training then ends with a
-checkpoint). `--detach` returns at once, and `--wait` returns after so many seconds, or when all has ended.
+FOLDER/NAME.log, begin and exit status to FOLDER/times.jsonl. What runs when the time is over gets SIGTERM (training
+then ends with a checkpoint). `--detach` returns at once, and `--wait` returns after so many seconds, or when all has
+ended.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,7 +32,7 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import Budget, quantity
-from vitrail.fit.run import decoded_once, trainable
+from vitrail.fit.run import trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe
@@ -463,30 +462,6 @@ def photographs(tmp_path: Path) -> str:
     parts = {"x_train": pixels[:140], "y_train": labels[:140], "x_test": pixels[140:], "y_test": labels[140:]}
     np.savez(tmp_path / "clothes.npz", **parts, classes=names)
     return str(tmp_path / "clothes.npz")
-
-
-def test_large_photographs_are_decoded_once_and_divided_as_they_were(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, said = open_data(str(photos)), list[str]()
-    side = min(files["train"].read(0).size)
-    size = int(side / fitting.MARGIN / fitting.WORTH)
-    copy = open_data(decoded_once(str(photos), files["train"], side, size, tmp_path, said.append))
-    assert copy.uri == str(tmp_path / "images")
-    for name, split in files.splits.items():
-        assert list(copy[name].keys) == list(split.keys)
-        assert copy[name].labels.tolist() == split.labels.tolist()
-        assert min(copy[name].read(0).size) == math.ceil(fitting.MARGIN * size)
-    assert "decoded once" in said.pop()
-
-    # Not where most of the pixels are needed, nor where there are no files, nor where the copy would fill the disk.
-    assert decoded_once(str(photos), files["train"], side, size + 1, tmp_path / "other", said.append) == str(photos)
-    arrays = open_data("embedded:fashion")["train"]
-    assert decoded_once("embedded:fashion", arrays, 28, 4, tmp_path / "other", said.append) == "embedded:fashion"
-    monkeypatch.setattr(fitting.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert decoded_once(str(photos), files["train"], side, size, tmp_path / "other", said.append) == str(photos)
-    assert not said.pop().index("images are decoded in every epoch")
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

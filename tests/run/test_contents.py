@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -10,6 +11,7 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +22,15 @@ import vitrail
 from vitrail.cli import run as command
 from vitrail.config import RunConfig, from_mapping
 from vitrail.data.check import scan as scans
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.open import open_data
+from vitrail.data.pack import shrunk_copy
+from vitrail.data.sources.folder import FileReader
+from vitrail.data.sources.packed import pays_to_shrink, side_needed
 from vitrail.engine import checkpoint
 from vitrail.engine.device import ProcessGroup
 from vitrail.engine.loop import Stopped
+from vitrail.files import cache_folder
 from vitrail.recipes import recipe
 from vitrail.run import run_data
 from vitrail.schema import parse_flags
@@ -224,3 +231,58 @@ def test_of_large_arrays_a_sample_is_hashed_and_packed_ones_have_their_checksums
 
 def test_images_that_are_drawn_have_no_contents() -> None:
     assert contents("synthetic:shapes?n=60&size=28") == ()
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Photographs of 300 by 260 pixels, of which a network of 28 needs few."""
+    for name, level in (("dark", 40), ("light", 160)):
+        (tmp_path / "large" / name).mkdir(parents=True)
+        for i in range(20):
+            noise = np.random.default_rng([level, i]).integers(level, level + 60, (26, 30, 3), np.uint8)
+            Image.fromarray(noise).resize((300, 260)).save(tmp_path / "large" / name / f"{i}.jpg")
+    return tmp_path / "large"
+
+
+def test_large_files_are_decoded_once_for_all_runs_and_a_replaced_one_again(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped(f"--data {large}", tmp_path / "run", monkeypatch)
+    assert "decode: once" in (run / "config.yaml").read_text()
+    copies = set((cache_folder() / "shrunk").iterdir())
+    assert len(copies) == 2  # of train and val
+
+    data, read = open_data(large), list[int]()
+    rows = data["train"]
+    copy = shrunk_copy(rows, 128)
+    assert copy.labels.tolist() == rows.labels.tolist()
+    for row in range(0, len(rows), 7):
+        assert min(copy.read(row).size) == 128
+        shrunk = rows.read(row).resize(copy.read(row).size, Image.Resampling.BICUBIC)
+        assert np.abs(np.asarray(copy.read(row), float) - np.asarray(shrunk, float)).mean() < 2
+    relabelled = shrunk_copy(dataclasses.replace(rows, labels=1 - rows.labels), 128)
+    assert relabelled.reader.folder == copy.reader.folder  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(FileReader, "__call__", lambda self, i: read.append(i) or self.decoded(self.path(i), ""))
+    vitrail.resume(run, quiet=True)
+    assert set(read) == set(data["test"].index.tolist())
+    key = rows.keys[3]
+    replace(large / key)
+    old = min(copies)
+    os.utime(old, (1, 1))  # not used for more than thirty days
+    vitrail.train(configured(f"--data {large} --out {tmp_path / 'other'}"), quiet=True)
+    assert len(set((cache_folder() / "shrunk").iterdir()) - copies) == 1
+    assert not old.exists() or old.stat().st_mtime > 1  # val's is used again
+
+    read.clear()
+    vitrail.train(configured(f"--data {large} --data.decode always --out {tmp_path / 'always'}"), quiet=True)
+    assert set(rows.index.tolist()) <= set(read)
+
+
+def test_small_files_and_full_disks_have_no_copy(large: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert side_needed([AugmentConfig(crop="pad"), AugmentConfig(scale=(0.08, 1.0))], PreprocessConfig(size=100)) == 256
+    assert pays_to_shrink(open_data(large)["train"], 128)
+    assert not pays_to_shrink(open_data(large)["train"], 256)
+    assert not pays_to_shrink(open_data(photos)["train"], 128)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4_000_000))
+    assert not pays_to_shrink(open_data(large)["train"], 128)

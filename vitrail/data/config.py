@@ -141,6 +141,10 @@ class DataConfig:
     """`host`: decode and augment in worker processes; `device`: all images live on the device as bytes and are
     augmented there in batches; `jpeg`: decode and augment on the device, batch by batch; `auto`: device where they fit,
     else on CUDA the faster of jpeg and host. A run stores what it chose."""
+    decode: Literal["auto", "once", "always"] = "auto"
+    """Images of train and val from files: `once` keeps a copy in the cache folder, shrunk to what crops need, for this
+    and later runs; `always` decodes them whenever they are read; `auto`: once where files hold four times the pixels or
+    more. Test images are never shrunk. A run stores what it chose."""
     workers: Whole | None = None
     """Processes that decode and augment (none: chosen from the machine)."""
     pad: Literal["longest", "length"] = "longest"

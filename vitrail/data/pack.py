@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -39,11 +41,12 @@ from vitrail.data.sources.packed import (
     open_packed,
     read_pack,
 )
-from vitrail.files import FORMAT_VERSION, checksum, parse_json, replacing, write_text
+from vitrail.files import FORMAT_VERSION, cache_folder, checksum, parse_json, replacing, write_text
 from vitrail.schema import build
 from vitrail.version import __version__
 
 SHARD_BYTES = 256 * 2**20
+UNUSED = 30 * 86400.0  # seconds after which a copy in the cache is removed
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Report = Callable[[int, int], None]  # done, total
 _EVERY = 32  # images between calls of `progress`
@@ -215,6 +218,32 @@ def pack(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(f"no space left for {out}; free some and run the same command again, it will go on") from None
+
+
+def shrunk_copy(split: Split, size: int) -> Split:
+    """The split, read from a copy in the cache: its files decoded once, their shorter side at most `size`.
+
+    A copy serves all runs on these files, whatever their labels; one that was not used for thirty days is removed.
+    While another process makes it, this one waits. Raises `OSError` where there is no room.
+    """
+    assert isinstance(split.reader, FileReader)
+    reader = replace(split.reader, at_least=size)  # a JPEG is decoded at an eighth of its size where that is enough
+    rows = Split("images", reader, split.index, split.keys, np.zeros(len(split), np.int64))
+    data = DataSet("images", ("",), {rows.name: rows})
+    times = [reader.path(i).stat().st_mtime_ns for i in split.index.tolist()]
+    name = hashlib.blake2b(f"{_identity(data)} {times}".encode(), digest_size=16).hexdigest()
+    folder = cache_folder() / "shrunk" / f"{name}-{size}"
+    while True:
+        try:
+            pack(data, folder, size)
+            break
+        except FileExistsError:  # another process packs these images
+            time.sleep(0.5)
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        if time.time() - other.stat().st_mtime > UNUSED:
+            shutil.rmtree(other, ignore_errors=True)
+    return replace(split, reader=open_packed(folder, str(folder)).splits[rows.name].reader)
 
 
 def _fill(

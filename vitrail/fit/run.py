@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,7 @@ from vitrail.data.check.check import check_data
 from vitrail.data.counter import uniform
 from vitrail.data.dataset import DataSet, Split
 from vitrail.data.loading.loader import EvalLoader, auto_workers
-from vitrail.data.open import open_source
-from vitrail.data.pack import pack
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.folder import FileReader
 from vitrail.engine.device import choose_device
 from vitrail.engine.run_folder import environment
 from vitrail.files import FORMAT_VERSION, json_text, parse_json, reject_unwritable, write_text
@@ -56,13 +52,11 @@ from vitrail.run.evaluate import calibrate, evaluate, load
 from vitrail.run.preflight import reject_missing_data
 from vitrail.run.run_data import open_for, open_run
 
-STATE, FILE, IMAGES = "fit.json", "model.onnx", "images"
+STATE, FILE = "fit.json", "model.onnx"
 PICTURES = 32  # of train, that stand for what the deployed file will see
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor, from scratch
 ATTEMPTS, PAUSE = 3, 5.0  # of measuring the finished file; seconds between them
 LOSE = 0.3  # points of accuracy on val that int8 may cost
-MARGIN = 0.35**-0.5  # sides of an image per side of the smallest crop of training, which is not enlarged then
-WORTH = 2.0  # sides of the files per side of what is needed of them, from which on images are decoded once and kept
 
 
 @dataclass(frozen=True)
@@ -156,8 +150,6 @@ def fit(
     if not fits:
         raise ValueError(_nothing_fits(budget, measured))
     beyond = _next_larger(budget, measured)
-    largest = max(m.candidate.size for m in (*fits, *([beyond] if beyond else [])))
-    base = with_values(base, {"data.uri": decoded_once(data, opened["train"], side, largest, out, say)})
     search = Search(
         base, len(opened["train"]), len(opened["val"]), 60 * minutes, out / "studies", metric, state, keep, say, quiet
     )
@@ -289,25 +281,6 @@ def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> 
 def _pictures(rows: Split) -> list[Image]:
     order = uniform(0, rows.index).argsort(kind="stable")[:PICTURES]
     return [rows.read(int(row)) for row in order]
-
-
-def decoded_once(data: str, rows: Split, side: int, size: int, out: Path, say: Callable[[str], None]) -> str:
-    """Data as a packed copy in `out`, where files hold far more than images of this size need; else as they are.
-
-    Every epoch of every training decodes them again otherwise, and a photograph of a phone takes longer to decode than
-    a small network to learn from.
-    """
-    wanted = math.ceil(MARGIN * size)
-    if not isinstance(rows.reader, FileReader) or side < WORTH * wanted:
-        return data
-    source, folder = open_source(data), out / IMAGES
-    needed = 4 * wanted**2 * sum(map(len, source.splits.values()))  # bytes of 4:3 in three colours
-    if not folder.exists() and needed > shutil.disk_usage(out).free / 2:
-        say(f"images are decoded in every epoch, since {needed / 1e9:.2g} GB for a copy of them are not free")
-        return data
-    say(f"images are decoded once and kept in {folder} with {wanted} pixels ({needed / 1e9:.2g} GB)")
-    pack(source, folder, wanted)
-    return str(folder)
 
 
 def measure_all(

@@ -6,7 +6,7 @@ padded batch by batch. Everything else of a run (engine, objectives, evaluators,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -21,8 +21,10 @@ from vitrail.data.loading.device_loader import HOST_SIDE, DeviceEvalLoader, Devi
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.packed import pays_to_shrink, side_needed
 from vitrail.data.stack import form_in
 from vitrail.engine.device import ProcessGroup, evaluation_batch
+from vitrail.files import cache_folder
 from vitrail.model.classifier import Classifier
 from vitrail.model.heads.head import writes_texts
 from vitrail.run.page import RunSummary, report_run
@@ -47,6 +49,7 @@ class DataModule:
     compiles = True  # whether steps are compiled and captured as a graph where nothing is said
     notes: tuple[str, ...] = ()  # about the examples, before the run
     complete = False  # whether a training batch must have all of its images
+    quiet = False
 
     def __init__(
         self, config: RunConfig, data: DataSet, model: Classifier, device: torch.device, group: ProcessGroup
@@ -140,13 +143,16 @@ class ImageModule(DataModule):
         wanted = config.data.workers
         self.workers = auto_workers(data["train"]) if wanted is None else wanted
         self.preprocess = Preprocess(model.preprocess)
+        self.copies: dict[str, Callable[[int], Any]] = {}  # readers of train and val, shrunk
         self.images: DeviceImages | None = None
         self.encoded: EncodedImages | None = None
 
     def prepare(self, views: ViewSpec, sampler: BatchSampler) -> None:
-        chosen, train, self.sampler = self.config.data, self.data["train"], sampler
-        self.augment = Augment(chosen.augment, self.model.preprocess)
-        self.augments = view_augments(views, chosen.augment, chosen.weak, self.model.preprocess)
+        self.sampler = sampler
+        self.augment = Augment(self.config.data.augment, self.model.preprocess)
+        self.augments = view_augments(views, self.config.data.augment, self.config.data.weak, self.model.preprocess)
+        self._decode()
+        chosen, train = self.config.data, self._copied(self.data["train"])
         if form_in(self.data) and chosen.loader in ("device", "jpeg"):
             raise ValueError(f"data.loader: {chosen.loader} keeps RGB of eight bits; set host for other channels")
         if chosen.loader == "auto":
@@ -161,9 +167,33 @@ class ImageModule(DataModule):
 
             self.encoded = EncodedImages(train, self.device)
 
+    def _decode(self) -> None:
+        """Read train and val from a shrunk copy where that pays or is asked for; the choice is stored."""
+        chosen, train = self.config.data, self.data["train"]
+        files = hasattr(train.reader, "at_least") and not getattr(train.reader, "form", None)
+        if not files or train.boxes is not None or chosen.loader == "jpeg":
+            return
+        side = side_needed([augment.config for augment in (self.augment, *self.augments)], self.model.preprocess)
+        if chosen.decode == "auto":
+            chosen = replace(chosen, decode="once" if pays_to_shrink(train, side) else "always")
+            self.config = replace(self.config, data=chosen)
+        if chosen.decode == "once":
+            from vitrail.data.pack import shrunk_copy
+
+            where = f"a copy of {side} pixels in {cache_folder()}"
+            self.group.say(self.quiet, f"data.decode: once, in {where}; --data.decode always to avoid it")
+            self.copies = {n: shrunk_copy(self.data[n], side).reader for n in ("train", "val") if n in self.data.splits}
+
+    def _copied(self, rows: Split) -> Split:
+        """Images of train and val as they are in the copy, where there is one."""
+        own = self.data.splits.get(rows.name)
+        if own is None or rows.name not in self.copies or rows.reader is not own.reader:
+            return rows
+        return replace(rows, reader=self.copies[rows.name])
+
     def _choice(self) -> tuple[Literal["host", "device", "jpeg"], str]:
         """The loader that suits these images and this device, and why."""
-        train, device = self.data["train"], self.device.type
+        train, device = self._copied(self.data["train"]), self.device.type
         if form_in(self.data):
             return "host", "the other loaders keep RGB of eight bits"
         alike = stored_alike([self.augment, *self.augments])
@@ -176,7 +206,7 @@ class ImageModule(DataModule):
             reason = "the images are no RGB of eight bits"
         elif not alike:
             reason = "the views want images in several forms"
-        if device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
+        if self.copies or device != "cuda" or any(augment.config.crop == "evaluation" for augment in self.augments):
             return "host", reason
         from vitrail.data.jpeg import EncodedImages
         from vitrail.data.loading.jpeg_loader import MOSTLY, compared_with_host
@@ -202,7 +232,7 @@ class ImageModule(DataModule):
 
     def _spec(self, start: int, stop: int) -> LoaderSpec:
         return LoaderSpec(
-            self.data["train"],
+            self._copied(self.data["train"]),
             self.sampler,
             self.augment,
             self.preprocess,
@@ -221,7 +251,7 @@ class ImageModule(DataModule):
         )
 
     def evaluation(self, split: str | Split, on_device: bool | None = None) -> EvalLoader:
-        rows = self.data[split] if isinstance(split, str) else split
+        rows = self._copied(self.data[split] if isinstance(split, str) else split)
         if on_device is None:  # pixels are the host's in any case, so that metrics do not depend on the loader
             on_device = bool(self.images) or (self.encoded is not None and fits(rows, self.preprocess, self.device))
         return (DeviceEvalLoader if on_device else EvalLoader)(

@@ -225,6 +225,7 @@ class Trainer:
         groups = self.objective.groups
         drawn = (config.data.sampling, train.labels) if groups is None else ("balanced", groups)
         self.sampler = BatchSampler(len(train), config.data.batch, config.seed, *drawn, config.data.repeats)
+        self.module.quiet = quiet
         self.module.prepare(self.objective.views, self.sampler)
         self.module.complete = any(getattr(m, "complete_batches", False) for m in self.objective.modules())
         self.config = self.module.config  # with the loader that was chosen

@@ -15,9 +15,13 @@ Format 1 had one coarser level at most: `coarse_classes` in the listing, and tra
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
+import statistics
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,13 +32,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.dataset import BadImage, DataSet, Level, Source, Split, stacked, with_finest
-from vitrail.files import LaterVersion, checksum, parse_json, reject_later
+from vitrail.files import LaterVersion, cache_folder, checksum, parse_json, reject_later
 from vitrail.schema import build
 
 FORMAT = 2
 LISTING = "pack.json"
 UNFINISHED = "pack-unfinished.json"
+# Copies in the cache: sides of files per side of a copy, from which on it pays, and how many files are looked at
+FAR_MORE, SAMPLES, MOST_BYTES = 2.0, 16, 8 * 2**30
+SHARPEST, STEP = 2.0, 128  # sides of an image per side of a crop, at most; pixels that copies differ by
 
 _MOST_MAPS = 256  # a mapped file counts as an open one, and many systems allow a process only 1024
 
@@ -146,6 +154,30 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> li
         if progress is not None:
             progress(done, total)
     return faults
+
+
+def side_needed(augments: Sequence[AugmentConfig], preprocess: PreprocessConfig) -> int:
+    """Shorter side of an image of which the smallest crops are not enlarged, but twice at most; the same for models of
+    nearly one size.
+
+    >>> side_needed([AugmentConfig(scale=(0.35, 1.0))], PreprocessConfig(size=64))
+    128
+    """
+    shares = [augment.scale[0] for augment in augments if augment.crop == "resized"]
+    side = preprocess.size * max(1 / preprocess.crop_ratio, min(SHARPEST, min(shares, default=1.0) ** -0.5))
+    return math.ceil(side / STEP) * STEP
+
+
+def pays_to_shrink(split: Split, size: int) -> bool:
+    """Whether files hold far more than a copy of this size, which is no large part of the disk."""
+    sides = []
+    for index in split.index[np.linspace(0, len(split) - 1, SAMPLES).astype(int)].tolist():
+        with suppress(OSError, ValueError), Image.open(split.reader.path(index)) as image:  # type: ignore[attr-defined]
+            sides.append(min(image.size))  # without decoding it
+    if not sides or statistics.median(sides) < FAR_MORE * size:
+        return False
+    place = next(folder for folder in (cache_folder(), *cache_folder().parents) if folder.is_dir())
+    return 4 * size * size * len(split) < min(MOST_BYTES, shutil.disk_usage(place).free / 2)  # 4:3, three colours
 
 
 class PackedReader:
