@@ -286,3 +286,14 @@ def test_small_files_and_full_disks_have_no_copy(large: Path, photos: Path, monk
     assert not pays_to_shrink(open_data(photos)["train"], 128)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4_000_000))
     assert not pays_to_shrink(open_data(large)["train"], 128)
+
+
+def test_where_no_copy_can_be_kept_files_are_decoded_in_every_epoch(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("vitrail.data.pack.cache_folder", lambda: tmp_path / "file")
+    run = vitrail.train(configured(f"--data {large} --out {tmp_path / 'run'}"), quiet=True)
+    assert "decode: always" in (run.path / "config.yaml").read_text()
+    with pytest.raises(OSError, match="Not a directory"):
+        vitrail.train(configured(f"--data {large} --data.decode once --out {tmp_path / 'once'}"), quiet=True)

@@ -157,7 +157,7 @@ class ImageModule(DataModule):
             raise ValueError(f"data.loader: {chosen.loader} keeps RGB of eight bits; set host for other channels")
         if chosen.loader == "auto":
             loader, reason = self._choice()
-            self.notes = (f"data.loader: {loader}, since {reason}",)
+            self.notes = (*self.notes, f"data.loader: {loader}, since {reason}")
             chosen = replace(chosen, loader=loader)
             self.config = replace(self.config, data=chosen)
         if chosen.loader == "device":
@@ -174,15 +174,22 @@ class ImageModule(DataModule):
         if not files or train.boxes is not None or chosen.loader == "jpeg":
             return
         side = side_needed([augment.config for augment in (self.augment, *self.augments)], self.model.preprocess)
-        if chosen.decode == "auto":
-            chosen = replace(chosen, decode="once" if pays_to_shrink(train, side) else "always")
-            self.config = replace(self.config, data=chosen)
-        if chosen.decode == "once":
+        once = chosen.decode == "once" or (chosen.decode == "auto" and pays_to_shrink(train, side))
+        if once:
             from vitrail.data.pack import shrunk_copy
 
-            where = f"a copy of {side} pixels in {cache_folder()}"
-            self.group.say(self.quiet, f"data.decode: once, in {where}; --data.decode always to avoid it")
-            self.copies = {n: shrunk_copy(self.data[n], side).reader for n in ("train", "val") if n in self.data.splits}
+            self.group.say(
+                self.quiet, f"data.decode: once, at {side} pixels in {cache_folder()} (or --data.decode always)"
+            )
+            try:
+                splits = [self.data[name] for name in ("train", "val") if name in self.data.splits]
+                self.copies = {split.name: shrunk_copy(split, side).reader for split in splits}
+            except OSError as error:
+                if chosen.decode == "once":
+                    raise
+                once = False
+                self.notes = (f"data.decode: always, since there can be no copy: {error}",)
+        self.config = replace(self.config, data=replace(chosen, decode="once" if once else "always"))
 
     def _copied(self, rows: Split) -> Split:
         """Images of train and val as they are in the copy, where there is one."""

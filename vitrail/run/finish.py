@@ -142,10 +142,8 @@ def finish(trainer: Trainer, loop: Loop, seconds: float, skipped: Sequence[Bad])
 
 
 def _fit_trust(trainer: Trainer, model: Classifier, notes: list[str], where: dict[str, Any]) -> Fitted | None:
-    """What val tells about probabilities; none, with a note, where it cannot. Where val judges, it must not teach."""
+    """What val tells about probabilities; none, with a note, where it cannot."""
     if writes_texts(model) or model.regression or trainer.data.unlabelled or "val" not in trainer.data.splits:
-        return None
-    if trainer.config.data.judge == "val":
         return None
     try:
         return fit_on_val(model, trainer.data, trainer.module.evaluation, trainer.config.seed, **where)

@@ -149,6 +149,8 @@ def resume(
             if state.facts.get("data") == fingerprint(data):  # else the loop reports what differs
                 check_contents(state.facts.get("contents", data.contents), data, folder.path)  # earlier versions: none
             config = replace(config, model=earlier_layout(config.model, state.tensors))
+            if "decode" not in begun["data"]:  # of an earlier version
+                config = replace(config, data=replace(config.data, decode="always"))
         trainer = Trainer(config, data, bad, group, quiet, folder)
         group.say(quiet, *damaged)
         if state is None and damaged:
@@ -169,7 +171,7 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], problem: 
     """Raises `ConfigError` that lists every setting of a run that differs, but for those that may."""
     stored = flat(json.loads(json.dumps(before)))
     wanted = flat(json.loads(json.dumps(now)))
-    chosen = {"data.loader": "auto"}  # values in place of which the run wrote what it chose
+    chosen = {"data.loader": "auto", "data.decode": "auto"}  # values in place of which the run wrote what it chose
     changes = [
         f"{problem}: {name} was {shorten(str(stored.get(name)), 60)}, now it is {shorten(str(wanted.get(name)), 60)}"
         for name in stored  # a setting that came later than the run has its default

@@ -157,8 +157,7 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> li
 
 
 def side_needed(augments: Sequence[AugmentConfig], preprocess: PreprocessConfig) -> int:
-    """Shorter side of an image of which the smallest crops are not enlarged, but twice at most; the same for models of
-    nearly one size.
+    """Shorter side of an image of which small crops are not enlarged, in steps of `STEP`; `SHARPEST` crops at most.
 
     >>> side_needed([AugmentConfig(scale=(0.35, 1.0))], PreprocessConfig(size=64))
     128
