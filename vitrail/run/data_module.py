@@ -179,7 +179,7 @@ class ImageModule(DataModule):
             from vitrail.data.pack import shrunk_copy
 
             self.group.say(
-                self.quiet, f"data.decode: once, at {side} pixels in {cache_folder()} (or --data.decode always)"
+                self.quiet, f"data.decode: once, {side} pixels, in {cache_folder()} (or --data.decode always)"
             )
             try:
                 splits = [self.data[name] for name in ("train", "val") if name in self.data.splits]
