@@ -178,11 +178,10 @@ class ImageModule(DataModule):
         if once:
             from vitrail.data.pack import shrunk_copy
 
-            self.group.say(
-                self.quiet, f"data.decode: once, {side} pixels, in {cache_folder()} (or --data.decode always)"
-            )
+            line = f"data.decode: once, at {side} pixels in {cache_folder()} (or --data.decode always)"
+            self.group.say(self.quiet, line)
             try:
-                splits = [self.data[name] for name in ("train", "val") if name in self.data.splits]
+                splits = [split for name, split in self.data.splits.items() if name != "test"]
                 self.copies = {split.name: shrunk_copy(split, side).reader for split in splits}
             except OSError as error:
                 if chosen.decode == "once":

@@ -40,8 +40,7 @@ from vitrail.schema import build
 FORMAT = 2
 LISTING = "pack.json"
 UNFINISHED = "pack-unfinished.json"
-# Copies in the cache: sides of files per side of a copy, from which on it pays, and how many files are looked at
-FAR_MORE, SAMPLES, MOST_BYTES = 2.0, 16, 8 * 2**30
+FAR_MORE, SAMPLES, MOST_BYTES = 2.0, 16, 8 * 2**30  # of copies: sides of files per side; files looked at; size
 SHARPEST, STEP = 2.0, 128  # sides of an image per side of a crop, at most; pixels that copies differ by
 
 _MOST_MAPS = 256  # a mapped file counts as an open one, and many systems allow a process only 1024
@@ -157,7 +156,7 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> li
 
 
 def side_needed(augments: Sequence[AugmentConfig], preprocess: PreprocessConfig) -> int:
-    """Shorter side of an image of which small crops are not enlarged, in steps of `STEP`; `SHARPEST` crops at most.
+    """Shorter side of an image of which no crop is enlarged (but `SHARPEST` times at most), in steps of `STEP`.
 
     >>> side_needed([AugmentConfig(scale=(0.35, 1.0))], PreprocessConfig(size=64))
     128
