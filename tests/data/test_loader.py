@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -152,6 +154,16 @@ def test_workers_change_nothing_and_end_when_closed():
     assert_same(again, batches)
     assert loader.skipped == alone.skipped == [("file 104", "truncated")]
     assert not any(is_alive(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_workers_leave_signals_that_reach_all_processes_to_the_main_one(name):
+    with train(workers=1, stop=40) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, getattr(signal, name))
+        assert_same([first, *batches], list(train(stop=40)))
 
 
 def test_a_pass_that_was_left_early_can_be_begun_again():

@@ -32,6 +32,7 @@ from vitrail.data.preprocess import Preprocess
 
 TINY_PIXELS = 64 * 64
 MOST_WORKERS = 16
+TERM_PATIENCE = 20  # seconds that a worker goes on after SIGTERM
 
 ViewsOf = Callable[[Image.Image, int, Draw], list[Tensor]]
 """Image, stable index, draw -> views, each uint8 [3, size, size]. Picklable."""
@@ -134,7 +135,7 @@ class BatchLoader:
                 collate_fn=_unchanged,
                 pin_memory=self._copies is not None,
                 persistent_workers=self.workers > 0,
-                worker_init_fn=_leave_interrupts_to_main,
+                worker_init_fn=_leave_signals_to_main,
                 multiprocessing_context=self._start_method if self.workers else None,
                 # Its own: every pass draws a seed, which must not come out of the run's generator.
                 generator=torch.Generator(),
@@ -175,9 +176,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _leave_interrupts_to_main(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the main one still wants its batch, and then ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals_to_main(worker: int) -> None:
+    """Ctrl-C and schedulers reach every process; the main one still wants its batch, and then ends the workers."""
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name, signal.SIGINT), signal.SIG_IGN)
+    if hasattr(signal, "alarm"):  # SIGTERM may be from the main one
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_PATIENCE))
 
 
 def _train_views(augments: Sequence[Augment], seed: int, image: Image.Image, index: int, draw: Draw) -> list[Tensor]:
