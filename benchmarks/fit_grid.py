@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,8 @@ from vitrail.engine.run_folder import RunFolder
 from vitrail.files import json_text, parse_json, write_text
 from vitrail.fit.candidates import Measured
 from vitrail.fit.limits import Budget
-from vitrail.fit.run import FILE, STATE, _correct, _deployed, _pictures, measure_all, trainable
+from vitrail.fit.pictures import Pictures
+from vitrail.fit.run import FILE, STATE, _correct, _deployed, measure_all, trainable
 from vitrail.fit.search import TAUGHT, Form, Search, Trial
 from vitrail.recipes import with_values
 from vitrail.run.evaluate import load
@@ -143,11 +143,12 @@ class Grid:
         self.fit, self.out = fit, fit.folder / "grid"
         self.base = _base(fit, data)
         self.data = open_run(self.base.data)
-        self.pictures = _pictures(self.data["train"])
-        self.side = int(statistics.median(min(picture.size) for picture in self.pictures))
+        self.pictures = Pictures(self.data["train"], [self.base.data.augment])
         seconds, passes = 60 * fit.state["options"]["minutes"], fit.state.get("passes", {})
         published = self.base.recipe == "finetune"
-        self.candidates, teacher_at = trainable(self.data, self.side, seconds, passes, published, lambda _: None)
+        self.candidates, _, teacher_at = trainable(
+            self.data, self.pictures.side, seconds, passes, published, lambda _: None
+        )
         self.teacher = teacher_at(max(m.candidate.size for m in fit.feasible))
         self.out.mkdir(parents=True, exist_ok=True)
         self.path = self.out / "grid.json"

@@ -39,7 +39,7 @@ from vitrail.data.dataset import DataSet, Split
 from vitrail.data.open import open_data
 from vitrail.engine.device import choose_precision, training_precision
 from vitrail.fit.candidates import Candidate, Measured, measure
-from vitrail.fit.run import _pictures
+from vitrail.fit.pictures import Pictures
 
 TICKS = 10_000  # of the schedule, over the time of a network
 
@@ -75,7 +75,7 @@ def networks(fit: FinishedFit, data: DataSet, models: list[str], largest: bool) 
     """timm networks within the budget. Raises `ValueError` where there are none."""
     costs = [m for m in fit.feasible if m.candidate.model.startswith("timm:") and not m.candidate.settings]
     for text in models:
-        found = measure(named(text), data.classes, fit.budget, _pictures(data["train"]), fit.folder)
+        found = measure(named(text), data.classes, fit.budget, Pictures(data["train"], []), fit.folder)
         within = [m for m in found if m.meets(fit.budget)]
         costs += within[:1]
         if not within:

@@ -58,6 +58,17 @@ def test_commands_wait_for_what_they_come_after_and_failures_are_counted(tmp_pat
     assert lines[0]["name"] == "first"
 
 
+def test_the_last_commands_have_the_machine_to_themselves_and_lanes_leave_them_their_time(tmp_path: Path) -> None:
+    endless = {"name": "endless", "command": "trap 'exit 0' TERM; sleep 30 & wait", "minutes": 0}
+    short = {"name": "short", "command": "true", "minutes": 0}
+    last = [{"name": "last", "command": "echo $NAME", "minutes": 1}]
+    done, lines = lanes({"lanes": {"one": [endless], "two": [short]}, "last": last}, tmp_path, "--minutes", "1.35")
+    assert done.returncode == 0, done.stderr
+    ended = [line["name"] for line in lines if line.get("status") == 0]
+    assert ended == ["short", "endless", "last"]
+    assert (tmp_path / "out" / "last.log").read_text() == "last\n"
+
+
 def test_what_runs_at_the_end_of_the_time_may_still_clean_up(tmp_path: Path) -> None:
     command = "trap 'echo kept; exit 0' TERM; sleep 30 & wait"
     plan = {"lanes": {"one": [{"name": "endless", "command": command, "minutes": 0}]}}

@@ -3,7 +3,8 @@
     python tools/lanes.py FILE --out FOLDER --minutes 28 [--detach]
     python tools/lanes.py --wait 580 --out FOLDER
 
-FILE is YAML: commands that have the machine to themselves, one after the other, then lanes that run side by side.
+FILE is YAML: commands that have the machine to themselves, one after the other, then lanes that run side by side, and
+at last commands that have it to themselves again, for whose minutes lanes end before the time is over.
 
     environment: {HF_HUB_OFFLINE: "1"}
     alone:
@@ -14,6 +15,8 @@ FILE is YAML: commands that have the machine to themselves, one after the other,
       studies:
         - {name: teacher, command: vitrail train small-msf --data cifar10.npz --out runs/teacher, minutes: 4}
         - {name: student, command: vitrail train small-compres --objective.teacher runs/teacher, after: [teacher]}
+    last:
+        - {name: times, command: vitrail bench runs/teacher, minutes: 2}
 
 A command begins when all that it comes `after` have succeeded, and only if its `minutes` (1 if not said) are left.
 Lanes share an NVIDIA accelerator by CUDA MPS where that can be started, but for commands with `mps: false` (tests that
@@ -94,10 +97,15 @@ class Lanes:
         shared = {**self.environment, **start_mps(self.out)}
         queues = [list(jobs) for jobs in self.plan.get("lanes", {}).values()]
         threads = [threading.Thread(target=lambda q=q: [self.call(job, shared) for job in q]) for q in queues]
+        last, until = self.plan.get("last", []), self.until
+        self.until -= PATIENCE * bool(last) + 60 * sum(job.get("minutes", 1) for job in last)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        self.until = until
+        for job in last:
+            self.call(job, self.environment)
         return sum(status != 0 for status in self.ended.values())
 
 
@@ -116,6 +124,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     """The file; `SystemExit` where names are missing, used twice, or come after what is not there."""
     plan: dict[str, Any] = yaml.safe_load(path.read_text())
     jobs = [*plan.get("alone", []), *(job for lane in plan.get("lanes", {}).values() for job in lane)]
+    jobs += plan.get("last", [])
     if bad := [job for job in jobs if not {"name", "command"} <= job.keys() <= KEYS]:
         sys.exit(f"{path}: a command has name, command, minutes, after and mps; not so {bad[0]}")
     names = [job["name"] for job in jobs]

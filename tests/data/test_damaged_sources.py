@@ -28,7 +28,7 @@ from hostile import (
 from vitrail.cli import run as command
 from vitrail.data.check.scan import copied_files, scan
 from vitrail.data.dataset import BadImage
-from vitrail.data.decode import decode, stored_mode
+from vitrail.data.decode import decode, stored_form
 from vitrail.data.open import open_data
 from vitrail.data.pack import pack
 
@@ -70,7 +70,7 @@ def odd(photos: Path, tmp_path: Path) -> dict[str, Path]:
 def test_only_files_are_opened_as_images(name: str, reason: str, odd: dict[str, Path]) -> None:
     with pytest.raises(BadImage, match=reason):
         decode(odd[name], name)
-    assert stored_mode(odd[name]) == ""
+    assert stored_form(odd[name]) == ("", (0, 0))
 
 
 def test_a_scan_ends_and_reports_what_is_no_file(odd: dict[str, Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from PIL import Image
 from timm.data import create_transform
 
 from vitrail.data.config import PreprocessConfig
+from vitrail.data.decode import decode
+from vitrail.data.loading.loader import EvalLoader
+from vitrail.data.open import open_data
 from vitrail.data.preprocess import Preprocess
 
 TIMM_CROP_MODE = {"crop": "center", "squash": "squash", "pad": "border"}
@@ -100,3 +105,36 @@ def test_a_used_preprocess_survives_pickling():
     images = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
     expected = preprocess.normalize(images)
     assert torch.equal(pickle.loads(pickle.dumps(preprocess)).normalize(images), expected)
+
+
+@pytest.mark.parametrize("resize", ["crop", "squash", "pad"])
+def test_what_is_far_too_large_is_reduced_first_as_pillow_does(resize: str, tmp_path: Path) -> None:
+    whole, gap = PreprocessConfig(size=32, crop_ratio=1.0, resize=resize), 2.0
+    reduced = replace(whole, reducing_gap=gap)
+    smooth = picture(40, 30).resize((400, 300), Image.Resampling.BICUBIC)
+    small = smooth.resize((120, 90))
+    assert torch.equal(Preprocess(reduced)(small), Preprocess(whole)(small))  # twice the gap is not reached
+    ours, exact = (Preprocess(config)(smooth).int() for config in (reduced, whole))
+    assert 0 < (ours - exact).abs().float().mean() < 3
+    if resize == "squash":
+        theirs = smooth.resize((32, 32), Image.Resampling.BICUBIC, reducing_gap=gap)
+        assert np.array_equal(ours.permute(1, 2, 0), np.asarray(theirs))
+    assert (Preprocess(whole).at_least, Preprocess(reduced).at_least) == (None, 64)
+    smooth.save(tmp_path / "smooth.jpg", quality=95)
+    decoded = decode(tmp_path / "smooth.jpg", "", at_least=Preprocess(reduced).at_least)
+    assert decoded.size == (100, 75)
+    assert (Preprocess(reduced)(decoded).int() - exact).abs().float().mean() < 3
+
+
+def test_evaluation_decodes_files_as_small_as_the_model_allows(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            picture(40, 30).resize((400, 300)).save(tmp_path / name / f"{i}.jpg")
+    rows = open_data(str(tmp_path))["train"]
+    for gap, size in (None, (400, 300)), (2.0, (100, 75)):
+        preprocess = Preprocess(PreprocessConfig(size=32, crop_ratio=1.0, reducing_gap=gap))
+        with EvalLoader(rows, preprocess, batch=4, device="cpu", workers=0) as loader:
+            assert loader.split.read(0).size == size
+            (batch, *_) = loader.received()
+        assert torch.equal(batch.views[0][0], preprocess(loader.split.read(0)))

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vitrail.cli import run as command
 from vitrail.compare.study import Study
+from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.open import open_data
 from vitrail.fit import candidates
 from vitrail.fit import run as fitting
@@ -32,10 +33,37 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import Budget, quantity
+from vitrail.fit.pictures import PICTURES, Pictures
 from vitrail.fit.run import trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
-from vitrail.recipes import recipe
+from vitrail.recipes import recipe, with_values
+
+SCRATCH = with_values(recipe("scratch"), {"data.batch": 5})
+
+
+@pytest.fixture
+def small() -> Pictures:
+    """Of 28 pixels."""
+    return Pictures(open_data("embedded:fashion")["train"], [])
+
+
+def test_photographs_far_too_large_are_decoded_and_timed_as_a_trained_model_gets_them(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (20, 26, 3), np.uint8)
+    for i in range(40):
+        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(noise).resize((1300, 1000)).save(tmp_path / "ab"[i % 2] / f"{i}.jpg")
+    pictures = Pictures(open_data(str(tmp_path))["train"], [AugmentConfig(scale=(0.25, 1.0))])
+    assert (pictures.side, pictures.size) == (1000, (1300, 1000))
+    config = pictures.preprocess(PreprocessConfig(size=96))
+    assert config.reducing_gap == 2
+    whole, reduced = (pictures.decoded(c) for c in (PreprocessConfig(size=96), config))
+    assert {image.size for image in whole} == {(1300, 1000)}
+    assert {image.size for image in reduced} == {(325, 250)}  # of at least 2 x 96 / 0.875: a quarter
+    assert len(whole) == len(reduced) <= PICTURES
+    assert pictures.seconds(config) > 0
+    assert 0 < pictures.preparing(96) < 1
+    assert pictures.preprocess(PreprocessConfig(size=280)) == PreprocessConfig(size=280)  # 640 pixels are needed
 
 
 def cost(name: str, milliseconds: float, size: int = 128, megabytes: float = 1.0) -> Measured:
@@ -76,21 +104,24 @@ def test_small_images_get_small_networks_and_photographs_the_sizes_that_they_hav
         (100, [("timm:resnet18", 96), ("timm:resnet18", 64), ("timm:resnet18", 48)]),
         (64, [("timm:resnet18", 64), ("timm:resnet18", 48)]),
         (50, [("timm:resnet18", 48)]),
-        (1, [("vit_micro_28", 28), ("timm:resnet18", 48)]),  # none: the nearest
+        (1, []),
     ],
 )
 def test_where_time_is_short_images_are_smaller(enough_at: int, chosen: list[tuple[str, int]]) -> None:
-    found = [Candidate("timm:resnet18", 128), Candidate("timm:resnet18", 96), Candidate("vit_micro_28", 28)]
-    found[-1:] = found[-1:] if enough_at == 1 else []
-    within = within_time(found, lambda candidate: enough_at / candidate.size)
+    found = [Candidate("timm:resnet18", 128), Candidate("timm:resnet18", 96)]
+    within, slower = within_time(found, lambda candidate: enough_at / candidate.size)
     assert [(c.model, c.size) for c in within] == chosen
+    assert [c.size for c in slower] == ([] if chosen else [48])
 
 
 def test_what_learns_nearly_enough_takes_part_in_its_fastest_form() -> None:
     found = [Candidate("timm:resnet18", 128), Candidate("vit_micro_28", 28), Candidate("sot_7_32", 28)]
-    learns = {"resnet18-128": 0.2, "resnet18-64": 0.4, "resnet18-48": 0.6, "vit_micro_28-28": 2.0, "sot_7_32-28": 0.4}
-    within = within_time(found, lambda candidate: learns[candidate.name])
+    found += [Candidate("resmlp_t12_32", 28)]
+    learns = {"resnet18-128": 0.2, "resnet18-64": 0.4, "resnet18-48": 0.6, "vit_micro_28-28": 2.0, "sot_7_32-28": 0.3}
+    learns["resmlp_t12_32-28"] = 0.4
+    within, slower = within_time(found, lambda candidate: learns[candidate.name])
     assert [c.name for c in within] == ["resnet18-48", "vit_micro_28-28"]
+    assert [c.name for c in slower] == ["resmlp_t12_32-28", "sot_7_32-28"]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +142,11 @@ def test_a_processor_trains_what_it_can_learn_in_the_time(
     speed = lambda candidate, _: measured[candidate.model] * (96 / candidate.size) ** 2  # noqa: E731
     monkeypatch.setattr(fitting, "training_speed", speed)
     data, said, speeds = type("Data", (dict,), {"classes": ["a", "b"]})(train=range(images)), [], {}
-    found, teacher_at = trainable(data, 128, 60 * minutes, speeds, False, said.append)
+    found, slower, teacher_at = trainable(data, 128, 60 * minutes, speeds, False, said.append)
     assert {candidate.size for candidate in found} == sizes
+    assert not slower
     assert teacher_at(96) == (Candidate("timm:resnet50", 96) if taught else None)
-    assert speeds.items() >= {("resnet18-128", 337.5), ("resnet50-96", 200.0)}
+    assert speeds.items() >= {("resnet18-48", 2400.0), ("resnet50-96", 200.0)}
     assert len(said) == (1 if taught else 3)
 
 
@@ -125,7 +157,7 @@ def test_published_weights_need_a_tenth_of_the_time_and_keep_their_sizes(monkeyp
     data = type("Data", (dict,), {"classes": ["a", "b"]})(train=range(1000))
     sizes = {}  # 2,000 images in 0.325 of the seconds: 337.5 images/s in 18.2 s, 600 in 10.3
     for seconds in (20, 15, 8):
-        found, _ = trainable(data, 128, seconds, {}, True, lambda _: None)
+        found, _, _ = trainable(data, 128, seconds, {}, True, lambda _: None)
         sizes[seconds] = [candidate.size for candidate in found]
     assert sizes == {20: [128, 96], 15: [96], 8: [96]}
 
@@ -135,10 +167,10 @@ def test_training_speed_is_of_forward_and_backward_passes(monkeypatch: pytest.Mo
     seen: list[tuple[int, bool]] = []
     model.register_forward_hook(lambda model, inputs, _: seen.append((len(inputs[0]), model.training)))
     monkeypatch.setattr(candidates, "build", lambda *_: model)
-    clock = iter([0.0, 5.0, 10.0, 12.0])  # the first pass takes five seconds, the second two
+    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 23.0])  # the first pass takes five seconds, the second two
     monkeypatch.setattr(candidates.time, "perf_counter", lambda: next(clock))
     assert candidates.training_speed(Candidate("vit_micro_28", 28), ["a", "b"]) == 32 / 2
-    assert seen == [(32, True)] * 2
+    assert seen == [(32, True)] * 3
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -170,25 +202,31 @@ def no_smaller(_: Candidate) -> None:
     """No other image size."""
 
 
-def test_a_second_seed_decides_between_two_that_are_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "again"), [(24_100, True), (23_900, False)])  # 60 epochs of four trainings
+def test_a_second_seed_decides_between_two_that_are_close_where_there_is_time(
+    seconds: float, again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     values = {("a", 1): 0.81, ("b", 1): 0.80, ("a", 2): 0.78, ("b", 2): 0.79}
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[int, int, int]] = []
 
     def rung(
-        search: Search, number: int, forms: list[Form], teacher: object = None, seeds: int = 1, **_: int
+        search: Search, number: int, forms: list[Form], teacher: object = None, seeds: int = 1, shared_by: int = 0
     ) -> list[Trial]:
-        calls.append((number, seeds))
+        calls.append((number, seeds, shared_by))
         found = [Trial(f, number, values[f.measured.candidate.model, seeds], 0.02, 1, 1, "", seeds) for f in forms]
         search.trials += found
         return found
 
     monkeypatch.setattr(Search, "_rung", rung)
     state = {"speeds": {"a-128": 1.0, "b-128": 1.0}}
-    search = Search(recipe("scratch"), 100, 100, 60, tmp_path, "top1", state, lambda: None, lambda _: None)
+    said: list[str] = []
+    search = Search(SCRATCH, 100, 100, seconds, tmp_path, "top1", state, lambda: None, said.append)
     best = search.run([cost("a", 1), cost("b", 2)], None, Candidate("a", 32), lambda _: [], no_smaller)
-    assert calls == [(0, 1), (1, 1), (2, 1), (2, 2)]
-    assert best.form.measured.candidate.model == "b"
-    assert {t.seeds for t in search.trials if t.rung == 2} == {2}
+    assert [call[:2] for call in calls] == [(0, 1), (1, 1), (2, 1), (2, 2)][: 4 if again else 3]
+    assert {shared for *_, shared in calls[2:]} == ({4} if again else {2})  # both, and both again
+    assert best.form.measured.candidate.model == ("b" if again else "a")
+    assert {t.seeds for t in search.trials if t.rung == 2} == {2 if again else 1}
+    assert ("there is no time for a second seed" in said[-1]) is not again
 
 
 @pytest.mark.parametrize(
@@ -205,7 +243,7 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
 
     monkeypatch.setattr(Search, "_rung", rung)
     # 300 s: 100 for each of two forms and a teacher, 75 for three; 60 epochs of 100 images are 60 and 80 images/s
-    base = recipe("finetune" if published else "scratch")
+    base = recipe("finetune") if published else SCRATCH
     search = Search(base, 100, 100, 300, tmp_path, "top1", {}, lambda: None, lambda _: None)
     search.state["speeds"] = {"a-128": speed, "b-128": speed}
     pooled = lambda _: [Form(cost("pooled", 1))]  # noqa: E731
@@ -235,7 +273,7 @@ def test_the_slowest_are_left_out_where_first_trials_would_be_too_short(
     by_name = dict(zip((m.candidate.name for m in costs), speeds, strict=True))
     state = {"speeds": by_name, "epochs": {}}
     seconds = 100 / SHARES[0]
-    search = Search(recipe("scratch"), 100, 50, seconds, tmp_path, "top1", state, lambda: None, lambda _: None)
+    search = Search(SCRATCH, 100, 50, seconds, tmp_path, "top1", state, lambda: None, lambda _: None)
     assert [by_name[m.candidate.name] for m in search._first(costs[::-1], 1, no_smaller)] == left
 
 
@@ -252,7 +290,7 @@ def test_what_is_slow_to_learn_gets_smaller_images_before_it_is_left_out(tmp_pat
         return None if candidate is None else Measured(candidate, 1e-3, 1)
 
     said: list[str] = []
-    search = Search(recipe("scratch"), 100, 50, 100 / SHARES[0], tmp_path, "top1", state, lambda: None, said.append)
+    search = Search(SCRATCH, 100, 50, 100 / SHARES[0], tmp_path, "top1", state, lambda: None, said.append)
     first = search._first([cost(model, 1) for model in models], 0, smaller)  # 20 s, then 25 s each: 5 and 4 images/s
     assert [m.candidate.name for m in first] == ["resnet26d-128", "resnet18-128", "deit_tiny-128"]
     assert asked == ["deit_small-128", "deit_small-96"]
@@ -263,10 +301,26 @@ def test_what_is_slow_to_learn_gets_smaller_images_before_it_is_left_out(tmp_pat
     assert [m.candidate.name for m in first] == ["resnet26d-128", "resnet18-128", "deit_tiny-96", "deit_small-128"]
 
 
+def test_who_would_be_left_out_gets_smaller_images_first_though_another_is_slower(tmp_path: Path) -> None:
+    models = ["timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small"]
+    state = {"speeds": {"resnet26d-128": 3, "resnet18-128": 50, "deit_tiny-128": 50, "deit_small-128": 4}}
+    state["speeds"] |= {"deit_small-96": 9}
+
+    def smaller(slow: Candidate) -> Measured | None:
+        return Measured(replace(slow, size=96), 1e-3, 1) if slow.name == "deit_small-128" else None
+
+    said: list[str] = []
+    search = Search(SCRATCH, 100, 50, 100 / SHARES[0], tmp_path, "top1", state, lambda: None, said.append)
+    first = search._first([cost(model, 1) for model in models], 0, smaller)  # 20 s, then 25 s each: 5 and 4 images/s
+    assert said[0].startswith("deit_small-96 takes the place of deit_small-128: 4 first trials would be of 20 s, 0.8 ")
+    assert said[1].startswith("deit_small-96 is left out: 4 first trials would be of 20 s, 0.6 epochs of resnet26d-128")
+    assert [m.candidate.name for m in first] == ["resnet26d-128", "resnet18-128", "deit_tiny-128"]
+
+
 def test_the_least_expected_are_left_out_where_first_trials_would_be_of_a_second(tmp_path: Path) -> None:
     costs = [cost(model, 1) for model in ("timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small")]
     state = {"speeds": {m.candidate.name: speed for m, speed in zip(costs, (400, 900, 900, 900), strict=True)}}
-    search = Search(recipe("scratch"), 100, 50, 6 / SHARES[0], tmp_path, "top1", state, lambda: None, lambda _: None)
+    search = Search(SCRATCH, 100, 50, 6 / SHARES[0], tmp_path, "top1", state, lambda: None, lambda _: None)
     assert [m.candidate.model for m in search._first(costs[::-1], 0, no_smaller)] == [
         "timm:resnet26d",
         "timm:resnet18",
@@ -286,7 +340,7 @@ def test_the_last_trainings_have_what_time_is_left(
 ) -> None:
     lengths: list[float] = []
     monkeypatch.setattr(Search, "train", lambda _, name, number, forms, seconds, *more: lengths.append(seconds))
-    search = Search(recipe("scratch"), 100, 50, 1000, tmp_path, "top1", {}, lambda: None, lambda _: None)
+    search = Search(SCRATCH, 100, 50, 1000, tmp_path, "top1", {}, lambda: None, lambda _: None)
     form = Form(cost("a", 1))
     search.trials = [Trial(form, 0, 0.5, 0.02, 1, spent / 4, ""), Trial(form, 1, 0.5, 0.02, 3, 3 * spent / 4, "")]
     search.trials.append(Trial(form, 2, 0.5, 0.02, 9, 600, ""))  # a second seed has as long as the first
@@ -346,13 +400,45 @@ def test_forms_have_names_of_their_own() -> None:
     assert Measured.from_json(json.loads(json.dumps(Measured(merged, 0.1, 5).to_json()))) == Measured(merged, 0.1, 5)
 
 
-def test_a_budget_that_nothing_meets_is_answered_with_the_nearest_that_can_be_met() -> None:
-    text = fitting._nothing_fits(Budget(0.001), [cost("slow", 20), cost("fast", 1.8), Measured(Candidate("x", 32))])
+def test_a_budget_that_nothing_meets_is_answered_with_the_nearest_that_can_be_met(
+    small: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = [cost("slow", 20), cost("fast", 1.8), Measured(Candidate("x", 32))]
+    monkeypatch.setattr(Pictures, "preparing", lambda *_: 0.0004)
+    text = fitting._nothing_fits(Budget(0.001), measured, small)
     assert "nothing meets 1 ms on 2 CPU threads" in text
     assert text.endswith("the nearest is fast-128: --latency 2ms")
+    monkeypatch.setattr(Pictures, "preparing", lambda *_: 0.0015)
+    text = fitting._nothing_fits(Budget(0.001), measured, small)
+    assert text.endswith("2ms (1.5 ms of it to resize images of 28 x 28 pixels; smaller ones take less)")
     hopeless = [Measured(Candidate("slow", 32), eager=0.08), Measured(Candidate("fast", 32), eager=0.02)]
-    text = fitting._nothing_fits(Budget(0.001), hopeless)
+    text = fitting._nothing_fits(Budget(0.001), hopeless, small)
     assert text.endswith("fast-32 is nearest, 20 ms in PyTorch: --latency 20ms")
+
+
+def test_where_nothing_that_learns_enough_is_fast_enough_others_are_tried(
+    photographs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow processor with few minutes the networks that learn most need not be those that are fastest."""
+    times = {"cifar_resnet20": 9.0, "sot_7_32": 6.0, "vit_micro_28": 3.0}
+    speeds = {"cifar_resnet20": 9e9, "sot_7_32": 2.0, "vit_micro_28": 1.0, "resnet18_32": 1.0}
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate(name, 28) for name in times])
+    monkeypatch.setattr(fitting, "on_accelerator", lambda: False)
+    monkeypatch.setattr(fitting, "training_speed", lambda candidate, _: speeds[candidate.model])
+    monkeypatch.setattr(fitting, "measure", lambda c, *_: [cost(c.model, times[c.model], c.size)])
+    searched: list[Measured] = []
+    monkeypatch.setattr(Search, "run", lambda self, fits, *_: searched.extend(fits) or stop())
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(photographs, Budget(4e-3), tmp_path / "out", minutes=1, weights="none", say=said.append)
+    assert [m.candidate.model for m in searched] == ["vit_micro_28"]
+    assert "of what learns enough in 1 minutes nothing meets 4 ms on 2 CPU threads; trying what learns less" in said
+    with pytest.raises(ValueError, match=r"nearest is vit_micro_28-28: --latency 3\.3ms"):
+        fitting.fit(photographs, Budget(2e-3), tmp_path / "other", minutes=1, weights="none", say=said.append)
 
 
 def test_what_a_larger_budget_would_buy_is_the_slowest_within_twice_the_budget() -> None:
@@ -364,8 +450,8 @@ def test_what_a_larger_budget_would_buy_is_the_slowest_within_twice_the_budget()
     assert fitting._next_larger(Budget(0.002), [cost("best", 3.9), small]) is None
 
 
-def test_a_hopeless_candidate_is_not_exported(tmp_path: Path) -> None:
-    (found,) = measure(Candidate("vit_tiny_32", 32), ["a", "b"], Budget(1e-6), [], tmp_path)
+def test_a_hopeless_candidate_is_not_exported(small: Pictures, tmp_path: Path) -> None:
+    (found,) = measure(Candidate("vit_tiny_32", 32), ["a", "b"], Budget(1e-6), small, tmp_path)
     assert found.latency is None
     assert "times the budget" in found.reason
     assert not list(tmp_path.iterdir())
@@ -416,7 +502,7 @@ def test_larger_images_tell_what_need_not_be_measured_with_smaller_ones() -> Non
 
 
 def test_a_file_that_does_not_run_in_int8_keeps_what_was_measured_of_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Pictures, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Fail(Exception):  # onnxruntime's are no RuntimeError
         pass
@@ -425,13 +511,12 @@ def test_a_file_that_does_not_run_in_int8_keeps_what_was_measured_of_it(
         raise Fail("no such operator\nof this processor")
 
     monkeypatch.setattr(candidates, "write_int8", no_kernel)
-    monkeypatch.setattr(candidates, "SECONDS", 0.0)
+    monkeypatch.setattr("vitrail.fit.pictures.SECONDS", 0.0)
     monkeypatch.setattr(candidates, "GAIN_OF_INT8", 1e9)
     monkeypatch.setattr(candidates, "HOPELESS", 1e9)
-    picture = Image.new("RGB", (28, 28))
-    plain, small = measure(Candidate("vit_micro_28", 28), ["a", "b"], Budget(1e-6), [picture] * 5, tmp_path)
+    plain, int8 = measure(Candidate("vit_micro_28", 28), ["a", "b"], Budget(1e-6), small, tmp_path)
     assert plain.latency is not None
-    assert (small.latency, small.reason) == (None, "cannot run in int8: no such operator")
+    assert (int8.latency, int8.reason) == (None, "cannot run in int8: no such operator")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from study_calls import script_module
 
 from vitrail.data.open import open_data
-from vitrail.fit import candidates, search
+from vitrail.fit import pictures, search
 from vitrail.fit import run as fitting
 from vitrail.fit.candidates import Candidate
 from vitrail.fit.limits import Budget
@@ -27,7 +27,7 @@ def short_search() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FEWEST_STEPS", 3)
         patch.setattr(search, "CLOSE", 0.0)
-        patch.setattr(candidates, "SECONDS", 0.1)
+        patch.setattr(pictures, "SECONDS", 0.1)
         yield
 
 

@@ -266,6 +266,7 @@ def test_large_files_are_decoded_once_for_all_runs_and_a_replaced_one_again(
     monkeypatch.setattr(FileReader, "__call__", lambda self, i: read.append(i) or self.decoded(self.path(i), ""))
     vitrail.resume(run, quiet=True)
     assert set(read) == set(data["test"].index.tolist())
+    assert vitrail.load(run).preprocess.reducing_gap == 2  # predictions from files need not decode all of them
     key = rows.keys[3]
     replace(large / key)
     old = min(copies)
@@ -295,5 +296,6 @@ def test_where_no_copy_can_be_kept_files_are_decoded_in_every_epoch(
     monkeypatch.setattr("vitrail.data.pack.cache_folder", lambda: tmp_path / "file")
     run = vitrail.train(configured(f"--data {large} --out {tmp_path / 'run'}"), quiet=True)
     assert "decode: always" in (run.path / "config.yaml").read_text()
+    assert vitrail.load(run.path).preprocess.reducing_gap is None
     with pytest.raises(OSError, match="Not a directory"):
         vitrail.train(configured(f"--data {large} --data.decode once --out {tmp_path / 'once'}"), quiet=True)

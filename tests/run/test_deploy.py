@@ -58,6 +58,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     exif = Image.Exif()
     exif[0x0112] = 6
     drawn(31, 57).save(folder / "rotated.jpg", exif=exif)
+    drawn(180, 130).save(folder / "large.jpg", exif=exif)
+    drawn(170, 230).save(folder / "large.png")
     drawn(130, 17).save(folder / "tall.png")
     drawn(16, 16).save(folder / "exact.png")
     drawn(9, 40).save(folder / "flat.webp", lossless=True)
@@ -137,10 +139,11 @@ def same_answer(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert [p for _, p in found.get(key, ())] == pytest.approx([p for _, p in wanted.get(key, ())], abs=1e-4)
 
 
-@pytest.mark.parametrize("resize", ["crop", "squash", "pad"])
+@pytest.mark.parametrize(("resize", "gap"), [("crop", None), ("crop", 1.5), ("squash", 2.0), ("pad", 1.0)])
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_predict_py_preprocesses_as_the_model(
     resize: Any,
+    gap: float | None,
     multilabel: bool,
     trained: Path,
     pictures: list[Path],
@@ -149,7 +152,8 @@ def test_predict_py_preprocesses_as_the_model(
 ) -> None:
     model = vitrail.load(trained)
     ratio = 0.7 if resize == "crop" else 1.2 if resize == "squash" else 0.9
-    model.preprocess = replace(model.preprocess, resize=resize, crop_ratio=ratio, interpolation="lanczos")
+    changes = {"resize": resize, "crop_ratio": ratio, "interpolation": "lanczos", "reducing_gap": gap}
+    model.preprocess = replace(model.preprocess, **changes)
     model.multilabel = multilabel
     model.save(tmp_path / "model")
     export_onnx(model, tmp_path / "model.onnx", tmp_path / "model", with_predict=True)

@@ -119,6 +119,9 @@ class PreprocessConfig:
     std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
     maximum: Positive = 255.0
     """Pixel value that becomes 1: above 255, pixels have 16 bits."""
+    reducing_gap: Annotated[float, Range(1, 8)] | None = None
+    """Pillow's: images that are larger than they will be by twice this factor or more are first reduced by a whole
+    factor, of JPEG files as they are decoded, so that this factor is left (none: all pixels are resized)."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,8 @@ class DataConfig:
     decode: Literal["auto", "once", "always"] = "auto"
     """Images of train and val from files: `once` keeps a copy in the cache folder, shrunk to what crops need, for this
     and later runs; `always` decodes them whenever they are read; `auto`: once where files hold four times the pixels or
-    more. Test images are never shrunk. A run stores what it chose."""
+    more. Of test images nothing is copied; the model then takes no more pixels of files than it needs (`reducing_gap`).
+    A run stores what it chose."""
     workers: Whole | None = None
     """Processes that decode and augment (none: chosen from the machine)."""
     pad: Literal["longest", "length"] = "longest"

@@ -109,17 +109,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def stored_mode(path: Path) -> str:
+def stored_form(path: Path) -> tuple[str, tuple[int, int]]:
     """How a file stores its colours, as Pillow calls it (`L`, `CMYK`, `I;16`, ...), with the number of pages of a TIFF
-    stack (`I;16, 5 pages`); empty where it is no image."""
+    stack (`I;16, 5 pages`), and width and height as stored; empty and zeros where it is no image."""
     try:
         if odd_kind(path):
-            return ""
+            return "", (0, 0)
         with QUIET, path.open("rb") as stream, _open(stream) as image:
             pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-            return image.mode if pages == 1 else f"{image.mode}, {pages} pages"
+            return image.mode if pages == 1 else f"{image.mode}, {pages} pages", image.size
     except Exception:  # as in `decode`
-        return ""
+        return "", (0, 0)
 
 
 def stored_orientation(data: bytes) -> int:

@@ -67,6 +67,12 @@ class Preprocess:
         canvas.paste(image, (-left, -top))
         return canvas
 
+    @property
+    def at_least(self) -> int | None:
+        """What `decode` may leave of an image's sides; none where it must leave all."""
+        gap = self.config.reducing_gap
+        return None if gap is None else int(gap * int(self.config.size / self.config.crop_ratio))
+
     def normalize(self, images: Tensor) -> Tensor:
         """Pixels [..., channels, height, width] -> float32 (x / maximum - mean) / std, on their device; floats pass
         unchanged.
@@ -114,7 +120,9 @@ def shorter_side(width: int, height: int, target: int) -> tuple[int, int]:
 
 def resized(image: Image.Image, size: tuple[int, int], config: PreprocessConfig) -> Image.Image:
     """The image at (width, height); itself where it has that size already."""
-    return image if image.size == size else image.resize(size, RESAMPLING[config.interpolation])
+    if image.size == size:
+        return image
+    return image.resize(size, RESAMPLING[config.interpolation], reducing_gap=config.reducing_gap)
 
 
 def as_tensor(pixels: NDArray[Any]) -> Tensor:

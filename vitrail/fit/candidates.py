@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from PIL.Image import Image
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import training_precision
 from vitrail.fit.limits import Budget
+from vitrail.fit.pictures import Pictures, median_seconds
 from vitrail.model.build import create_model
 from vitrail.model.classifier import Classifier
 from vitrail.model.export import to_single_onnx
@@ -46,8 +46,8 @@ Precision = Literal["float32", "int8"]
 GAIN_OF_INT8 = 3.0  # times the budget: what int8 may still bring within it
 HOPELESS = 15.0  # times the budget in eager PyTorch: the most that a runtime was seen to gain is 8.4 (MobileNetV4)
 NEARLY = 0.5  # of enough images to learn from: time is measured roughly, and half as many are no end
+SCALES = 3.0  # times more or less than by its pixels: seen were 0.6 to 3.4 (48 to 160 pixels, 14 networks)
 STEP = 32  # images of a training step that is timed to tell what a processor can learn
-SECONDS, FEWEST = 1.5, 20  # of measuring a file; calls at least
 
 
 @dataclass(frozen=True)
@@ -109,24 +109,41 @@ def candidates_for(side: int) -> list[Candidate]:
 
 def within_time(
     candidates: Sequence[Candidate], learns: Callable[[Candidate], float], smaller: Sequence[int] = SMALLER
-) -> list[Candidate]:
+) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates that learn enough (1), photo networks at smaller sizes, too, or in their fastest form nearly enough;
-    the three nearest, where none does."""
+    and the fastest forms of the others, those first that learn most."""
     chosen: list[Candidate] = []
-    cheapest: list[Candidate] = []
+    too_slow: list[Candidate] = []
     for architecture in dict.fromkeys(candidate.architecture for candidate in candidates):
-        largest, *others = (candidate for candidate in candidates if candidate.architecture == architecture)
-        if learns(largest) >= 1:
-            chosen += [largest, *others]
-            continue
+        forms = [candidate for candidate in candidates if candidate.architecture == architecture]
+        given, largest, least = len(forms), forms[0], min(candidate.size for candidate in forms)
         if largest.model in PHOTO_NETWORKS and not largest.settings:
-            least = min(candidate.size for candidate in (largest, *others))
-            others += [replace(largest, size=size) for size in smaller if size < least]
-        rising = list(takewhile(lambda candidate: learns(candidate) >= 1, reversed(others)))
-        fastest = others[-1] if others else largest
-        chosen += rising[::-1] or ([fastest] if learns(fastest) >= NEARLY else [])
-        cheapest.append(fastest)
-    return chosen or sorted(cheapest, key=learns)[:-4:-1]
+            forms += [replace(largest, size=size) for size in smaller if size < least]
+        enough = _enough(forms[::-1], learns)[::-1]
+        if len(enough) == len(forms):
+            enough = forms[:given]  # no need of smaller images
+        elif not enough and learns(forms[-1]) >= NEARLY:
+            enough = forms[-1:]
+        chosen += enough
+        too_slow += [] if enough else forms[-1:]
+    return chosen, sorted(too_slow, key=learns, reverse=True)
+
+
+def _enough(rising: Sequence[Candidate], learns: Callable[[Candidate], float]) -> list[Candidate]:
+    """Of the sizes of an architecture, smallest first, those that learn enough. One is measured where the number of its
+    pixels does not tell."""
+    enough: list[Candidate] = []
+    known: Candidate | None = None
+    for candidate in rising:
+        by_pixels = learns(known) * (known.size / candidate.size) ** 2 if known else math.nan
+        if by_pixels < 1 / SCALES:
+            break
+        if not by_pixels >= SCALES:
+            known = candidate
+            if learns(candidate) < 1:
+                break
+        enough.append(candidate)
+    return enough
 
 
 def expected(candidate: Candidate, published: bool) -> float:
@@ -148,14 +165,16 @@ def build(candidate: Candidate, classes: Sequence[str], multilabel: bool = False
 
 
 def measure(
-    candidate: Candidate, classes: Sequence[str], budget: Budget, pictures: Sequence[Image], folder: Path
+    candidate: Candidate, classes: Sequence[str], budget: Budget, pictures: Pictures, folder: Path
 ) -> list[Measured]:
     """Cost of a candidate's file in float32, and in int8 where float32 is over the budget; or why there is none."""
     try:
         model = build(candidate, classes)
+        model.preprocess = pictures.preprocess(model.preprocess)
+        images = pictures.decoded(model.preprocess)
         if budget.on == "cuda":
             size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-            return [Measured(candidate, accelerator_latency(model, pictures), size)]
+            return [Measured(candidate, accelerator_latency(model, images), size)]
         eager = _eager_latency(model, candidate.size) / budget.threads
         if eager > HOPELESS * budget.latency:
             reason = f"at least {1e3 * eager:.3g} ms in PyTorch, over {HOPELESS:g} times the budget"
@@ -163,10 +182,10 @@ def measure(
         path, small = (folder / f"{candidate.name}{end}.onnx" for end in ("", "-int8"))
         try:
             size = to_single_onnx(model, path)
-            latency = file_latency(path, pictures, budget.threads)
+            latency = file_latency(path, images, budget.threads)
             found = [Measured(candidate, latency, size)]
             if not budget.meets(latency, size) and latency < GAIN_OF_INT8 * budget.latency:
-                found.append(_measure_int8(replace(candidate, precision="int8"), path, small, budget, pictures))
+                found.append(_measure_int8(replace(candidate, precision="int8"), path, small, budget, images))
             return found
         finally:
             for file in (path, small):
@@ -175,10 +194,10 @@ def measure(
         return [Measured(candidate, reason=_first_line(error))]
 
 
-def _measure_int8(candidate: Candidate, path: Path, small: Path, budget: Budget, pictures: Sequence[Image]) -> Measured:
+def _measure_int8(candidate: Candidate, path: Path, small: Path, budget: Budget, images: Sequence[Image]) -> Measured:
     try:
         write_int8(path, small, torch.randint(256, (1, 3, candidate.size, candidate.size), dtype=torch.uint8))
-        return Measured(candidate, file_latency(small, pictures, budget.threads), small.stat().st_size)
+        return Measured(candidate, file_latency(small, images, budget.threads), small.stat().st_size)
     except Exception as error:  # some operators have no form for this processor
         return Measured(candidate, reason=f"cannot run in int8: {_first_line(error)}")
 
@@ -218,7 +237,7 @@ def file_latency(path: Path, pictures: Sequence[Image], threads: int) -> float:
     options.intra_op_num_threads, options.log_severity_level = threads, 4  # what fails is reported by the caller
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     preprocess = json.loads(session.get_modelmeta().custom_metadata_map["preprocess"])
-    return _median(lambda picture: session.run(None, {"images": square(picture, **preprocess)}), pictures)
+    return median_seconds(lambda picture: session.run(None, {"images": square(picture, **preprocess)}), pictures)
 
 
 def training_speed(candidate: Candidate, classes: Sequence[str]) -> float:
@@ -228,7 +247,7 @@ def training_speed(candidate: Candidate, classes: Sequence[str]) -> float:
     precision = training_precision("auto", cpu, model)
     if is_convolutional(model) and channels_last_works(model, cpu):
         model.to(memory_format=torch.channels_last)
-    for _ in range(2):
+    for _ in range(3):
         began = time.perf_counter()
         with torch.autocast("cpu", precision, enabled=precision is not None):
             outputs = model(images)
@@ -241,7 +260,7 @@ def training_speed(candidate: Candidate, classes: Sequence[str]) -> float:
 def accelerator_latency(model: Classifier, pictures: Sequence[Image]) -> float:
     """Median seconds of a decoded picture through the optimised model on CUDA, from the host and back."""
     fast, prepare = model.to("cuda").optimize(), Preprocess(model.preprocess)
-    return _median(lambda picture: fast(prepare(picture)[None].cuda()).cpu(), pictures)
+    return median_seconds(lambda picture: fast(prepare(picture)[None].cuda()).cpu(), pictures)
 
 
 @torch.inference_mode()
@@ -257,15 +276,3 @@ def _eager_latency(model: Classifier, size: int) -> float:
     finally:
         torch.set_num_threads(threads)
     return min(times)
-
-
-def _median(call: Callable[[Image], object], pictures: Sequence[Image]) -> float:
-    for picture in pictures[:5]:
-        call(picture)
-    times: list[float] = []
-    end = time.perf_counter() + SECONDS
-    while len(times) < FEWEST or time.perf_counter() < end:
-        began = time.perf_counter()
-        call(pictures[len(times) % len(pictures)])
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)

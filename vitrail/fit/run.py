@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from vitrail.config import RunConfig
+from vitrail.console import progress
 from vitrail.data.check.check import check_data
-from vitrail.data.counter import uniform
-from vitrail.data.dataset import DataSet, Split
+from vitrail.data.dataset import DataSet
 from vitrail.data.loading.loader import EvalLoader, auto_workers
 from vitrail.data.preprocess import Preprocess
 from vitrail.engine.device import choose_device
@@ -39,6 +38,7 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import HEADROOM, Budget
+from vitrail.fit.pictures import Pictures
 from vitrail.fit.search import FINE_TUNING, KEPT, SHARES, Form, Search, Trial
 from vitrail.measure.classification import wilson_interval
 from vitrail.measure.evaluator import Predictions
@@ -53,7 +53,6 @@ from vitrail.run.preflight import reject_missing_data
 from vitrail.run.run_data import open_for, open_run
 
 STATE, FILE = "fit.json", "model.onnx"
-PICTURES = 32  # of train, that stand for what the deployed file will see
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor, from scratch
 ATTEMPTS, PAUSE = 3, 5.0  # of measuring the finished file; seconds between them
 LOSE = 0.3  # points of accuracy on val that int8 may cost
@@ -136,19 +135,26 @@ def fit(
     if not state["measured"] and budget.on == "cpu" and (load := others_at_work()):  # before our own work counts
         say(f"warning: other programs use this machine ({load}); latencies will be longer than on a quiet one")
     opened = open_run(base.data)
-    _check(opened, state, say)
+    _check(opened, state, say, quiet)
     if base.optim.lr_batch is None and on_accelerator():  # Muon's learning rate goes with any batch
         base = with_values(base, {"data.batch": _batch(len(opened["train"]))})
-    pictures = _pictures(opened["train"])
-    side = int(statistics.median(min(picture.size) for picture in pictures))
+    pictures = Pictures(opened["train"], [base.data.augment])
     published = base.recipe == "finetune"
     passes: dict[str, float] = state.setdefault("passes", {})
-    candidates, teacher_at = trainable(opened, side, 60 * minutes, passes, published, say)
+    candidates, slower, teacher_at = trainable(opened, pictures.side, 60 * minutes, passes, published, say)
     promising = sorted(candidates, key=lambda candidate: -expected(candidate, published))
-    measured = measure_all(promising, KEPT[0], opened, budget, pictures, out, state, keep, say)
+    where = opened, budget, pictures, out, state, keep, say
+    measured = measure_all(promising, KEPT[0], *where)
+    if slower and not any(m.meets(budget) for m in measured):
+        say(f"of what learns enough in {minutes:g} minutes nothing meets {budget.text}; trying what learns less")
+        measured = measure_all(slower, KEPT[1], *where)
+        candidates += slower
     fits = [m for m in measured if m.meets(budget)]
     if not fits:
-        raise ValueError(_nothing_fits(budget, measured))
+        raise ValueError(_nothing_fits(budget, measured, pictures))
+    for name, speed in passes.items():  # nothing else need be timed before the first trainings
+        for form in (name, f"{name}-int8"):
+            state["speeds"].setdefault(form, speed)
     beyond = _next_larger(budget, measured)
     search = Search(
         base, len(opened["train"]), len(opened["val"]), 60 * minutes, out / "studies", metric, state, keep, say, quiet
@@ -209,15 +215,15 @@ def trainable(
     speeds: dict[str, float],
     published: bool,
     say: Callable[[str], None],
-) -> tuple[list[Candidate], Callable[[int], Candidate | None]]:
-    """Candidates, and the teacher of images of a size: on a processor only what learns enough in the time.
+) -> tuple[list[Candidate], list[Candidate], Callable[[int], Candidate | None]]:
+    """Candidates, others that would learn too little here (fastest first), and the teacher of images of a size.
 
-    Enough is `ENOUGH_EPOCHS`, or `ENOUGH_IMAGES` where there are many images, where two trainings share the last and
-    longest part of the time. `speeds` keeps what was measured, in images/s.
+    Only a processor has too little time: enough is `ENOUGH_EPOCHS`, or `ENOUGH_IMAGES` where there are many images,
+    where two trainings share the last and longest part of the time. `speeds` keeps what was measured, in images/s.
     """
     candidates, model = candidates_for(side), TEACHERS["small" if side <= SMALL else "photo"]
     if on_accelerator():
-        return candidates, partial(Candidate, model)
+        return candidates, [], partial(Candidate, model)
     enough = min(ENOUGH_EPOCHS * len(data["train"]), ENOUGH_IMAGES) * (FINE_TUNING if published else 1)
     enough /= seconds * SHARES[-1] / 2  # images/s
 
@@ -227,7 +233,7 @@ def trainable(
         return speeds[candidate.name] / enough
 
     say("measuring what this processor can learn in the time")
-    chosen = within_time(candidates, learns, () if published else SMALLER)  # weights are of larger images
+    chosen, slower = within_time(candidates, learns, () if published else SMALLER)  # weights are of larger images
     if left := {c.name for c in candidates} - {c.name for c in chosen}:
         say(f"{len(left)} of {len(candidates)} candidates, at these sizes, would learn too little and are left out")
 
@@ -238,7 +244,7 @@ def trainable(
         say(f"no teacher: {teacher.name} would learn too little")
         return None
 
-    return chosen, teacher_at
+    return chosen, slower, teacher_at
 
 
 def _batch(images: int) -> int:
@@ -263,13 +269,14 @@ def _state(out: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> None:
+def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None], quiet: bool) -> None:
     if not {"train", "val"} <= data.splits.keys():
         raise ValueError(f"{data.uri} has no images to train on and to hold out; give a folder of class folders")
     if data.multilabel or data.holds_texts or data.unlabelled or data.numeric:
         raise ValueError(f"{data.uri}: fit is for images with one label each")
     if not state["measured"]:
-        report = check_data(data)
+        with progress("check", quiet=quiet) as bar:
+            report = check_data(data, progress=lambda done, total: bar(done, total, f"{done} images"))
         say(f"{data.uri}: {report.summary}")
         for level, text, count, _ in report.rows():
             if level != "note":
@@ -278,17 +285,12 @@ def _check(data: DataSet, state: dict[str, Any], say: Callable[[str], None]) -> 
             raise ValueError(f"{data.uri} has errors; look at them with: vitrail check {data.uri}")
 
 
-def _pictures(rows: Split) -> list[Image]:
-    order = uniform(0, rows.index).argsort(kind="stable")[:PICTURES]
-    return [rows.read(int(row)) for row in order]
-
-
 def measure_all(
     candidates: Sequence[Candidate],
     enough: int | None,
     data: DataSet,
     budget: Budget,
-    pictures: list[Image],
+    pictures: Pictures,
     out: Path,
     state: dict[str, Any],
     keep: Callable[[], None],
@@ -317,7 +319,7 @@ def measure_all(
     return known
 
 
-def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
+def _nothing_fits(budget: Budget, measured: list[Measured], pictures: Pictures) -> str:
     costs = [m for m in measured if m.latency is not None]
     if not costs:
         fastest = min(measured, key=lambda m: math.inf if m.eager is None else m.eager)
@@ -328,7 +330,12 @@ def _nothing_fits(budget: Budget, measured: list[Measured]) -> str:
     nearest = min(costs, key=lambda m: max((m.latency or 0) / budget.latency, m.bytes / (budget.bytes or m.bytes)))
     wanted = 1e3 * (nearest.latency or 0) / HEADROOM
     size = "" if budget.bytes is None else f" --size {nearest.bytes / 1e6:.2g}MB"
-    return f"nothing meets {budget.text}; the nearest is {nearest.candidate.name}: --latency {wanted:.2g}ms{size}"
+    text = f"nothing meets {budget.text}; the nearest is {nearest.candidate.name}: --latency {wanted:.2g}ms{size}"
+    preparing = pictures.preparing(nearest.candidate.size)
+    if preparing < budget.latency / 2:
+        return text
+    sides = " x ".join(map(str, pictures.size))
+    return f"{text} ({1e3 * preparing:.2g} ms of it to resize images of {sides} pixels; smaller ones take less)"
 
 
 def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
@@ -340,7 +347,7 @@ def _next_larger(budget: Budget, measured: list[Measured]) -> Measured | None:
     return max(over, key=lambda m: m.latency or 0, default=None)
 
 
-def _other_heads(best: Candidate, data: DataSet, budget: Budget, pictures: list[Image], out: Path) -> list[Form]:
+def _other_heads(best: Candidate, data: DataSet, budget: Budget, pictures: Pictures, out: Path) -> list[Form]:
     """The same trunk with attention pooling, where that is within the budget."""
     if best.settings:
         return []
@@ -355,7 +362,7 @@ def _deployed(
     measured: list[Measured],
     data: DataSet,
     budget: Budget,
-    pictures: list[Image],
+    pictures: Pictures,
     out: Path,
     say: Callable[[str], None],
 ) -> FitResult:
@@ -368,14 +375,15 @@ def _deployed(
         except ValueError as error:
             notes.append(f"probabilities are not calibrated: {error}")
         model = load(path)
+        seen = pictures.decoded(model.preprocess)
         try:
             if budget.on == "cuda":
                 file = model.save(out / "model")
-                latency, size = accelerator_latency(model, pictures), sum(f.stat().st_size for f in file.iterdir())
+                latency, size = accelerator_latency(model, seen), sum(f.stat().st_size for f in file.iterdir())
             else:
                 precision: Literal["int8"] | None = "int8" if candidate.precision == "int8" else None
                 size = export_onnx(model, file, Path(path), precision, data.uri, LOSE, with_predict=True).bytes
-                latency = _settled_latency(file, pictures, budget)
+                latency = _settled_latency(file, seen, budget)
         except Exception as error:  # exporters and runtimes have error classes of their own
             notes.append(f"{trial.form.name} was not deployed: {error}")
             say(notes[-1])
@@ -389,6 +397,8 @@ def _deployed(
         split = "test" if "test" in data.splits else "val"
         correct = _correct(file, model, data, split, budget)
         counts = int(sum(correct)), len(correct)
+        decoding = 1e3 * pictures.seconds(model.preprocess)
+        notes.append(f"reading and decoding a photograph takes {decoding:.2g} ms, which the budget does not count")
         trials, all_costs = tuple(search.trials), tuple(measured)
         return FitResult(
             out, file, budget, latency, size, split, *counts, trial, trials, all_costs, tuple(notes), search.metric

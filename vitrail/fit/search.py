@@ -97,18 +97,25 @@ class Search:
         last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
         if teacher is not None and winner.model == teacher.model:
             teacher = None
-        if teacher is None or self._ample(winner, 1 + len(last), teacher, FINE_TUNING if self._published else 1.0):
+        times = FINE_TUNING if self._published else 1.0
+        if teacher is None or self._ample(winner, 1 + len(last), teacher, times):
             last += [] if teacher is None else [Form(best.form.measured, TAUGHT)]
             last += other_heads(winner) if self._ample(winner, 1 + len(last), teacher) else []
         else:
             self.say(f"no teacher: {winner.name} learns more in its time")
             teacher = None
-        rung = _best(self._rung(2, last, teacher))
+        again = len(last) > 1 and self._ample(winner, 2 + len(last), teacher, times)
+        shared_by = len(last) + 2 * again
+        rung = _best(self._rung(2, last, teacher, shared_by=shared_by))
         if len(rung) > 1 and self._close(rung[0], rung[1]):
-            self.say(f"{rung[0].form.name} and {rung[1].form.name} are too close on val; a second seed of both decides")
             both = rung[:2]
+            close = " and ".join(trial.form.name for trial in both) + " are too close on val"
+            if not again:
+                self.say(f"{close}, and there is no time for a second seed")
+                return rung[0]
+            self.say(f"{close}; a second seed of both decides")
             self.trials = [trial for trial in self.trials if trial not in both]  # two seeds take the place of one
-            rung = _best(self._rung(2, [trial.form for trial in both], teacher, seeds=2, shared_by=len(last)))
+            rung = _best(self._rung(2, [trial.form for trial in both], teacher, seeds=2, shared_by=shared_by))
         return rung[0]
 
     def _ample(self, candidate: Candidate, forms: int, teacher: Candidate | None, times: float = 1.0) -> bool:
@@ -153,23 +160,32 @@ class Search:
             epochs = {m.candidate.name: self._epochs(m.candidate, seconds) for m in first}
             slowest = min(first, key=lambda m: epochs[m.candidate.name])
             fewest = epochs[slowest.candidate.name]
-            if seconds >= FEWEST_SECONDS and fewest >= FEWEST_EPOCHS:
+            if seconds >= FEWEST_SECONDS and fewest >= self._fewest_epochs:
                 break
-            trials = f"{len(first)} first trials would be of {seconds:.2g} s, {fewest:.2g} epochs"
-            if fewest < FEWEST_EPOCHS and (other := smaller(slowest.candidate)):
-                first[first.index(slowest)] = other
-                names = f"{other.candidate.name} takes the place of {slowest.candidate.name}"
-                self.say(f"{names}: {trials} of that")
-                continue
+            trials = f"{len(first)} first trials would be of {seconds:.2g} s"
             left = min(first, key=lambda m: self._worth(m.candidate, epochs[m.candidate.name]))
-            first.remove(left)
-            self.say(f"{left.candidate.name} is left out: {trials} of {slowest.candidate.name}")
+            for slow in [slowest] if left is slowest else [slowest, left]:
+                count = epochs[slow.candidate.name]
+                if count < self._fewest_epochs and (other := smaller(slow.candidate)):
+                    first[first.index(slow)] = other
+                    names = f"{other.candidate.name} takes the place of {slow.candidate.name}"
+                    self.say(f"{names}: {trials}, {count:.2g} epochs of that")
+                    break
+            else:
+                first.remove(left)
+                trials += f", {fewest:.2g} epochs of {slowest.candidate.name}"
+                self.say(f"{left.candidate.name} is left out: {trials}")
         return first
 
     def _worth(self, candidate: Candidate, epochs: float) -> float:
         """What is expected of a candidate whose first trial has so many epochs."""
-        missing = math.log2(FEWEST_EPOCHS / epochs) if epochs < FEWEST_EPOCHS else 0.0
+        missing = max(0.0, math.log2(self._fewest_epochs / epochs))
         return expected(candidate, self._published) - HALVED * missing
+
+    @property
+    def _fewest_epochs(self) -> float:
+        """Of a training that tells anything: of few images, enough for some steps."""
+        return max(FEWEST_EPOCHS, FEWEST_STEPS * self.base.data.batch / self.images)
 
     def _epochs(self, candidate: Candidate, seconds: float) -> float:
         return seconds * self._speed(candidate, seconds) / self.images

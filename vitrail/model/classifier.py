@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.data.config import PreprocessConfig
 from vitrail.data.dataset import UNLABELLED
+from vitrail.data.preprocess import Preprocess
 from vitrail.model.heads.head import Head
 from vitrail.model.parts.tokens import AdaptivePolicy, Given, Tokens, Trace
 from vitrail.model.trunks.base import BaseTrunk
@@ -180,7 +181,7 @@ class Classifier(nn.Module):
         from vitrail.data.stack import StackForm, read_pixels
 
         if self.takes_rgb:
-            return decode(source, key)
+            return decode(source, key, at_least=Preprocess(self.preprocess).at_least)
         return StackForm(self.channels, self.preprocess.maximum).image(read_pixels(source, key), key)
 
     def tokens(self, images: Tensor) -> Tokens:
@@ -286,7 +287,6 @@ class Classifier(nn.Module):
         instead of raising `BadImage`.
         """
         from vitrail.data.dataset import BadImage
-        from vitrail.data.preprocess import Preprocess
 
         self.check_classifies_images()
         if top < 1:

@@ -12,9 +12,10 @@ import onnxruntime
 from PIL import Image, ImageOps
 
 
-def decode(path):
-    """The upright RGB image of a file: alpha on white, 16 bits scaled to 8."""
-    image = ImageOps.exif_transpose(Image.open(path))
+def decode(path, size, crop_ratio, reducing_gap=None, **_):
+    """The upright RGB image of a file: alpha on white, 16 bits scaled to 8; a JPEG far too large is decoded smaller."""
+    (file := Image.open(path)).draft(None, reducing_gap and (at := int(reducing_gap * int(size / crop_ratio)), at))
+    image = ImageOps.exif_transpose(file)
     if image.mode in ("I", "F"):
         raise ValueError(f"32 bits per channel (mode {image.mode}); convert it to 8 or 16")
     if image.mode.startswith("I;16"):
@@ -24,7 +25,7 @@ def decode(path):
     return image.convert("RGB")
 
 
-def square(image, size, crop_ratio, resize, interpolation, mean, **_):
+def square(image, size, crop_ratio, resize, interpolation, mean, reducing_gap=None, **_):
     """The bytes that the model takes [1, 3, size, size]: resized, the centre cropped or padded with the mean colour."""
     wanted = [int(size / crop_ratio)] * 2  # resize == "squash"
     if resize == "crop":
@@ -33,7 +34,7 @@ def square(image, size, crop_ratio, resize, interpolation, mean, **_):
         wanted = [max(1, round(side / (max(image.size) / wanted[0]))) for side in image.size]
     corner = [(size - side) // 2 if side < size else round((size - side) / 2) for side in wanted]
     canvas = Image.new("RGB", (size, size), tuple(round(255 * share) for share in mean))
-    canvas.paste(image.resize(wanted, Image.Resampling[interpolation.upper()]), tuple(corner))
+    canvas.paste(image.resize(wanted, Image.Resampling[interpolation.upper()], None, reducing_gap), tuple(corner))
     return np.asarray(canvas).transpose(2, 0, 1)[None]
 
 
@@ -46,16 +47,16 @@ def set_size(falling, scores, flags):
 
 def predict(session, about, path, flags):
     """The prediction for an image file, with the keys of `vitrail predict --json`."""
-    chances, *score = (row[0] for row in session.run(None, {"images": square(decode(path), **about["preprocess"])}))
+    how = about["preprocess"]
+    chances, *score = (row[0] for row in session.run(None, {"images": square(decode(path, **how), **how)}))
     order, held, known = np.argsort(-chances, kind="stable"), int((chances > 0.5).sum()), about["trust"]["known"]
     pairs, one = [[about["classes"][c], float(chances[c])] for c in order], not about["multilabel"]
     answer = {"path": path, "label": "|".join(name for name, _ in pairs[: 1 if one else held])}
     answer |= {"probability": pairs[0][1], "top": pairs[: flags.top if one or not held else held]}
     if flags.coverage:
         answer["set"] = pairs[: set_size(chances[order].astype(float), about["trust"]["labels"][flags.sets], flags)]
-    if flags.keep:
-        answer["unknown"] = bool(score[0] < known[-int(np.ceil(len(known) * flags.keep - 1e-9))])
-    return answer
+    cut = known[-int(np.ceil(len(known) * flags.keep - 1e-9))] if flags.keep else None
+    return answer | ({"unknown": bool(score[0] < cut)} if flags.keep else {})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from vitrail.data.loading.device_loader import HOST_SIDE, DeviceEvalLoader, Devi
 from vitrail.data.loading.loader import EvalLoader, LoaderSpec, TrainLoader, auto_workers
 from vitrail.data.loading.sampler import BatchSampler
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.packed import pays_to_shrink, side_needed
+from vitrail.data.sources.packed import FAR_MORE, of_files, pays_to_shrink, side_needed
 from vitrail.data.stack import form_in
 from vitrail.engine.device import ProcessGroup, evaluation_batch
 from vitrail.files import cache_folder
@@ -170,8 +170,7 @@ class ImageModule(DataModule):
     def _decode(self) -> None:
         """Read train and val from a shrunk copy where that pays or is asked for; the choice is stored."""
         chosen, train = self.config.data, self.data["train"]
-        files = hasattr(train.reader, "at_least") and not getattr(train.reader, "form", None)
-        if not files or train.boxes is not None or chosen.loader == "jpeg":
+        if not of_files(train) or chosen.loader == "jpeg":
             return
         side = side_needed([augment.config for augment in (self.augment, *self.augments)], self.model.preprocess)
         once = chosen.decode == "once" or (chosen.decode == "auto" and pays_to_shrink(train, side))
@@ -183,6 +182,9 @@ class ImageModule(DataModule):
             try:
                 splits = [split for name, split in self.data.splits.items() if name != "test"]
                 self.copies = {split.name: shrunk_copy(split, side).reader for split in splits}
+                # What evaluates and predicts from files need not spend time on all of their pixels, either.
+                self.model.preprocess = replace(self.model.preprocess, reducing_gap=FAR_MORE)
+                self.preprocess = Preprocess(self.model.preprocess)
             except OSError as error:
                 if chosen.decode == "once":
                     raise

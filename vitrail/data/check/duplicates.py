@@ -15,11 +15,12 @@ from PIL import Image
 
 from vitrail.data.check.scan import Progress, read_all
 from vitrail.data.dataset import BadImage, DataSet, Split
-from vitrail.data.decode import stored_mode
+from vitrail.data.decode import stored_form
 from vitrail.data.sources.folder import FileReader
 from vitrail.data.stack import pixels_of
 
 SIDE = 16  # of the thumbnails
+ENOUGH = 512  # pixels that sides of a JPEG keep where it is decoded smaller, to be compared
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Fingerprints:
     reason: list[str]  # why it is unreadable; empty for a good image
     mode: list[str]  # how its file stores colours; empty where there is no file
     size: NDArray[np.int64]  # [images, 2] width, height
-    digest: NDArray[np.uint64]  # [images] of the decoded pixels: equal for equal pictures
+    digest: NDArray[np.uint64]  # [images] of the decoded pixels: equal for equal pictures (in files of one kind)
     outline: NDArray[np.uint64]  # [images] difference hash: a few bits apart for similar pictures
     thumbnail: NDArray[np.uint8]  # [images, SIDE, SIDE, 3]
 
@@ -61,7 +62,8 @@ class _Fingerprint(NamedTuple):
 
 def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progress | None = None) -> Fingerprints:
     """Read every image once, in threads."""
-    places = [(split, row) for split in data.splits.values() for row in range(len(split))]
+    splits = [split.decoded_at(ENOUGH) for split in data.splits.values()]
+    places = [(split, row) for split in splits for row in range(len(split))]
     prints = list(read_all(_fingerprint, places, workers, progress))
     sizes = [len(split) for split in data.splits.values()]
     return Fingerprints(
@@ -82,16 +84,17 @@ def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progr
 def _fingerprint(row_of: tuple[Split, int]) -> _Fingerprint:
     split, row = row_of
     reader = split.reader
-    mode = ""
+    mode, size = "", (0, 0)
     if isinstance(reader, FileReader) and reader.form is None:
-        mode = stored_mode(reader.path(int(split.index[row])))
+        mode, size = stored_form(reader.path(int(split.index[row])))
     try:
         image = split.read(row)
     except BadImage as bad:
         return _Fingerprint(bad.reason, mode)
     digest = hashlib.blake2b(repr(image.size).encode() + pixels_of(image).tobytes(), digest_size=8).digest()
     thumbnail = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), np.uint8)
-    return _Fingerprint("", mode, image.size, int.from_bytes(digest, "little"), difference_hash(image), thumbnail)
+    size = size if min(size) else image.size
+    return _Fingerprint("", mode, size, int.from_bytes(digest, "little"), difference_hash(image), thumbnail)
 
 
 def difference_hash(image: Image.Image) -> int:

@@ -332,7 +332,11 @@ class EvalLoader(BatchLoader):
         start_method: str | None = None,
     ) -> None:
         super().__init__(
-            split, partial(_eval_view, preprocess), device=device, workers=workers, start_method=start_method
+            split.decoded_at(preprocess.at_least),
+            partial(_eval_view, preprocess),
+            device=device,
+            workers=workers,
+            start_method=start_method,
         )
         _check_rank(rank, world)
         if batch < 1:

@@ -166,6 +166,11 @@ def side_needed(augments: Sequence[AugmentConfig], preprocess: PreprocessConfig)
     return math.ceil(side / STEP) * STEP
 
 
+def of_files(split: Split) -> bool:
+    """Whether its images are files, which become RGB of eight bits, without boxes in them."""
+    return hasattr(split.reader, "at_least") and not getattr(split.reader, "form", None) and split.boxes is None
+
+
 def pays_to_shrink(split: Split, size: int) -> bool:
     """Whether files hold far more than a copy of this size, which is no large part of the disk."""
     sides = []
