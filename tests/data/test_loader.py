@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -161,7 +160,7 @@ def test_workers_leave_signals_that_reach_all_processes_to_the_main_one(name):
     with train(workers=1, stop=40) as loader:
         batches = iter(loader)
         first = next(batches)
-        (worker,) = multiprocessing.active_children()
+        (worker,) = loader._loader._iterator._workers
         os.kill(worker.pid, getattr(signal, name))
         assert_same([first, *batches], list(train(stop=40)))
 
