@@ -84,12 +84,6 @@ class Split:
             **{name: column[rows] for name in _OPTIONAL if (column := getattr(self, name)) is not None},
         )
 
-    def decoded_at(self, least: int | None) -> Split:
-        """The split with JPEG files decoded at a fraction of their size that leaves sides of `least` (none: whole)."""
-        if least is None or not hasattr(self.reader, "at_least"):
-            return self
-        return replace(self, reader=replace(self.reader, at_least=least))  # type: ignore[type-var]
-
     def divide(self, rows: Mapping[str, NDArray[np.int64] | Sequence[int]]) -> dict[str, Split]:
         """The splits made of the rows of each."""
         return {name: self.take(chosen, name) for name, chosen in rows.items()}

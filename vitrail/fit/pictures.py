@@ -13,6 +13,7 @@ from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.counter import uniform
 from vitrail.data.dataset import Split
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.folder import decoded_at
 from vitrail.data.sources.packed import FAR_MORE, of_files, pays_to_shrink, side_needed
 from vitrail.model.assemble import default_preprocess
 
@@ -52,7 +53,7 @@ class Pictures:
     def _read(self, config: PreprocessConfig) -> tuple[list[Image], float]:
         least = Preprocess(config).at_least
         if least not in self._decoded:
-            rows, images, times = self._rows.decoded_at(least), [], []
+            rows, images, times = decoded_at(self._rows, least), [], []
             for row in range(len(rows)):
                 began = time.perf_counter()
                 images.append(rows.read(row))

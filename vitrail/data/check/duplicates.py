@@ -16,7 +16,7 @@ from PIL import Image
 from vitrail.data.check.scan import Progress, read_all
 from vitrail.data.dataset import BadImage, DataSet, Split
 from vitrail.data.decode import stored_form
-from vitrail.data.sources.folder import FileReader
+from vitrail.data.sources.folder import FileReader, decoded_at
 from vitrail.data.stack import pixels_of
 
 SIDE = 16  # of the thumbnails
@@ -62,7 +62,7 @@ class _Fingerprint(NamedTuple):
 
 def take_fingerprints(data: DataSet, workers: int | None = None, progress: Progress | None = None) -> Fingerprints:
     """Read every image once, in threads."""
-    splits = [split.decoded_at(ENOUGH) for split in data.splits.values()]
+    splits = [decoded_at(split, ENOUGH) for split in data.splits.values()]
     places = [(split, row) for split in splits for row in range(len(split))]
     prints = list(read_all(_fingerprint, places, workers, progress))
     sizes = [len(split) for split in data.splits.values()]

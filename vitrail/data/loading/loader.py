@@ -29,6 +29,7 @@ from vitrail.data.batch import Batch, BatchIndices, CollatedBatch
 from vitrail.data.dataset import BadImage, Split
 from vitrail.data.loading.sampler import BatchSampler, Draw, share_of_batch
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.folder import decoded_at
 
 TINY_PIXELS = 64 * 64
 MOST_WORKERS = 16
@@ -332,7 +333,7 @@ class EvalLoader(BatchLoader):
         start_method: str | None = None,
     ) -> None:
         super().__init__(
-            split.decoded_at(preprocess.at_least),
+            decoded_at(split, preprocess.at_least),
             partial(_eval_view, preprocess),
             device=device,
             workers=workers,

@@ -62,6 +62,13 @@ class FileReader:
         return replace(self, form=form)
 
 
+def decoded_at(split: Split, least: int | None) -> Split:
+    """The split with JPEG files decoded at a fraction of their size that leaves sides of `least` (none: whole)."""
+    if least is None or not isinstance(split.reader, FileReader):
+        return split
+    return replace(split, reader=replace(split.reader, at_least=least))
+
+
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key in which `image2` comes before `image10`, and names that differ only in zeros or case stay apart."""
     parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
