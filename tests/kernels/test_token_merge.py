@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,19 @@ def test_a_cpu_uses_the_plain_twins() -> None:
     slots, index = match_tokens(k, 3, 1)
     found, expected = merge_similar(x, branch, k, 3, 1), (*merge_tokens(x, branch, None, slots, 6), index)
     assert all(map(torch.equal, found, expected))
+
+
+def test_an_exported_merge_equals_the_plain_one_and_adds_into_no_place() -> None:
+    class Merge(torch.nn.Module):
+        def forward(self, x: torch.Tensor, branch: torch.Tensor, size: torch.Tensor, slots: torch.Tensor) -> Any:
+            return merge_tokens(x, branch, size, slots, 4)
+
+    x, branch, size = torch.randn(2, 9, 16), torch.randn(2, 9, 16), torch.randint(1, 9, (2, 9)).float()
+    slots = torch.tensor([[0, 1, 1, 1, 2, 3, 1, 3, 3], [0, 3, 1, 1, 2, 2, 2, 2, 2]])
+    program = torch.export.export(Merge(), (x, branch, size, slots), strict=True)
+    assert not [node for node in program.graph.nodes if "add_" in str(node.target) or "scatter" in str(node.target)]
+    for found, expected in zip(program.module()(x, branch, size, slots), Merge()(x, branch, size, slots), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 SIZES = [(197, 1, 13), (197, 1, 98), (50, 2, 24), (256, 0, 100), (20, 1, 4)]  # tokens, prefix, merges

@@ -434,6 +434,16 @@ def test_it_is_exported(tmp_path: Path, adaptive: dict[str, Any], write: Any, na
     assert max(differences.values()) < 1e-4
 
 
+def test_a_file_in_which_threads_would_lose_sums_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: False)  # merging is an index_add then
+    with pytest.raises(ValueError, match="where threads of onnxruntime lose sums; export to torch"):
+        to_onnx(vit(BOTH[0], depth=2), tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+
+
 def test_a_model_that_draws_tokens_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="draws tokens at random"):
         to_torch(vit(CONTROLS[1]), tmp_path / "m.pt2")

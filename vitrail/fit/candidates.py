@@ -154,14 +154,10 @@ def expected(candidate: Candidate, published: bool) -> float:
     return score - 0.5 * bool(candidate.settings)
 
 
-def build(candidate: Candidate, classes: Sequence[str], multilabel: bool = False) -> Classifier:
+def build(candidate: Candidate, classes: Sequence[str]) -> Classifier:
     """The candidate with random weights: its cost is that of the trained one."""
-    settings = dict(candidate.settings)
-    trunk = settings.pop("trunk", {})
-    model = create_model(
-        candidate.model, classes=classes, image_size=candidate.size, multilabel=multilabel, **settings, **trunk
-    )
-    return model.eval()
+    settings = {**candidate.settings, "classes": classes, "image_size": candidate.size}
+    return create_model(candidate.model, **settings.pop("trunk", {}), **settings).eval()
 
 
 def measure(
@@ -210,10 +206,8 @@ def known_without_measuring(candidate: Candidate, known: Sequence[Measured], bud
             continue
         if other.meets(budget):
             return f"{its.name} meets the budget with larger images"
-        if (
-            its.precision == "float32"
-            and other.latency * (candidate.size / its.size) ** 2 > GAIN_OF_INT8 * budget.latency
-        ):
+        by_pixels = other.latency * (candidate.size / its.size) ** 2
+        if its.precision == "float32" and by_pixels > GAIN_OF_INT8 * budget.latency:
             return f"{its.name} is far over the budget"
     return ""
 

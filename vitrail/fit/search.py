@@ -236,8 +236,8 @@ class Search:
         model = _model(candidate)
         engine = {"compile": False} if seconds < COMPILED_FROM else {}
         settings = merged({"model": model, "engine": engine}, training)
-        epochs = max(self._epochs(candidate, seconds), FEWEST_STEPS * self.base.data.batch / self.images)
-        epochs = min(MOST_EPOCHS, epochs)
+        fewest = FEWEST_STEPS * self.base.data.batch / self.images
+        epochs = min(MOST_EPOCHS, max(self._epochs(candidate, seconds), fewest))
         key = f"{candidate.name} {seconds:.4g}"
         epochs = self.state["epochs"].setdefault(key, float(f"{epochs:.3g}"))
         self.keep()

@@ -72,6 +72,10 @@ def merge_tokens(x: Tensor, branch: Tensor, size: Tensor | None, slots: Tensor, 
     """Means of x + branch over the tokens of each slot, weighted by size, and new sizes, by the same."""
     x = (x + branch).to(x.dtype)
     size = torch.ones(slots.shape, device=x.device) if size is None else size
+    if torch.compiler.is_exporting():  # threads of onnxruntime that add into one place lose sums
+        shares = (slots[:, None] == torch.arange(left, device=x.device)[:, None]) * size[:, None]
+        total = shares.sum(-1)
+        return (shares / total[..., None]).to(x.dtype) @ x, total
     total = size.new_zeros(len(x), left).scatter_add(1, slots, size)
     share = (size / total.gather(1, slots)).to(x.dtype)  # exactly 1 of a token that stays alone
     rows = slots + left * torch.arange(len(x), device=x.device)[:, None]

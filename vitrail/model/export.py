@@ -265,6 +265,7 @@ def _write_onnx(
     about: dict[str, Any],
     dynamic: tuple[dict[int, str]] | None = ({0: "batch"},),
 ) -> None:
+    name = about["spec"].get("name") or "the model"
     try:
         with warnings.catch_warnings():  # torch 2.11 warns of itself, once for every file
             warnings.simplefilter("ignore", FutureWarning)
@@ -282,9 +283,13 @@ def _write_onnx(
         remedy = f"pip install --upgrade {' '.join(PACKAGES)}"
         raise ValueError(f"the packages for ONNX files do not fit this torch ({_reason(error)}): {remedy}") from error
     except torch.onnx.errors.OnnxExporterError as error:
-        name = about["spec"].get("name") or "the model"
         raise ValueError(f"{name} cannot be written as ONNX ({_reason(error)}); export to torch") from error
     assert made is not None
+    if any(node.attributes.get_string("reduction", "none") != "none" for node in made.model.graph):
+        # github.com/microsoft/onnxruntime/issues/18048
+        raise ValueError(
+            f"{name} adds into places of a tensor, where threads of onnxruntime lose sums; export to torch"
+        )
     made.model.producer_name, made.model.producer_version = "vitrail", __version__
     made.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
     made.save(path)
