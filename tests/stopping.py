@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,3 +24,13 @@ def stop_after(step: int, patch: pytest.MonkeyPatch, number: int = signal.SIGTER
         return done
 
     patch.setattr(TrainStep, "feed", interrupted)
+
+
+@contextmanager
+def not_ignored(number: int) -> Iterator[None]:
+    """A signal has its effect here and in processes begun here, also where nohup or a background shell ignores it."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

@@ -19,7 +19,7 @@ from hostile import make_hostile
 from PIL import Image
 from processes import run_ranks, start
 from safetensors.torch import load_file
-from stopping import stop_after
+from stopping import not_ignored, stop_after
 
 import vitrail
 from vitrail.cli import run as cli
@@ -445,7 +445,8 @@ def test_ctrl_c_from_a_terminal(tmp_path: Path, photos: Path) -> None:
     text.write_text(dump(configure(f"--data {photos} --optim.epochs 2000 --engine.checkpoint_every 0")))
     out = tmp_path / "run"
     command = [sys.executable, "-m", "vitrail", "train", "--config", str(text), "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with not_ignored(signal.SIGINT):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
         assert time.monotonic() < deadline

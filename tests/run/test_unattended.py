@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stopping import stop_after
+from stopping import not_ignored, stop_after
 
 import vitrail
 from vitrail.cli import run as command
@@ -66,13 +66,13 @@ def equal(first: Path, second: Path) -> bool:
 def test_signals_of_terminals_and_schedulers_save_as_sigterm_does(
     name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.getsignal(getattr(signal, name))
-    with monkeypatch.context() as patch:
-        stop_after(3, patch, getattr(signal, name))
+    number = getattr(signal, name)
+    with monkeypatch.context() as patch, not_ignored(number):
+        stop_after(3, patch, number)
         with pytest.raises(Stopped, match="after step 3"):
             vitrail.train(configured(photos, tmp_path / "run"), quiet=True)
+        assert signal.getsignal(number) == signal.SIG_DFL
     assert steps_saved(tmp_path / "run" / "checkpoint") == [3]
-    assert signal.getsignal(getattr(signal, name)) == before
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored(
