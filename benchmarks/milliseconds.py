@@ -1,7 +1,8 @@
 """Accuracy against milliseconds: policies that leave out or merge tokens, on trained dense runs.
 
     python benchmarks/milliseconds.py RUN [RUN ...] --data DATA [--json FILE] [--device cuda] [--batch 1 1024]
-        [--compile off auto] [--shares 0.5 0.6 ...] [--policies tome-3 evit ...] [--tuned RUN ...] [--seconds 150]
+        [--compile off auto] [--runtimes torch onnxruntime OpenVINO int8] [--shares 0.5 0.6 ...]
+        [--policies tome-3 evit ...] [--tuned RUN ...] [--seconds 150]
 
 Each RUN is a run or model folder of a plain ViT with a class token; several are seeds of one configuration, and the
 table has their mean and standard deviation. ToMe (in every block, and in 3, 4 and 6 of them with more merges in each;
@@ -20,6 +21,9 @@ Every model is optimised (on CUDA: bf16, one CUDA graph; ATS inverse packed, wit
 `--compile off`: graphs alone, `auto`: compiled as well (a minute per model and batch size); both may be given, and are
 rows of their own. Each model takes turns with the dense one of the same kind, call by call in rounds; a speed-up is the
 median of the rounds' ratios. What cannot be compiled is measured as a graph alone, or without one, and says so.
+On a CPU, `--runtimes` also times the file of `vitrail export`, in float32 by onnxruntime and OpenVINO, and in int8 by
+onnxruntime, next to the dense model's file in the same runtime. What cannot be a file (uniform sampling draws) is a row
+with its error.
 
 Each point is one JSON line in FILE as soon as it is known, those that decide most first. A point that fails is a line
 with its error; the next call with the same FILE measures failed and missing points only, so that `--seconds` may cut
@@ -33,6 +37,7 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
@@ -42,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from latency import RUNTIMES, Work
 from rounds import where
 from torch import Tensor
 
@@ -54,13 +60,15 @@ from vitrail.model.build import make_adaptive
 from vitrail.model.classifier import Classifier
 from vitrail.model.config import AdaptiveConfig, Ats, Evit, Tome
 from vitrail.model.cost import cost
+from vitrail.model.export import read_onnx, to_onnx
 from vitrail.model.optimize import Optimized
+from vitrail.model.quantize import write_int8
 from vitrail.run.data_module import evaluation_batches
 from vitrail.run.evaluate import load
 from vitrail.run.run_data import open_for
 
 Key = tuple[str, str, float | None, str]
-"""Run, policy, share, and whether it is compiled (auto, off)."""
+"""Run, policy, share, and whether it is compiled (auto, off), or the runtime of its file."""
 
 
 def layers(depth: int, *shares: float) -> tuple[int, ...]:
@@ -87,6 +95,31 @@ TUNING = 512  # images on which ATS finds its points
 CHUNK = 64  # images at a time where shapes are not fixed: dial, cost, and accuracy on a CPU
 
 
+class Exported:
+    """A model's file in a runtime, called as an optimised model is. `work` is timed, with the first batch alone."""
+
+    compiled, graph, recomputed, batches = False, False, 0, 0
+
+    def __init__(self, bench: Bench, model: Classifier, size: int, runtime: str) -> None:
+        name = "dense" if model is bench.dense else bench.point
+        file, reduced = (bench.folder / f"{name}{end}.onnx" for end in ("", "-int8"))
+        if not file.exists():
+            to_onnx(model, file, input="float", output="logits")
+        if runtime == "int8" and not reduced.exists():
+            write_int8(file, reduced, bench.tuning[0])
+        self.precision, load_file = "float32", RUNTIMES["onnxruntime" if runtime == "int8" else runtime]
+        if runtime == "int8":
+            self.precision, file = "int8", reduced
+        self.work: Work = load_file(file, bench.batches(size)[0], torch.get_num_threads())
+        self.run = read_onnx(file)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.run(images)
+
+
+Ready = Optimized | Exported
+
+
 @dataclass
 class Bench:
     """The dense model, the images, and how things are measured."""
@@ -99,9 +132,11 @@ class Bench:
     labels: Tensor
     tuning: list[Tensor]
     gmacs: float
-    ready: dict[tuple[int, str], Optimized] = field(default_factory=dict)  # the dense model by batch size and compile
+    folder: Path  # of exported files
+    point: str = ""  # that is measured: what its file is called
+    ready: dict[tuple[int, str], Ready] = field(default_factory=dict)  # the dense model by batch size and compile
 
-    def dense_for(self, size: int, compiled: str) -> Optimized:
+    def dense_for(self, size: int, compiled: str) -> Ready:
         if (size, compiled) not in self.ready:
             self.ready[size, compiled], reason = optimised(self, self.dense, size, compiled)
             if reason:
@@ -143,8 +178,10 @@ def autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def optimised(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[Optimized, str]:
+def optimised(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[Ready, str]:
     """A copy for batches of this size that has run once, and why it is not compiled or captured; empty where it is."""
+    if compiled in (*RUNTIMES, "int8"):
+        return Exported(bench, model, size, compiled), ""
     if isinstance(model.policy, AtsPolicy) and not model.policy.even and bench.device.type == "cuda":
         with autocast(bench.device):
             calibrate(model, [part.float() for part in bench.tuning], batch=size)
@@ -176,7 +213,7 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def accuracy(bench: Bench, ready: Optimized, size: int) -> float:
+def accuracy(bench: Bench, ready: Ready, size: int) -> float:
     """Top-1 on test. Batches keep the size that was compiled and captured; the last one is filled up."""
     torch.manual_seed(0)  # uniform sampling draws
     right = 0
@@ -186,17 +223,17 @@ def accuracy(bench: Bench, ready: Optimized, size: int) -> float:
     return right / len(bench.test)
 
 
-def timed(bench: Bench, works: dict[str, Optimized], size: int) -> dict[str, Timing]:
+def timed(bench: Bench, works: dict[str, Ready], size: int) -> dict[str, Timing]:
     batches = bench.batches(size)
 
-    def way(model: Optimized) -> Way:
-        return Way(lambda i: model(batches[i % len(batches)]), size)
+    def way(model: Ready) -> Way:
+        return Way(model.work if isinstance(model, Exported) else lambda i: model(batches[i % len(batches)]), size)
 
     ways = {name: way(model) for name, model in works.items()}
     return in_turns(ways, bench.device, rounds=bench.options.rounds, seconds=bench.options.seconds_each)
 
 
-def figures(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[dict[str, Any], Optimized]:
+def figures(bench: Bench, model: Classifier, size: int, compiled: str) -> tuple[dict[str, Any], Ready]:
     """Time of one batch size, next to the dense model's in the same rounds."""
     if model is bench.dense:
         ready, reason = bench.dense_for(size, compiled), ""
@@ -239,7 +276,8 @@ def at_share(bench: Bench, policy: str, share: float) -> Classifier:
 def works(bench: Bench) -> dict[Key, Callable[[], Classifier]]:
     """How each point of a run gets its model, the dense one first; all without compilation before any with it."""
     options, run, points = bench.options, str(bench.run), {}
-    for compiled in sorted(options.compile, reverse=True) if bench.device.type == "cuda" else ["off"]:
+    runtimes = ["off" if name == "torch" else name for name in options.runtimes]
+    for compiled in sorted(options.compile, reverse=True) if bench.device.type == "cuda" else runtimes:
         points[run, "dense", None, compiled] = lambda: bench.dense
         for tuned in options.tuned if bench.run == options.run[0] else []:
             points[run, str(tuned), None, compiled] = lambda tuned=tuned: load(tuned).to(bench.device).eval()
@@ -249,7 +287,7 @@ def works(bench: Bench) -> dict[Key, Callable[[], Classifier]]:
     return points
 
 
-def prepared(options: argparse.Namespace, run: Path) -> Bench:
+def prepared(options: argparse.Namespace, run: Path, folder: Path) -> Bench:
     device = choose_device(options.device)
     dense = load(run).to(device).eval()
     if dense.policy is not None:
@@ -258,7 +296,7 @@ def prepared(options: argparse.Namespace, run: Path) -> Bench:
     test, labels = images_of(dense, data["test" if "test" in data.splits else "val"], options.images, device)
     split = data["val" if "val" in data.splits and "test" in data.splits else "train"]
     tuning = in_parts(images_of(dense, split, TUNING, device)[0], CHUNK)
-    return Bench(options, run, device, dense, test, labels, tuning, cost(dense).macs / 1e9)
+    return Bench(options, run, device, dense, test, labels, tuning, cost(dense).macs / 1e9, folder)
 
 
 def known(file: Path | None) -> dict[Key, dict[str, Any]]:
@@ -325,6 +363,9 @@ def main() -> None:
     parser.add_argument(
         "--compile", choices=["off", "auto"], nargs="+", default=["off"], help="CUDA: rows of each kind"
     )
+    parser.add_argument(
+        "--runtimes", choices=["torch", *RUNTIMES, "int8"], nargs="+", default=["torch"], help="CPU: rows of each kind"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of a run: begin no further point after")
     parser.add_argument("--threads", type=int, help="of the CPU")
     options = parser.parse_args()
@@ -335,14 +376,15 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*computed again.*")  # rows count them
     rows = known(options.json)
     for run in options.run:
-        measured(options, run, rows)
+        with tempfile.TemporaryDirectory() as folder:
+            measured(options, run, rows, Path(folder))
     print("\n" + "\n".join(table(rows, options.batch)), flush=True)
 
 
-def measured(options: argparse.Namespace, run: Path, rows: dict[Key, dict[str, Any]]) -> None:
+def measured(options: argparse.Namespace, run: Path, rows: dict[Key, dict[str, Any]], folder: Path) -> None:
     """Add the points of a run that are missing."""
     began = time.monotonic()
-    bench = prepared(options, run)
+    bench = prepared(options, run, folder)
     about = {"machine": where(bench.device), "data": options.data, "images": len(bench.test)}
     print(f"{about['machine']}, {run}, {len(bench.test)} images, {bench.gmacs:.4f} GMACs dense\n", flush=True)
     points = works(bench)
@@ -354,7 +396,7 @@ def measured(options: argparse.Namespace, run: Path, rows: dict[Key, dict[str, A
             print(f"{options.seconds:g} seconds are over: {missing} points are left for another call", flush=True)
             break
         row: dict[str, Any] = dict(zip(("run", "policy", "share", "compile"), key, strict=True)) | about
-        start = time.monotonic()
+        start, bench.point = time.monotonic(), f"{Path(key[1]).name}-{key[2]}"
         try:
             row |= point(bench, model(), key[3])
         except Exception as error:
