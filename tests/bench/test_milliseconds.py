@@ -62,3 +62,24 @@ def test_several_runs_are_one_row_of_the_table_with_mean_and_deviation(tmp_path:
     again = call(SCRIPT, *words, "--json", str(tmp_path / "other"), "--seconds", "0")
     assert "0 seconds are over" in again
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_files_are_timed_beside_the_file_of_the_dense_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    shape = {"depth": 2, "width": 32, "heads": 2, "patch": 4, "image_size": 32}
+    run = create_model("deit_tiny", classes=vitrail.open_data(DATA).classes, **shape).save(tmp_path / "dense")
+    file = tmp_path / "rows.jsonl"
+    words = [str(run), "--data", DATA, "--device", "cpu", "--batch", "1", "4", "--rounds", "2", "--threads", "1"]
+    words += ["--seconds_each", "0.01", "--json", str(file), "--shares", "0.7", "--policies", "tome", "ats-uniform"]
+    text = call(SCRIPT, *words, "--runtimes", "torch", "onnxruntime", "int8")
+    rows = {(row["policy"], row["compile"]): row for row in map(json.loads, file.read_text().splitlines())}
+    assert {kind for _, kind in rows} == {"off", "onnxruntime", "int8"}
+    assert rows["tome", "onnxruntime"]["top1"] == pytest.approx(rows["tome", "off"]["top1"], abs=0.02)
+    precisions = {kind: row["batches"]["4"]["precision"] for (policy, kind), row in rows.items() if policy == "tome"}
+    assert precisions == {"off": "float32", "onnxruntime": "float32", "int8": "int8"}
+    assert rows["tome", "onnxruntime"]["batches"]["1"]["dense_ms"] > 0
+    uniform = rows["ats-uniform", "onnxruntime"]["batches"]
+    assert all("draws tokens at random" in row["error"] for row in uniform.values())
+    assert "| tome | 0.7 | int8 | 1 |" in text.replace("*", "")
