@@ -29,7 +29,8 @@ def stop_after(step: int, patch: pytest.MonkeyPatch, number: int = signal.SIGTER
 @contextmanager
 def not_ignored(number: int) -> Iterator[None]:
     """A signal has its effect here and in processes begun here, also where nohup or a background shell ignores it."""
-    before = signal.signal(number, signal.SIG_DFL)
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from stopping import stop_after
+from stopping import not_ignored, stop_after
 from torch import Tensor, nn
 
 import vitrail
@@ -488,7 +488,7 @@ def test_ctrl_c_in_the_evaluation_of_a_patch_says_how_to_go_on(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attacking.attack(saved, SETTINGS, out=tmp_path / "run", quiet=True)
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, not_ignored(signal.SIGINT):
         patched.setattr(attacking, "_judged", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
         assert cli(["attack", "--resume", str(tmp_path / "run"), "--json"]) == 130
     hint = f"stopped after step 6; continue with: vitrail attack --resume {tmp_path / 'run'}\n"
