@@ -210,7 +210,13 @@ def test_a_second_seed_decides_between_two_that_are_close_where_there_is_time(
     calls: list[tuple[int, int, int]] = []
 
     def rung(
-        search: Search, number: int, forms: list[Form], teacher: object = None, seeds: int = 1, shared_by: int = 0
+        search: Search,
+        number: int,
+        forms: list[Form],
+        teacher: object = None,
+        seeds: int = 1,
+        shared_by: int = 0,
+        **_: int,
     ) -> list[Trial]:
         calls.append((number, seeds, shared_by))
         found = [Trial(f, number, values[f.measured.candidate.model, seeds], 0.02, 1, 1, "", seeds) for f in forms]
@@ -222,8 +228,8 @@ def test_a_second_seed_decides_between_two_that_are_close_where_there_is_time(
     said: list[str] = []
     search = Search(SCRATCH, 100, 100, seconds, tmp_path, "top1", state, lambda: None, said.append)
     best = search.run([cost("a", 1), cost("b", 2)], None, Candidate("a", 32), lambda _: [], no_smaller)
-    assert [call[:2] for call in calls] == [(0, 1), (1, 1), (2, 1), (2, 2)][: 4 if again else 3]
-    assert {shared for *_, shared in calls[2:]} == ({4} if again else {2})  # both, and both again
+    assert [call[:2] for call in calls] == [(0, 1), (2, 1), (2, 2)][: 3 if again else 2]
+    assert {shared for *_, shared in calls[1:]} == ({4} if again else {2})  # both, and both again
     assert best.form.measured.candidate.model == ("b" if again else "a")
     assert {t.seeds for t in search.trials if t.rung == 2} == {2 if again else 1}
     assert ("there is no time for a second seed" in said[-1]) is not again
@@ -248,9 +254,30 @@ def test_the_best_is_taught_and_has_another_head_where_there_is_time(
     search.state["speeds"] = {"a-128": speed, "b-128": speed}
     pooled = lambda _: [Form(cost("pooled", 1))]  # noqa: E731
     best = search.run([cost("b", 1), cost("a", 2)], None, Candidate("t", 32), pooled, no_smaller)
-    assert rungs[:2] == [["b-128", "a-128"], ["a-128", "b-128"]]
-    assert rungs[2] == ["b-128", "b-128-distilled", "pooled-128"][:forms]
-    assert best.form.name == rungs[2][-1]
+    assert rungs[0] == ["b-128", "a-128"]
+    assert rungs[1] == ["a-128", "a-128-distilled", "pooled-128"][:forms]
+    assert best.form.name == rungs[1][-1]
+
+
+@pytest.mark.parametrize(("count", "lengths"), [(4, [3.0, 5.0]), (3, [35 / 4]), (2, [35 / 3])])
+def test_three_or_fewer_have_the_time_of_two_rungs_at_once(
+    count: int, lengths: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planned: list[tuple[int, float]] = []
+
+    def train(search: Search, name: str, number: int, forms: list[Form], seconds: float, *_: object) -> list[Trial]:
+        planned.append((number, seconds))
+        return [Trial(form, number, 0.5 - 0.1 * place, 0.02, 1, seconds, "") for place, form in enumerate(forms)]
+
+    monkeypatch.setattr(Search, "train", train)
+    costs = [cost(model, 1) for model in ("timm:resnet26d", "timm:resnet18", "deit_tiny", "deit_small")[:count]]
+    state = {"speeds": {m.candidate.name: 1000 for m in costs}}
+    search = Search(SCRATCH, 100, 50, 100, tmp_path, "top1", state, lambda: None, lambda _: None)
+    search.run(costs, None, None, lambda _: [], no_smaller)
+    assert [number for number, _ in planned] == [*range(len(lengths)), 2]
+    assert [seconds for _, seconds in planned[:-1]] == pytest.approx(
+        lengths
+    )  # 15 and 20 s, and one more share in reserve
 
 
 @pytest.mark.parametrize(
@@ -565,7 +592,7 @@ def test_photographs_and_a_latency_become_a_checked_file(
     assert result["bytes"] == (out / "model.onnx").stat().st_size
     assert result["split"] == "test"
     assert result["interval"][0] <= result["top1"] <= result["interval"][1]
-    assert {trial["rung"] for trial in result["trials"]} == {0, 1, 2}
+    assert {trial["rung"] for trial in result["trials"]} == {0, 2}  # of two candidates
     lines = [line for path in (out / "studies").glob("run-*/metrics.jsonl") for line in path.read_text().splitlines()]
     assert {json.loads(line)["split"] for line in lines} == {"train", "val"}  # test was for the file alone
     assert "<table" in (out / "report.html").read_text()

@@ -89,9 +89,11 @@ class Search:
         """The best form. `beyond` is trained in the first rung only: what the next larger budget would buy. `smaller`
         measures the same network with smaller images, for one that is slow to learn."""
         first = self._first(feasible, 0 if beyond is None else 1, smaller)
-        rung = self._rung(0, [Form(m) for m in (*first, *([beyond] if beyond else []))])
+        forms, few = [Form(m) for m in (*first, *([beyond] if beyond else []))], len(first) <= KEPT[1]
+        rung = self._rung(0, forms, shares=2 if few else 1)  # few have the time of two rungs at once
         rung = [trial for trial in rung if beyond is None or trial.form.measured is not beyond]
-        rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
+        if not few:
+            rung = self._rung(1, [trial.form for trial in _best(rung)[: KEPT[1]]])
         best, *others = _best(rung)
         winner = best.form.measured.candidate
         last = [best.form, *[trial.form for trial in others if self._close(best, trial)]]
@@ -136,17 +138,18 @@ class Search:
         teacher: Candidate | None = None,
         seeds: int = 1,
         shared_by: int | None = None,
+        shares: int = 1,
     ) -> list[Trial]:
         """Trains forms, each as long as if `shared_by` of them (none: as many as there are) shared the rung's time."""
-        seconds = self._share(number, shared_by or len(forms), teacher)
+        seconds = self._share(number, shared_by or len(forms), teacher, shares)
         return self.train(f"rung-{number}" + ("-seeds" if seeds > 1 else ""), number, forms, seconds, teacher, seeds)
 
-    def _share(self, number: int, count: int, teacher: Candidate | None = None) -> float:
-        """Seconds of each training of a rung; one more is kept in reserve, in the last for the teacher. The last rung
-        has all time that is left."""
+    def _share(self, number: int, count: int, teacher: Candidate | None = None, shares: int = 1) -> float:
+        """Seconds of each training of a rung (with the shares of those after it); one more is kept in reserve, in the
+        last for the teacher. The last rung has all time that is left."""
         last = len(SHARES) - 1
         left = self.seconds - sum(trial.seconds for trial in self.trials if trial.rung < last)
-        seconds = max(SHARES[number] * self.seconds, left if number == last else 0.0)
+        seconds = max(sum(SHARES[number : number + shares]) * self.seconds, left if number == last else 0.0)
         return seconds / (count + (number < last or teacher is not None))
 
     def _first(
