@@ -33,8 +33,9 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import Budget, quantity
+from vitrail.fit.page import rows
 from vitrail.fit.pictures import PICTURES, Pictures
-from vitrail.fit.run import trainable
+from vitrail.fit.run import FitResult, trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe, with_values
@@ -278,6 +279,13 @@ def test_three_or_fewer_have_the_time_of_two_rungs_at_once(
     assert [seconds for _, seconds in planned[:-1]] == pytest.approx(
         lengths
     )  # 15 and 20 s, and one more share in reserve
+
+
+def test_the_page_numbers_the_rungs_that_there_were(tmp_path: Path) -> None:
+    form = Form(cost("a", 1))
+    trials = tuple(Trial(form, rung, 0.5, 0.02, 1, 1, "") for rung in (0, 2))
+    fitted = FitResult(tmp_path, tmp_path / "file", Budget(0.005), 0.004, 1, "test", 1, 2, trials[1], trials, (), ())
+    assert [row["rung"] for row in rows(fitted)] == ["2", "1"]
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,12 @@ def chart(fitted: FitResult) -> Any:
 def rows(fitted: FitResult) -> list[dict[str, str]]:
     """A row for each training, the last rung first."""
     order = sorted(fitted.trials, key=lambda t: (-t.rung, -t.value))
+    rungs = sorted({t.rung for t in order})  # one may have been left out
     return [
         {
             "name": t.form.name,
             "chosen": "chosen" if t is fitted.chosen else "",
-            "rung": str(t.rung + 1),
+            "rung": str(1 + rungs.index(t.rung)),
             "value": f"{percent(t.value)} ± {100 * t.error:.1f}",
             "latency": number(1e3 * (t.form.measured.latency or 0)),
             "size": number(t.form.measured.bytes / 1e6),
