@@ -276,9 +276,8 @@ def test_three_or_fewer_have_the_time_of_two_rungs_at_once(
     search = Search(SCRATCH, 100, 50, 100, tmp_path, "top1", state, lambda: None, lambda _: None)
     search.run(costs, None, None, lambda _: [], no_smaller)
     assert [number for number, _ in planned] == [*range(len(lengths)), 2]
-    assert [seconds for _, seconds in planned[:-1]] == pytest.approx(
-        lengths
-    )  # 15 and 20 s, and one more share in reserve
+    # 15 and 20 s, and one more share in reserve
+    assert [seconds for _, seconds in planned[:-1]] == pytest.approx(lengths)
 
 
 def test_the_page_numbers_the_rungs_that_there_were(tmp_path: Path) -> None:
