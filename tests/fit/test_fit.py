@@ -35,10 +35,12 @@ from vitrail.fit.candidates import (
 from vitrail.fit.limits import Budget, quantity
 from vitrail.fit.page import rows
 from vitrail.fit.pictures import PICTURES, Pictures
-from vitrail.fit.run import FitResult, trainable
+from vitrail.fit.run import FitResult, faster, in_fewer_bits, trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe, with_values
+from vitrail.run.evaluate import evaluate, load
+from vitrail.run.run_data import open_run
 
 SCRATCH = with_values(recipe("scratch"), {"data.batch": 5})
 
@@ -518,8 +520,8 @@ def test_measuring_ends_when_enough_architectures_meet_the_budget(
 
 def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    for load, text in (1.9, ""), (2.1, "load 2.1 on 4 cores"):
-        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+    for mean, text in (1.9, ""), (2.1, "load 2.1 on 4 cores"):
+        monkeypatch.setattr("os.getloadavg", lambda mean=mean: (mean, 0.0, 0.0), raising=False)
         assert others_at_work() == text
 
 
@@ -616,6 +618,70 @@ def test_photographs_and_a_latency_become_a_checked_file(
     words = [sys.executable, str(out / "predict.py"), str(out / "model.onnx"), str(picture), "--json"]
     answer = subprocess.run(words, capture_output=True, check=True)
     assert json.loads(answer.stdout)["label"] in ("a", "b", "c")
+
+
+def trained(name: str, folder: Path, precision: candidates.Precision = "float32") -> Trial:
+    """As if it were: random weights."""
+    candidate = Candidate(name, 28, precision=precision)
+    torch.manual_seed(0)
+    build(candidate, ["a", "b", "c"]).save(folder)
+    return Trial(Form(Measured(candidate, 0.9e-3, 5)), 2, 0.5, 0.01, 3, 4, str(folder))
+
+
+def test_weights_whose_file_takes_too_long_are_tried_in_int8_and_with_smaller_images(
+    photographs: str, tmp_path: Path
+) -> None:
+    data = open_run(with_values(SCRATCH, {"data.uri": photographs}).data)
+    trial = trained("cifar_resnet20", tmp_path / "run")
+    where = data, Budget(1e-3), "macro_f1", tmp_path / "out"
+    int8, smaller = faster(trial, 1.05e-3, *where)  # 28 x sqrt(0.9 / 1.05) = 25.9 pixels
+    assert (int8.form.name, int8.value, int8.path) == ("cifar_resnet20-28-int8", trial.value, trial.path)
+    assert (int8.form.lose, smaller.form.lose) == (0.3, 0.3)
+    assert smaller.form.name == "cifar_resnet20-24"
+    assert load(smaller.path).preprocess.size == 24
+    figures, _, _ = evaluate(trial.path, data, split="val", image_size=24)
+    assert smaller.value == figures.scalars()["macro_f1"]
+    assert figures.loss != evaluate(trial.path, data, split="val")[0].loss
+    assert (smaller.rung, smaller.epochs, smaller.form.measured.latency) == (2, 3, None)
+    assert [t.form.name for t in faster(trial, 2e-3, *where)] == ["cifar_resnet20-28-int8"]  # 18.8: far smaller
+    assert [t.form.name for t in faster(smaller, 1.05e-3, *where)] == ["cifar_resnet20-24-int8"]  # smaller once only
+    more, _ = faster(int8, 1.05e-3, *where)
+    assert (more.form.name, more.form.lose) == ("cifar_resnet20-28-int8", 2.0)
+    assert [t.form.name for t in faster(more, 1.05e-3, *where)] == ["cifar_resnet20-24-int8"]
+    vit = trained("vit_micro_28", tmp_path / "vit", "int8")  # patches of 7 pixels
+    assert [(t.form.name, t.form.lose) for t in faster(vit, 1.05e-3, *where)] == [("vit_micro_28-28-int8", 2.0)]
+    assert [(t.form.name, t.form.lose) for t in in_fewer_bits(vit, Budget(1e-3))] == [("vit_micro_28-28-int8", 2.0)]
+    on_accelerator = data, Budget(1e-3, on="cuda"), "macro_f1", tmp_path / "out"
+    assert [t.form.name for t in faster(trial, 1.05e-3, *on_accelerator)] == ["cifar_resnet20-24"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_a_file_over_its_budget_is_made_faster_before_what_learned_less_is_deployed(
+    photographs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "candidates_for", lambda _: [Candidate("cifar_resnet20", 28)])
+    monkeypatch.setattr(fitting, "TEACHERS", {"small": "cifar_resnet20"})
+    seen = []
+
+    def latency(file: Path, *_: object) -> float:
+        metadata = pytest.importorskip("onnxruntime").InferenceSession(str(file)).get_modelmeta().custom_metadata_map
+        seen.append(json.loads(metadata["preprocess"])["size"])
+        return 0.51 if seen[-1] == 28 else 0.4
+
+    monkeypatch.setattr(fitting, "_settled_latency", latency)
+    said: list[str] = []
+    out = tmp_path / "out"
+    found = fitting.fit(photographs, Budget(0.5), out, minutes=0.05, weights="none", say=said.append)
+    assert seen[-1] == 24  # after float32, int8 and int8 that may cost more
+    assert set(seen[:-1]) == {28}
+    assert found.chosen.form.measured.candidate.size == 24
+    assert (found.latency, found.chosen.seconds, found.bytes) == (0.4, 0, (out / "model.onnx").stat().st_size)
+    assert [row["name"] for row in rows(found) if row["chosen"]] == [found.chosen.form.name]
+    assert any("cifar_resnet20-28, 510 ms" in text and "over the budget" in text for text in said)
+    assert f"{found.chosen.form.name} has weights of another row, images of 24 pixels" in " ".join(found.notes)
+    assert load(found.chosen.path).preprocess.size == 24
+    assert [path for path in out.iterdir() if path.name.startswith("cifar")] == [Path(found.chosen.path)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -55,7 +56,8 @@ from vitrail.run.run_data import open_for, open_run
 STATE, FILE = "fit.json", "model.onnx"
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20.0, 60_000.0  # of the last training on a processor, from scratch
 ATTEMPTS, PAUSE = 3, 5.0  # of measuring the finished file; seconds between them
-LOSE = 0.3  # points of accuracy on val that int8 may cost
+MORE = 2.0  # points that int8 may cost where less makes it too slow: images smaller by 8 % of their side cost as much
+LEAST, PIXELS = 0.7, 4  # of the size of images that it learned from, what weights are tried with; steps of that size
 
 
 @dataclass(frozen=True)
@@ -366,34 +368,59 @@ def _deployed(
     out: Path,
     say: Callable[[str], None],
 ) -> FitResult:
-    """The best trial whose file, calibrated and exported, is within the budget; evaluated once."""
+    """The best trial whose file, calibrated and exported, is within the budget; evaluated once.
+
+    Weights whose file takes too long are tried in faster forms before what learned less.
+    """
     notes: list[str] = []
-    for trial in ranked:
+    failed: list[Candidate] = []
+    made: set[str] = set()
+    while ranked:  # another training of what failed has a file that takes as long, and comes last
+        trial = min(
+            ranked, key=lambda t: (t in search.trials and t.form.measured.candidate in failed, -t.rung, -t.value)
+        )
+        ranked = [other for other in ranked if other is not trial]
         path, candidate, file = trial.path, trial.form.measured.candidate, out / FILE
         try:
             calibrate(path, data.uri, compare=False)  # embeddings of train would take bytes and time of the file
         except ValueError as error:
             notes.append(f"probabilities are not calibrated: {error}")
         model = load(path)
-        seen = pictures.decoded(model.preprocess)
+        seen, change = pictures.decoded(model.preprocess), 0.0
         try:
             if budget.on == "cuda":
                 file = model.save(out / "model")
                 latency, size = accelerator_latency(model, seen), sum(f.stat().st_size for f in file.iterdir())
             else:
                 precision: Literal["int8"] | None = "int8" if candidate.precision == "int8" else None
-                size = export_onnx(model, file, Path(path), precision, data.uri, LOSE, with_predict=True).bytes
-                latency = _settled_latency(file, seen, budget)
+                exported = export_onnx(model, file, Path(path), precision, data.uri, trial.form.lose, with_predict=True)
+                size, latency = exported.bytes, _settled_latency(file, seen, budget)
+                change = exported.precision["change"] if exported.precision else 0.0
         except Exception as error:  # exporters and runtimes have error classes of their own
             notes.append(f"{trial.form.name} was not deployed: {error}")
             say(notes[-1])
+            failed.append(candidate)
+            ranked += in_fewer_bits(trial, budget) if candidate.precision == "int8" else []
             continue
         if not budget.meets(latency, size, 1.0):
             notes.append(
                 f"{trial.form.name}, {1e3 * latency:.3g} ms and {size / 1e6:.3g} MB as a file, is over the budget"
             )
             say(notes[-1])
+            failed.append(candidate)
+            if latency > budget.latency:
+                ranked += (forms := faster(trial, latency, data, budget, search.metric, out))
+                made |= {form.path for form in forms}
             continue
+        if trial not in search.trials:  # made of the weights of one
+            form = replace(trial.form, measured=Measured(candidate, latency, size))
+            trial = replace(trial, form=form, value=trial.value + change, seconds=0.0)
+            search.trials.append(trial)
+            may = f", where int8 may cost {trial.form.lose:g} points" * (candidate.precision == "int8")
+            notes.append(f"{trial.form.name} has weights of another row, images of {model.preprocess.size} pixels{may}")
+        for unused in {Path(path) for path in made - {trial.path}}:
+            if unused.parent == out:
+                shutil.rmtree(unused)
         split = "test" if "test" in data.splits else "val"
         correct = _correct(file, model, data, split, budget)
         counts = int(sum(correct)), len(correct)
@@ -404,6 +431,34 @@ def _deployed(
             out, file, budget, latency, size, split, *counts, trial, trials, all_costs, tuple(notes), search.metric
         )
     raise ValueError(f"no trained model meets {budget.text} as a file: {notes[-1]}")
+
+
+def in_fewer_bits(trial: Trial, budget: Budget) -> list[Trial]:
+    """The same weights in int8, where they were not; where they were, in int8 that may cost more."""
+    form = trial.form
+    candidate = form.measured.candidate
+    if budget.on != "cpu" or form.lose >= MORE:
+        return []
+    int8, lose = replace(candidate, precision="int8"), MORE if candidate.precision == "int8" else form.lose
+    return [replace(trial, form=replace(form, measured=Measured(int8), lose=lose))]
+
+
+def faster(trial: Trial, latency: float, data: DataSet, budget: Budget, metric: str, folder: Path) -> list[Trial]:
+    """Weights whose file takes `latency` in fewer bits, and (once) with images that are as much smaller as that is too
+    long, judged by val; their model is in `folder`. What the network cannot take is left out."""
+    forms, candidate = in_fewer_bits(trial, budget), trial.form.measured.candidate
+    model, most = load(trial.path), candidate.size * (HEADROOM * budget.latency / latency) ** 0.5
+    sizes = range(int(most) // PIXELS * PIXELS, math.ceil(LEAST * candidate.size) - 1, -PIXELS)
+    for size in () if Path(trial.path).parent == folder else sizes:
+        try:
+            figures, _, _ = evaluate(model, data, split="val", image_size=size)
+        except ValueError:  # patches that do not divide it, say
+            continue
+        model.preprocess, smaller = replace(model.preprocess, size=size), replace(candidate, size=size)
+        path = str(model.save(folder / smaller.name))
+        form = replace(trial.form, measured=Measured(smaller))
+        return [*forms, replace(trial, form=form, value=figures.scalars()[metric], path=path)]
+    return forms
 
 
 def _settled_latency(file: Path, pictures: Sequence[Image], budget: Budget) -> float:

@@ -36,6 +36,7 @@ class Form:
 
     measured: Measured
     training: Mapping[str, Any] = field(default_factory=dict)  # nested settings of the run
+    lose: float = 0.3  # points of accuracy on val that int8 may cost
 
     @property
     def name(self) -> str:
