@@ -408,9 +408,10 @@ def _deployed(
             )
             say(notes[-1])
             failed.append(candidate)
-            if latency > budget.latency:
-                ranked += (forms := faster(trial, latency, data, budget, search.metric, out))
-                made |= {form.path for form in forms}
+            slow = latency > budget.latency
+            forms = faster(trial, latency, data, budget, search.metric, out) if slow else in_fewer_bits(trial, budget)
+            made |= {form.path for form in forms}
+            ranked += forms
             continue
         if trial not in search.trials:  # made of the weights of one
             form = replace(trial.form, measured=Measured(candidate, latency, size))
