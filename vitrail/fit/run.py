@@ -446,7 +446,7 @@ def in_fewer_bits(trial: Trial, budget: Budget) -> list[Trial]:
 
 def faster(trial: Trial, latency: float, data: DataSet, budget: Budget, metric: str, folder: Path) -> list[Trial]:
     """Weights whose file takes `latency` in fewer bits, and (once) with images that are as much smaller as that is too
-    long, judged by val; their model is in `folder`. What the network cannot take is left out."""
+    long, measured on val; their model is in `folder`. What the network cannot take is left out."""
     forms, candidate = in_fewer_bits(trial, budget), trial.form.measured.candidate
     model, most = load(trial.path), candidate.size * (HEADROOM * budget.latency / latency) ** 0.5
     sizes = range(int(most) // PIXELS * PIXELS, math.ceil(LEAST * candidate.size) - 1, -PIXELS)
