@@ -33,7 +33,7 @@ from vitrail.fit.candidates import (
     within_time,
 )
 from vitrail.fit.limits import Budget, quantity
-from vitrail.fit.page import rows
+from vitrail.fit.page import rows, verdict
 from vitrail.fit.pictures import PICTURES, Pictures
 from vitrail.fit.run import FitResult, faster, in_fewer_bits, trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
@@ -287,6 +287,15 @@ def test_the_page_numbers_the_rungs_that_there_were(tmp_path: Path) -> None:
     trials = tuple(Trial(form, rung, 0.5, 0.02, 1, 1, "") for rung in (0, 2))
     fitted = FitResult(tmp_path, tmp_path / "file", Budget(0.005), 0.004, 1, "test", 1, 2, trials[1], trials, (), ())
     assert [row["rung"] for row in rows(fitted)] == ["2", "1"]
+
+
+def test_the_page_does_not_say_that_the_chosen_one_was_ahead_of_a_better_one_with_a_slower_file(tmp_path: Path) -> None:
+    names = {"slower": 0.6, "chosen": 0.5, "behind": 0.4}
+    trials = tuple(Trial(Form(cost(name, 1)), 2, value, 0.02, 1, 1, "") for name, value in names.items())
+    fitted = FitResult(tmp_path, tmp_path / "file", Budget(0.005), 0.004, 1, "test", 1, 2, trials[1], trials, (), ())
+    assert "ahead of behind-128 by more than twice" in verdict(fitted)
+    fitted = replace(fitted, trials=trials[:2])
+    assert "ahead" not in verdict(fitted)
 
 
 @pytest.mark.parametrize(

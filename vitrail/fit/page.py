@@ -75,7 +75,8 @@ def verdict(fitted: FitResult) -> str:
     text = f"{chosen.form.name} is right in {percent(fitted.accuracy)} of {fitted.images:,} {fitted.split} images, in "
     text += f"{1e3 * fitted.latency:.3g} ms per image ({fitted.budget.text} allowed). "
     others = [t for t in fitted.trials if t.rung == chosen.rung and t.form.name != chosen.form.name]
-    if others := [t for t in others if t.value <= chosen.value]:  # weights of a slower file are no rival
+    others = [t for t in others if t.value <= chosen.value]  # a better one had a file over the budget
+    if others:
         second = max(others, key=lambda t: t.value)
         gap = chosen.value - second.value
         clear = "more" if gap > 2 * chosen.error else "less"
