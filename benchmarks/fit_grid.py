@@ -32,9 +32,10 @@ from vitrail.compare.study import read_study
 from vitrail.engine.run_folder import RunFolder
 from vitrail.files import json_text, parse_json, write_text
 from vitrail.fit.candidates import Measured
+from vitrail.fit.finished_file import FILE, correct, deployed
 from vitrail.fit.limits import Budget
 from vitrail.fit.pictures import Pictures
-from vitrail.fit.run import FILE, STATE, _correct, _deployed, measure_all, trainable
+from vitrail.fit.run import STATE, measure_all, trainable
 from vitrail.fit.search import TAUGHT, Form, Search, Trial
 from vitrail.recipes import with_values
 from vitrail.run.evaluate import load
@@ -102,7 +103,7 @@ def difference(ours: list[bool], others: list[bool]) -> dict[str, Any]:
 def correct_of_fit(fit: FinishedFit, data: str) -> list[bool]:
     """Whether the search's file is right, for every image of the split that it was evaluated on."""
     model = load(fit.result["chosen"]["path"])
-    return _correct(fit.file, model, open_run(_base(fit, data).data), fit.result["split"], fit.budget)
+    return correct(fit.file, model, open_run(_base(fit, data).data), fit.result["split"], fit.budget)
 
 
 def row_of_fit(fit: FinishedFit, correct: list[bool]) -> dict[str, Any]:
@@ -196,9 +197,9 @@ class Grid:
             search.idle.end()
         ranked = sorted(trials, key=lambda trial: -trial.value)
         budget, split = self.fit.budget, self.fit.result["split"]
-        best = _deployed(ranked, search, self.fit.feasible, self.data, budget, self.pictures, self.out, search.say)
+        best = deployed(ranked, search, self.fit.feasible, self.data, budget, self.pictures, self.out, search.say)
         model = load(best.chosen.path)
-        theirs = _correct(best.file, model, self.data, split, budget)
+        theirs = correct(best.file, model, self.data, split, budget)
         ours = correct_of_fit(self.fit, self.base.data.uri)
         grid = {"method": "grid", "chosen": best.chosen.form.name, "val": best.chosen.value}
         grid |= {"test": float(np.mean(theirs)), "images": len(theirs), "trained": len(trials)}

@@ -19,7 +19,7 @@ from vitrail.cli import run as command
 from vitrail.compare.study import Study
 from vitrail.data.config import AugmentConfig, PreprocessConfig
 from vitrail.data.open import open_data
-from vitrail.fit import candidates
+from vitrail.fit import candidates, finished_file
 from vitrail.fit import run as fitting
 from vitrail.fit.candidates import (
     Candidate,
@@ -32,10 +32,11 @@ from vitrail.fit.candidates import (
     others_at_work,
     within_time,
 )
+from vitrail.fit.finished_file import FitResult, faster, in_fewer_bits
 from vitrail.fit.limits import Budget, quantity
 from vitrail.fit.page import rows, verdict
 from vitrail.fit.pictures import PICTURES, Pictures
-from vitrail.fit.run import FitResult, faster, in_fewer_bits, trainable
+from vitrail.fit.run import trainable
 from vitrail.fit.search import SHARES, TAUGHT, Form, Search, Trial, most_promising
 from vitrail.model.export import read_onnx, to_single_onnx
 from vitrail.recipes import recipe, with_values
@@ -678,7 +679,7 @@ def test_a_file_over_its_budget_is_made_faster_before_what_learned_less_is_deplo
         seen.append(json.loads(metadata["preprocess"])["size"])
         return 0.51 if seen[-1] == 28 else 0.4
 
-    monkeypatch.setattr(fitting, "_settled_latency", latency)
+    monkeypatch.setattr(finished_file, "settled_latency", latency)
     said: list[str] = []
     out = tmp_path / "out"
     found = fitting.fit(photographs, Budget(0.5), out, minutes=0.05, weights="none", say=said.append)
@@ -700,7 +701,7 @@ def test_a_file_over_its_budget_is_measured_again(
     latencies: list[float], found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter(latencies)
-    monkeypatch.setattr(fitting, "file_latency", lambda *_: next(measured))
-    monkeypatch.setattr(fitting, "PAUSE", 0)
-    assert fitting._settled_latency(Path("file"), [], Budget(5e-3)) == found
+    monkeypatch.setattr(finished_file, "file_latency", lambda *_: next(measured))
+    monkeypatch.setattr(finished_file, "PAUSE", 0)
+    assert finished_file.settled_latency(Path("file"), [], Budget(5e-3)) == found
     assert not list(measured)

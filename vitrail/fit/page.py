@@ -12,7 +12,7 @@ from rich.text import Text
 
 from vitrail.compare.statistics import pareto
 from vitrail.files import json_text, write_text
-from vitrail.fit.run import FitResult
+from vitrail.fit.finished_file import FitResult
 from vitrail.quantities import MISSING, number, percent
 from vitrail.report.html import render_page
 from vitrail.report.pareto import Point, pareto_chart
